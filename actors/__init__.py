@@ -1,0 +1,1 @@
+"""What lives in a process. An actor never holds another actor's handle."""

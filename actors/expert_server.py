@@ -1,0 +1,54 @@
+"""The expert-server actor: keeps the HTTP server of the builtin teachers alive in its process.
+
+The protocol is `expert_http`, the experts are `expert_panel`; here is only their life.
+"""
+
+import asyncio
+from typing import Any, ClassVar
+
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.actors.expert_http import ExpertServer
+from composer_mesh.actors.expert_panel import Expert, ExpertPanel
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.rollouts.tasks import make_task
+
+
+class ExpertServerActor(MeshActor):
+    """One per run, and only where a run has builtin teachers.
+
+    controller -- load --> ExpertServerActor <== HTTP on 127.0.0.1 == TeacherReplayActors
+    """
+
+    kind: ClassVar[str] = "expert_server"
+
+    def __init__(self) -> None:
+        self._server: ExpertServer | None = None
+
+    @concurrent_endpoint
+    async def load(self, config: Config, experts: list[Expert], token: str) -> str:
+        """Serve these experts on the run's task; returns the base_url.
+
+        Waits until the task is read and the port is bound. Replaces what an earlier `load` began.
+        """
+        task = await asyncio.to_thread(make_task, config)
+        server = ExpertServer(ExpertPanel(task, config.run.seed, experts), token)
+        await self._close_server()
+        self._server = server.start()
+        self.activity = f"serving {len(experts)} experts"
+        return server.base_url
+
+    @concurrent_endpoint
+    async def aclose(self) -> None:
+        """Stop serving. Waits until no connection is left; `load` serves again."""
+        await self._close_server()
+
+    def details(self) -> dict[str, Any]:
+        return {"base_url": self._server.base_url if self._server else None}
+
+    async def _close_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await asyncio.to_thread(server.close)
+        self.activity = "idle"

@@ -1,0 +1,124 @@
+"""The policy as a folder in Hugging Face format: built small from a config, or any causal LM.
+
+Every actor loads its copy by `load_policy`, whichever way the folder came to be. Training it is
+the warm start's and the trainer's work.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from composer_mesh.configs.policy import PolicyConfig
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PLAIN_CONTROLS = ("<tool_call>", "</tool_call>")
+_PIECES = r"\d| ?[A-Za-z]+|[^A-Za-z\d\n]+|\n+"
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\nTools:' }}
+{%- for tool in tools %}{{ ' ' + tool.function.name + '(' }}
+{%- for name in tool.function.parameters.properties %}{{ name }}
+{%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments if call.function.arguments is string
+     else call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` ids; digits stay single, words whole."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
+    fast.add_tokens(list(PLAIN_CONTROLS))
+    return fast
+
+
+def frame(tools: list[dict[str, Any]]) -> str:
+    """The words that the chat template itself writes, for the tokenizer's corpus."""
+    signatures = [
+        f"{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})"
+        for tool in tools
+    ]
+    return f"system\nTools: {' '.join(signatures)}\nuser\nassistant\ntool\n"
+
+
+def build_model(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
+    """A Qwen3 model with random float32 weights that depend only on config and seed."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_context,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def save_policy(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes weights (safetensors), config, tokenizer and chat template."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{folder} has no chat template: use an instruction-tuned model, or put a "
+            "chat_template.jinja beside its tokenizer"
+        )
+    return cast(PreTrainedTokenizerFast, tokenizer)
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The model in float32, in evaluation mode; raises ValueError for sliding-window layers."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if layers != {"full_attention"}:
+        raise ValueError(
+            f"{folder} has layers {sorted(layers)}: the embedded engine serves models with full "
+            "attention in every layer"
+        )
+    return cast(PreTrainedModel, model.eval())

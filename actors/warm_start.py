@@ -1,0 +1,209 @@
+"""The warm start: supervised steps on imperfect demonstrations, before any reward is seen.
+
+It makes a policy that knows the format and half of the job, and what a hint is good for. The
+result is a folder in Hugging Face format, cached by everything that it depends on.
+"""
+
+import hashlib
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.policy import build_model, build_tokenizer, frame, save_policy
+from composer_mesh.configs.policy import WarmStartConfig
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.hints import render_hint
+from composer_mesh.rollouts.mistakes import recover_or_give_up
+from composer_mesh.rollouts.packing import microbatches
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.traces import ErrorSite
+
+CACHE_FORMAT = 1
+FORWARD_TOKENS = 1024
+IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Ids of one conversation; True in `learn` where the policy shall imitate."""
+
+    ids: list[int]
+    learn: list[bool]
+
+
+def policy_folder(config: Config) -> Path:
+    """Where the warm-started policy of this config lies, whether or not it is there yet."""
+    parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
+    parts += [config.environment.model_dump_json(), str(config.run.seed), str(CACHE_FORMAT)]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return config.policy.cache_dir / f"warm-start-{digest}"
+
+
+def prepare_policy(
+    config: Config, task: Task, report: Callable[[int, float], None] = lambda step, loss: None
+) -> Path:
+    """The folder of the run's initial policy: the user's own, the cached, or a new warm start.
+
+    `report(step, loss)` is called now and then. A half-written cache is never used.
+    """
+    if config.policy.path is not None:
+        return config.policy.path
+    folder = policy_folder(config)
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        model, tokenizer = warm_start(config, task, report)
+        save_policy(model, tokenizer, Path(scratch) / "policy")
+        if not folder.exists():
+            shutil.move(Path(scratch) / "policy", folder)
+    return folder
+
+
+def warm_start(config: Config, task: Task, report: Callable[[int, float], None]) -> tuple[Any, Any]:
+    """A model and its tokenizer; the same config and seed give the same weights."""
+    settings = config.policy.warm_start
+    rng = random.Random(f"{config.run.seed}:demonstrations")
+    conversations = [
+        list(demonstrate(task, index, settings, rng)) for index in range(settings.demonstrations)
+    ]
+    corpus = [text for conversation in conversations for _, text in conversation]
+    corpus += [frame(task.tools)] * len(conversations)
+    tokenizer = build_tokenizer(corpus, config.policy.vocab_size)
+    chat = ChatFormat(tokenizer, task.tools)
+    data = [encode(chat, conversation) for conversation in conversations]
+    model = build_model(config.policy, tokenizer, config.run.seed)
+    imitate(model, data, settings, config.run.seed, tokenizer.pad_token_id, report)
+    return model, tokenizer
+
+
+Piece = tuple[str, str]
+"""(kind, text): kind is question, result, remark, hint, action or slip."""
+
+
+def demonstrate(
+    task: Task, index: int, settings: WarmStartConfig, rng: random.Random
+) -> Iterator[Piece]:
+    """One conversation of an imperfect agent.
+
+    It errs with `error_rate` and after an error recovers with `recovery_rate`. In
+    `hinted_share` of the conversations a hint comes before what would have been the error.
+    """
+    session = task.session(task.episode("train", index))
+    yield "question", session.messages[-1]["content"]
+    hinted, failed, done = rng.random() < settings.hinted_share, False, False
+    while not done:
+        messages = session.messages
+        text = right = task.expert(messages)
+        if failed:
+            text = recover_or_give_up(right, rng, settings.recovery_rate)
+        elif rng.random() < settings.error_rate:
+            text = task.corrupted(messages, rng)
+        if hinted and text != right:
+            site = _would_fail(task, index, session.messages, text)
+            if site is not None:
+                yield "hint", render_hint(site)
+                text = right
+        yield "action", text
+        result = session.step(text)
+        failed, done = result.error is not None, result.done
+        for message in result.messages:
+            yield ("result" if message["role"] == "tool" else "remark"), message["content"]
+
+
+def _would_fail(
+    task: Task, index: int, messages: list[dict[str, Any]], text: str
+) -> ErrorSite | None:
+    """The error site that an action would leave, found in a copy of the session."""
+    from composer_mesh.rollouts.tool_calls import message_text
+
+    copy = task.session(task.episode("train", index))
+    for message in messages:
+        if message["role"] == "assistant":
+            copy.step(message_text(message))
+    return copy.step(text).error
+
+
+def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
+    """Ids of a conversation as a rollout would have them: contexts grow, actions are learnt."""
+    ids: list[int] = []
+    learn: list[bool] = []
+    roles = {"result": "tool", "remark": "user"}
+    prompt = chat.generation_prompt
+    for kind, text in conversation:
+        if kind == "question":
+            new = chat.first_prompt([{"role": "user", "content": text}])
+        elif kind == "hint":
+            del ids[-len(prompt) :], learn[-len(prompt) :]
+            new = chat.hint(text) + prompt
+        elif kind == "action":
+            new = chat.action(text)
+        else:
+            new = chat.continuation([{"role": roles[kind], "content": text}], closed=True)
+        ids += new
+        learn += [kind == "action"] * len(new)
+    return Demonstration(ids, learn)
+
+
+def imitate(
+    model: Any,
+    data: list[Demonstration],
+    settings: WarmStartConfig,
+    seed: int,
+    pad_id: int,
+    report: Callable[[int, float], None],
+) -> None:
+    """AdamW on next-token cross-entropy, with linear warm-up and decay."""
+    rng = random.Random(f"{seed}:order")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
+    warmup = max(1, settings.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda s: min((s + 1) / warmup, max(0.02, (settings.steps - s) / settings.steps)),
+    )
+    model.train()
+    for step in range(settings.steps):
+        batch = rng.sample(data, min(settings.batch_size, len(data)))
+        loss = backward(model, batch, pad_id)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 20 == 0 or step == settings.steps - 1:
+            report(step, loss)
+    model.eval()
+
+
+def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:
+    """Adds the gradient of the batch's mean loss per learnt token; returns that loss.
+
+    Conversations of like length share a forward, so that little is padded. The batch itself must
+    stay mixed: batches of one length alone learn to copy several times more slowly.
+    """
+    learnt, total = sum(sum(item.learn) for item in batch), 0.0
+    for indices in microbatches([len(item.ids) for item in batch], FORWARD_TOKENS):
+        ids, labels = collate([batch[index] for index in indices], pad_id)
+        loss = model(input_ids=ids, labels=labels, num_items_in_batch=learnt).loss
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def collate(batch: list[Demonstration], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids `[B, T]` and labels `[B, T]`, right-padded; labels are -100 where nothing is learnt."""
+    width = max(len(item.ids) for item in batch)
+    ids = torch.full((len(batch), width), pad_id)
+    labels = torch.full((len(batch), width), IGNORE)
+    for row, item in enumerate(batch):
+        tokens = torch.tensor(item.ids)
+        ids[row, : len(item.ids)] = tokens
+        labels[row, : len(item.ids)] = torch.where(torch.tensor(item.learn), tokens, IGNORE)
+    return ids, labels

@@ -1,0 +1,1 @@
+"""What a run is: the schema, the loader and the presets. Neither torch nor Monarch."""

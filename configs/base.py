@@ -1,0 +1,29 @@
+"""The common manner of every config section: frozen, strict, closed to unknown keys.
+
+No section and no default stands here.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+# TOML has no path type, so a string is the one conversion a strict section allows.
+FilePath = Annotated[Path, Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A table of a config. A string never stands for a number, nor a boolean for a count."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )

@@ -1,0 +1,155 @@
+"""The mesh that a config asks for: actors, processes, threads, transports.
+
+A plan only: `composer-mesh check` prints it and the assembly spawns it. Knows no
+Monarch, and cannot see which network hardware a machine has.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.configs.schema import Config
+
+ActorKind = Literal[
+    "trainer", "generator", "environment", "sdpo_teacher", "teacher_replay", "expert_server"
+]
+RDMA = "RDMA buffers (ibverbs where present, TCP otherwise)"
+MESSAGES = "Monarch messages"
+CHAT = "OpenAI chat protocol over HTTP"
+
+
+@dataclass(frozen=True)
+class ActorRow:
+    """One kind of actor; each replica lives in a process of its own."""
+
+    kind: ActorKind
+    role: str
+    replicas: int
+    threads: int
+
+    @property
+    def processes(self) -> int:
+        """Processes of all replicas."""
+        return self.replicas
+
+
+@dataclass(frozen=True)
+class TransportRow:
+    """What travels from whom to whom, and how."""
+
+    what: str
+    source: str
+    targets: tuple[str, ...]
+    how: str
+
+    def __str__(self) -> str:
+        """`weights: trainer -> generator, sdpo_teacher: RDMA buffers`."""
+        return f"{self.what}: {self.source} -> {', '.join(self.targets)}: {self.how}"
+
+
+@dataclass(frozen=True)
+class ChannelRow:
+    """One term of the loss; a weight of 0 turns it off."""
+
+    name: Literal["policy", "sdpo", "replay"]
+    weight: float
+
+    @property
+    def on(self) -> bool:
+        """Whether the term is computed at all."""
+        return self.weight > 0
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Everything the run will start; an actor whose channel is off is not in it."""
+
+    actors: tuple[ActorRow, ...]
+    transports: tuple[TransportRow, ...]
+    channels: tuple[ChannelRow, ...]
+
+    @property
+    def processes(self) -> int:
+        """Actor processes of the whole mesh, without the controller's own."""
+        return sum(row.processes for row in self.actors)
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of the whole mesh when everyone is busy."""
+        return sum(row.processes * row.threads for row in self.actors)
+
+    def actor(self, kind: ActorKind) -> ActorRow | None:
+        """The row of this kind, None when the run does without."""
+        return next((row for row in self.actors if row.kind == kind), None)
+
+
+def plan_mesh(config: Config) -> MeshPlan:
+    """What `config` will start; the same config always gives the same plan."""
+    actors = (*_ring(config), *_sdpo(config), *_replay(config.replay))
+    return MeshPlan(actors, _transports(actors, config.replay), _channels(config))
+
+
+def _ring(config: Config) -> tuple[ActorRow, ...]:
+    return (
+        ActorRow(
+            "trainer",
+            "sums the three losses, steps, publishes weights",
+            replicas=1,
+            threads=config.trainer.threads,
+        ),
+        ActorRow(
+            "generator",
+            "samples tokens with log-probs and policy versions",
+            replicas=config.generator.replicas,
+            threads=config.generator.threads,
+        ),
+        ActorRow(
+            "environment",
+            f"steps {config.data.kind} episodes, verifies answers, finds error sites",
+            replicas=config.environment.replicas,
+            threads=1,
+        ),
+    )
+
+
+def _sdpo(config: Config) -> tuple[ActorRow, ...]:
+    if not config.sdpo.on:
+        return ()
+    role = "reads the hint at error sites, hands over its signal"
+    return (ActorRow("sdpo_teacher", role, replicas=1, threads=config.sdpo.threads),)
+
+
+def _replay(replay: ReplayConfig) -> tuple[ActorRow, ...]:
+    if not replay.on:
+        return ()
+    role = f"asks {replay.ask} of {len(replay.teachers)} teachers about frozen states"
+    pool = ActorRow("teacher_replay", role, replicas=replay.actors, threads=1)
+    if not replay.has_builtin_teachers:
+        return (pool,)
+    return (pool, ActorRow("expert_server", "serves the builtin teachers", replicas=1, threads=1))
+
+
+def _transports(actors: tuple[ActorRow, ...], replay: ReplayConfig) -> tuple[TransportRow, ...]:
+    kinds = [row.kind for row in actors]
+    pullers = tuple(kind for kind in kinds if kind in ("generator", "sdpo_teacher"))
+    rows = [TransportRow("weights", "trainer", pullers, RDMA)]
+    if "sdpo_teacher" in kinds:
+        rows.append(TransportRow("teacher signals", "sdpo_teacher", ("trainer",), RDMA))
+    if "teacher_replay" in kinds:
+        rows.append(TransportRow("frozen states", "teacher_replay", _addresses(replay), CHAT))
+    rows.append(TransportRow("requests and handles", "controller", tuple(kinds), MESSAGES))
+    return tuple(rows)
+
+
+def _addresses(replay: ReplayConfig) -> tuple[str, ...]:
+    """Who answers the teachers' questions: the run's own server, and every configured URL."""
+    named = [teacher.base_url or "expert_server" for teacher in replay.teachers]
+    return tuple(dict.fromkeys(named))
+
+
+def _channels(config: Config) -> tuple[ChannelRow, ...]:
+    return (
+        ChannelRow("policy", 1.0),
+        ChannelRow("sdpo", config.sdpo.alpha),
+        ChannelRow("replay", config.replay.beta),
+    )

@@ -1,0 +1,121 @@
+"""From a TOML file and `--set` overrides to a checked `Config`, and back to TOML.
+
+Every way to fail ends in a `ConfigError`. Starts nothing and imports nothing heavy.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from composer_mesh.configs.errors import (
+    ConfigError,
+    describe_all,
+    dotted,
+    section_at,
+    shown,
+    unknown_key,
+)
+from composer_mesh.configs.schema import Config
+
+Table = dict[str, Any]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The run that `path` and the overrides describe; raises `ConfigError`.
+
+    Relative paths inside it stay relative to the working directory.
+    """
+    table = _read(path)
+    problems = [line for text in overrides if (line := _override(table, text))]
+    if problems:
+        raise _error(path, problems)
+    try:
+        config = Config.model_validate(table)
+    except ValidationError as error:
+        raise _error(path, describe_all(Config, error)) from None
+    if problems := _missing_files(config):
+        raise _error(path, problems)
+    return config
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved run as TOML; `load_config` reads the same run back."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _read(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist: check the name, or copy a preset such as "
+            "configs/quickstart.toml"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as text ({error}): give a readable UTF-8 TOML file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}: correct that line") from None
+
+
+def _error(path: Path, problems: Sequence[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(f"{path}: {problems[0]}")
+    return ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
+
+
+def _override(table: Table, text: str) -> str | None:
+    """Put one `a.b=v` into the table; the line that says why not, or None."""
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        return f"--set {text!r}: must be KEY.PATH=VALUE: write for example --set run.steps=3"
+    # Digits are places in a list: replay.teachers.0.error_rate.
+    path = [int(part) if part.isdecimal() else part for part in parts]
+    section = section_at(Config, path)
+    if section is None or path[-1] not in section.model_fields:
+        return f"--set {unknown_key(Config, path, _value(value))}"
+    try:
+        _put(table, path, _value(value))
+    except (TypeError, KeyError, IndexError):
+        return (
+            f"--set {dotted(path)} = {value}: the file has no table at {dotted(path[:-1])}: "
+            "add it to the file, or override a key that is there"
+        )
+    return None
+
+
+def _value(text: str) -> object:
+    """A TOML value, or the text itself where it is none."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def _put(table: Any, path: Sequence[str | int], value: object) -> None:
+    for part in path[:-1]:
+        table = table.setdefault(part, {}) if isinstance(table, dict) else table[part]
+    table[path[-1]] = value
+
+
+def _missing_files(config: Config) -> list[str]:
+    problems = []
+    data, policy = config.data.path, config.policy.path
+    if data is not None and not data.is_file():
+        problems.append(
+            f"data.path = {shown(str(data))}: no such file in {Path.cwd()}: "
+            "correct the path, which is relative to the working directory"
+        )
+    if policy is not None and not (policy / "config.json").is_file():
+        problems.append(
+            f"policy.path = {shown(str(policy))}: must be a model folder that holds config.json: "
+            "correct the path, which is relative to the working directory"
+        )
+    return problems

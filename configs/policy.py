@@ -1,0 +1,98 @@
+"""The model that is trained: its size or its folder, and its supervised warm start.
+
+Builds nothing; whether a folder exists is the loader's question.
+"""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import Count, FilePath, Positive, Section, Share
+
+# 256 byte tokens, the chat and tool tokens, and room to learn a few merges.
+SMALLEST_VOCABULARY = 300
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on imperfect demonstrations, before the mesh starts; cached."""
+
+    steps: Annotated[int, Field(ge=0)] = 300
+    """Supervised optimizer steps; 0 starts from random weights."""
+
+    batch_size: Count = 32
+    """Demonstrations in one supervised step."""
+
+    lr: Positive = 2e-3
+    """Peak learning rate of the supervised steps."""
+
+    demonstrations: Count = 2000
+    """Training episodes that are demonstrated."""
+
+    error_rate: Share = 0.3
+    """Share of demonstrated actions that are made wrong on purpose."""
+
+    recovery_rate: Share = 0.5
+    """Share of wrong actions after which the demonstration goes on with the right one."""
+
+    hinted_share: Share = 0.25
+    """Share of demonstrations that show a hint at an error, so that the model can read hints."""
+
+
+class PolicyConfig(Section):
+    """The policy: a built-in tiny Qwen3, or any causal LM from a local folder."""
+
+    path: FilePath | None = None
+    """A local Hugging Face folder; without it the built-in model of the sizes below is made."""
+
+    hidden_size: Annotated[int, Field(ge=8)] = 128
+    """Width of the residual stream (built-in model)."""
+
+    intermediate_size: Annotated[int, Field(ge=8)] = 384
+    """Width of the gated feed-forward layer (built-in model)."""
+
+    layers: Count = 2
+    """Transformer layers (built-in model)."""
+
+    heads: Count = 4
+    """Query heads (built-in model)."""
+
+    kv_heads: Count = 2
+    """Key and value heads; divides heads (built-in model)."""
+
+    head_dim: Annotated[int, Field(ge=2)] = 32
+    """Width of one head; even, because rotary positions turn pairs (built-in model)."""
+
+    vocab_size: Count = 512
+    """Entries of the built-in tokenizer, special tokens included (built-in model)."""
+
+    max_context: Annotated[int, Field(ge=16)] = 384
+    """Longest conversation in tokens, prompt and every turn together."""
+
+    cache_dir: FilePath = Path(".cache/composer-mesh")
+    """Where warm-started models are kept between runs."""
+
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    """The supervised warm start of the built-in model."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.path is not None:
+            return self
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads is {self.heads} but kv_heads is {self.kv_heads}, which does not divide it, "
+                f"so heads cannot share keys: set kv_heads to a divisor of {self.heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim is {self.head_dim} but must be even, because rotary positions turn "
+                f"pairs: set it to {self.head_dim + 1}"
+            )
+        if self.vocab_size < SMALLEST_VOCABULARY:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size} but the built-in tokenizer needs at least "
+                f"{SMALLEST_VOCABULARY} (bytes and special tokens): raise it to "
+                f"{SMALLEST_VOCABULARY} or more"
+            )
+        return self

@@ -1,0 +1,119 @@
+"""The replay channel: which teachers are asked, and when their answers make a pair.
+
+Holds no credentials: `api_key_env` names an environment variable, never its value.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import Count, NotNegative, Positive, Section, Share
+
+
+class TeacherConfig(Section):
+    """One external teacher that speaks the OpenAI chat protocol."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """How reports call this teacher; unique in the run."""
+
+    kind: Literal["builtin", "openai"]
+    """"builtin": a rule-based expert that the run serves itself; "openai": any compatible URL."""
+
+    error_rate: Share | None = None
+    """Share of a builtin teacher's actions that are wrong on purpose; 0 when not set."""
+
+    base_url: str | None = None
+    """Root of an openai teacher's API, up to and including /v1."""
+
+    model: str | None = None
+    """Model name that is sent to an openai teacher."""
+
+    api_key_env: str | None = None
+    """Environment variable that holds an openai teacher's key; not set means no key is sent."""
+
+    @model_validator(mode="after")
+    def _fields_fit_the_kind(self) -> Self:
+        foreign = (
+            ("base_url", "model", "api_key_env") if self.kind == "builtin" else ("error_rate",)
+        )
+        for key in foreign:
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"{key} is {value!r} but kind is {self.kind!r}, which does not read it: "
+                    f"remove {key} or change kind"
+                )
+        if self.kind == "openai":
+            self._check_address()
+        return self
+
+    def _check_address(self) -> None:
+        for key in ("base_url", "model"):
+            if not getattr(self, key):
+                raise ValueError(
+                    f"{key} is not set but kind is 'openai', which needs base_url and model: "
+                    f"set {key}"
+                )
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"base_url is {self.base_url!r} but must begin with http:// or https://: "
+                "write the whole address"
+            )
+
+
+class ReplayConfig(Section):
+    """Preference pairs from teachers that agree with each other against the student."""
+
+    beta: NotNegative = 0.0
+    """Weight of the replay loss in the total; 0 turns the channel off."""
+
+    dpo_beta: Positive = 0.1
+    """Strength of DPO's pull towards the frozen reference policy."""
+
+    actors: Count = 2
+    """Teacher-replay actors that ask in parallel."""
+
+    ask: Count = 3
+    """Teachers that are asked about one frozen state."""
+
+    agreement_threshold: Annotated[int, Field(ge=2)] = 2
+    """Teachers that must give the same action before it counts as the chosen one."""
+
+    states_per_step: Count = 16
+    """Frozen states that are sent to the teachers for one optimizer step."""
+
+    timeout_s: Positive = 30.0
+    """Seconds until a teacher's answer no longer counts."""
+
+    teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
+    """The teachers, in the order in which they are asked."""
+
+    @model_validator(mode="after")
+    def _a_pair_is_possible(self) -> Self:
+        if self.agreement_threshold > self.ask:
+            raise ValueError(
+                f"agreement_threshold is {self.agreement_threshold} but ask is {self.ask}, so no "
+                "answer can ever win: raise ask or lower agreement_threshold"
+            )
+        if self.beta > 0 and self.ask > len(self.teachers):
+            raise ValueError(
+                f"ask is {self.ask} but there are {len(self.teachers)} teachers, so no state can "
+                "be sent to enough of them: add [[replay.teachers]] or lower ask, or set beta to 0"
+            )
+        names = [teacher.name for teacher in self.teachers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"teachers has {names.count(name)} entries named {name!r} but names must be "
+                    "unique, because reports are by name: rename all but one"
+                )
+        return self
+
+    @property
+    def on(self) -> bool:
+        """Whether the channel takes part in the run."""
+        return self.beta > 0
+
+    @property
+    def has_builtin_teachers(self) -> bool:
+        """Whether the run itself must serve experts."""
+        return any(teacher.kind == "builtin" for teacher in self.teachers)

@@ -1,0 +1,248 @@
+"""What a run is: every section, its bounds and the checks between sections.
+
+Reads no file and knows no TOML; `load.py` does. Imports neither torch nor Monarch.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import (
+    Count,
+    FilePath,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+)
+from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.configs.replay import ReplayConfig
+
+LARGEST_SEED = 2**31 - 1
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its directory under runs/."""
+
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
+    """Seed of the policy, the episodes and every sampled token."""
+
+    steps: Count
+    """Optimizer steps of the run."""
+
+    deadline_s: Positive = 120.0
+    """Seconds until a call to an actor without an answer ends the run."""
+
+
+class DataConfig(Section):
+    """Where episodes come from."""
+
+    kind: Literal["toolbox", "gsm8k"]
+    """"toolbox": episodes made from the seed; "gsm8k": math word problems from a JSONL file."""
+
+    path: FilePath | None = None
+    """The JSONL file of gsm8k, relative to the working directory."""
+
+    heldout_every: Annotated[int, Field(ge=2)] = 5
+    """Every n-th row of the file is held out for evaluation (gsm8k)."""
+
+    @model_validator(mode="after")
+    def _path_fits_the_kind(self) -> Self:
+        if self.kind == "gsm8k" and self.path is None:
+            raise ValueError(
+                "path is not set but kind is 'gsm8k', which reads one JSONL file: "
+                "set data.path, for example --set data.path=FILE.jsonl"
+            )
+        if self.kind == "toolbox" and self.path is not None:
+            raise ValueError(
+                f"path is {str(self.path)!r} but kind is 'toolbox', which makes its own episodes: "
+                "remove path or set kind to 'gsm8k'"
+            )
+        return self
+
+
+class EnvironmentConfig(Section):
+    """The actors that step episodes."""
+
+    replicas: Count = 1
+    """Environment actors."""
+
+    max_turns: Count = 6
+    """Assistant turns after which an episode ends unsolved."""
+
+    tool_error_penalty: Share = 0.0
+    """Taken from the reward for each failed tool call; the reward never falls below 0."""
+
+
+class GeneratorConfig(Section):
+    """The actors that sample tokens."""
+
+    engine: Literal["embedded"] = "embedded"
+    """The inference engine: "embedded" runs in the actor's own process."""
+
+    replicas: Count = 1
+    """Generator actors."""
+
+    max_concurrent: Count = 64
+    """Requests that decode together: rows of the KV cache."""
+
+    max_new_tokens: Count = 40
+    """Longest answer of one turn, in tokens."""
+
+    temperature: Positive = 1.0
+    """Sampling temperature of training rollouts."""
+
+    threads: Count = 1
+    """CPU threads of each generator."""
+
+
+class TrainerConfig(Section):
+    """The optimizer and the size of its microbatches."""
+
+    lr: Positive = 3e-4
+    """Peak learning rate."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak to the end of the run."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0 to its peak."""
+
+    weight_decay: NotNegative = 0.0
+    """AdamW's decoupled weight decay."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the gradient mean."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay of the gradient's second moment."""
+
+    grad_clip: Positive = 1.0
+    """Largest gradient norm of a step."""
+
+    microbatch_tokens: Count = 4096
+    """Tokens, padding included, that one forward and backward pass holds."""
+
+    threads: Count = 1
+    """CPU threads of the trainer."""
+
+
+class ScheduleConfig(Section):
+    """How many rollouts a step takes and how old they may be."""
+
+    prompts_per_step: Count = 8
+    """Prompt groups that make one optimizer step."""
+
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of one prompt; the group is its own baseline."""
+
+    max_lag: Annotated[int, Field(ge=0)] = 1
+    """Policy versions a rollout may be behind the step that trains on it; 0 is synchronous."""
+
+
+class GrpoConfig(Section):
+    """The policy channel."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far a token's probability ratio may fall below 1."""
+
+    clip_high: Positive = 0.28
+    """How far a token's probability ratio may rise above 1."""
+
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    """Reward minus the group's mean, divided by its standard deviation or not."""
+
+
+class SdpoConfig(Section):
+    """The self-distillation channel: the same model, shown a hint at its error sites."""
+
+    alpha: NotNegative = 0.0
+    """Weight of the SDPO loss in the total; 0 turns the channel off."""
+
+    jsd_beta: Share = 0.5
+    """Mixture weight of the generalized Jensen-Shannon divergence."""
+
+    temperature: Positive = 1.0
+    """Temperature of both distributions in the divergence."""
+
+    max_sites_per_step: Count = 32
+    """Error sites that the teacher sees in one optimizer step."""
+
+    threads: Count = 1
+    """CPU threads of the SDPO teacher."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the channel takes part in the run."""
+        return self.alpha > 0
+
+
+class EvalConfig(Section):
+    """Held-out evaluation."""
+
+    episodes: Count = 200
+    """Held-out episodes of one evaluation."""
+
+    temperature: NotNegative = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+
+
+class Config(Section):
+    """One run, complete: what a TOML file and its overrides resolve to."""
+
+    run: RunConfig
+    """The run as a whole."""
+
+    data: DataConfig
+    """Where episodes come from."""
+
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
+    """The actors that step episodes."""
+
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    """The model that is trained."""
+
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    """The actors that sample tokens."""
+
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    """The optimizer."""
+
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """Rollouts per step and their age."""
+
+    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
+    """The policy channel."""
+
+    sdpo: SdpoConfig = Field(default_factory=SdpoConfig)
+    """The self-distillation channel."""
+
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """The teacher-replay channel."""
+
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Held-out evaluation."""
+
+    @model_validator(mode="after")
+    def _conversations_fit(self) -> Self:
+        turns, tokens = self.environment.max_turns, self.generator.max_new_tokens
+        context = self.policy.max_context
+        if tokens * turns >= context:
+            raise ValueError(
+                f"generator.max_new_tokens is {tokens} and environment.max_turns is {turns}, so an "
+                f"episode may write {tokens * turns} tokens, but policy.max_context is {context} "
+                "and holds the prompt too: raise policy.max_context or lower one of the others"
+            )
+        if self.trainer.microbatch_tokens < context:
+            raise ValueError(
+                f"trainer.microbatch_tokens is {self.trainer.microbatch_tokens} but "
+                f"policy.max_context is {context}, so the longest conversation fits no microbatch: "
+                f"raise trainer.microbatch_tokens to {context} or more"
+            )
+        return self

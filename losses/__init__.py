@@ -1,0 +1,1 @@
+"""Tensors in, scalar out. No processes, no data formats."""

@@ -1,0 +1,1 @@
+"""Where processes are and how bytes move. No training and no tasks."""

@@ -1,0 +1,51 @@
+"""The base of every actor of a run: what it says about itself when asked.
+
+It holds no behaviour of a kind of actor, and it needs no constructor of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from monarch.actor import Actor, concurrent_endpoint
+
+
+class MeshActor(Actor):
+    """An actor with a kind, an activity and, where it serves a policy, a version of it.
+
+    Endpoints of a subclass are `async` and `concurrent_endpoint`; a long computation belongs into
+    `asyncio.to_thread`, so that `describe` answers meanwhile.
+    """
+
+    kind: ClassVar[str] = "actor"
+    activity: str = "idle"
+    policy_version: int | None = None
+
+    @concurrent_endpoint
+    async def describe(self) -> dict[str, Any]:
+        """Say what this actor is and does. Answers at once."""
+        return {
+            "kind": self.kind,
+            "pid": os.getpid(),
+            "rss_bytes": resident_bytes(),
+            "policy_version": self.policy_version,
+            "activity": self.activity,
+            **self.details(),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """What a subclass adds to `describe`: plain values that JSON can hold."""
+        return {}
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now, or its peak where `/proc` is missing."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

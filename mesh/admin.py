@@ -1,0 +1,145 @@
+"""Monarch's own view of the running mesh: its admin server, and a reader of what that says.
+
+Monarch knows processes, queues and failures; it does not know what our actors are for, which a run
+tells in its status file. The reader needs no Monarch in its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import httpx
+
+from composer_mesh.mesh.environment import without_noise
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+    from composer_mesh.mesh.spawn import MeshHost
+
+TIMEOUT_S = 5.0
+CONTROLLER_PROC = "local"
+
+
+@dataclass(frozen=True)
+class ActorNode:
+    """One actor of ours as Monarch sees it."""
+
+    name: str
+    status: str
+    queue_depth: int
+    messages_processed: int
+
+
+@dataclass(frozen=True)
+class ProcNode:
+    """One Monarch process; `system_actors` are Monarch's own, which are only counted."""
+
+    name: str
+    actors: tuple[ActorNode, ...] = ()
+    rss_bytes: int = 0
+    queue_depth: int = 0
+    poisoned: bool = False
+    system_actors: int = 0
+    reachable: bool = True
+
+
+@dataclass(frozen=True)
+class HostNode:
+    """One machine."""
+
+    name: str
+    procs: tuple[ProcNode, ...]
+
+
+@dataclass(frozen=True)
+class MeshTree:
+    """Hosts, their processes, and the actors in them."""
+
+    hosts: tuple[HostNode, ...]
+
+
+class AdminUnreachable(ConnectionError):
+    """The admin server of a run does not answer."""
+
+
+async def start_admin(host: MeshHost) -> str:
+    """Start the admin server of this run on the loopback interface and return its address."""
+    url = await asyncio.to_thread(_start_quietly, host.mesh)
+    return url.replace("//localhost:", "//127.0.0.1:")
+
+
+def _start_quietly(mesh: HostMesh) -> str:
+    from monarch._src.actor.host_mesh import _spawn_admin  # only here, so that reading is cheap
+
+    with without_noise():
+        url: str = _spawn_admin([mesh], admin_addr="127.0.0.1:0").get(TIMEOUT_S)[0]
+    return url
+
+
+def read_mesh(url: str) -> MeshTree:
+    """Walk the mesh from its root. Waits for one small answer per host, process and actor."""
+    try:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+            return MeshTree(tuple(_hosts(client)))
+    except httpx.HTTPError as error:
+        raise AdminUnreachable(f"{url} does not answer ({error}): has the run ended?") from error
+
+
+def _hosts(client: httpx.Client) -> Iterator[HostNode]:
+    for reference in _require(client, "root")["children"]:
+        node = _require(client, reference)
+        procs = tuple(_proc(client, child) for child in node["children"])
+        yield HostNode(node["properties"]["Host"]["addr"], procs)
+
+
+def _proc(client: httpx.Client, reference: str) -> ProcNode:
+    node = _get(client, reference)
+    if node is None:
+        return ProcNode(_name(reference), reachable=False)
+    about = node["properties"]["Proc"]
+    debug = about.get("debug") or {}
+    system = set(about["system_children"])
+    return ProcNode(
+        name=about["proc_name"],
+        actors=tuple(_actors(client, [c for c in node["children"] if c not in system])),
+        rss_bytes=(debug.get("memory") or {}).get("process_rss_bytes") or 0,
+        queue_depth=debug.get("actor_work_queue_depth_total") or 0,
+        poisoned=about["is_poisoned"],
+        system_actors=len(system),
+    )
+
+
+def _actors(client: httpx.Client, references: list[str]) -> Iterator[ActorNode]:
+    for reference in references:
+        node = _get(client, reference)
+        about = node["properties"].get("Actor") if node else None
+        if about is not None and not about.get("is_system"):
+            status = about["actor_status"].partition("\n")[0]
+            yield ActorNode(
+                _name(reference), status, about["queue_depth"], about["messages_processed"]
+            )
+
+
+def _get(client: httpx.Client, reference: str) -> dict[str, Any] | None:
+    """One node, or None for what is gone: a killed process is still listed by its host."""
+    response = client.get(f"/v1/{quote(reference, safe='')}")
+    if response.status_code == httpx.codes.NOT_FOUND:
+        return None
+    node: dict[str, Any] = response.raise_for_status().json()
+    return node
+
+
+def _require(client: httpx.Client, reference: str) -> dict[str, Any]:
+    node = _get(client, reference)
+    if node is None:
+        raise AdminUnreachable(f"{reference} is unknown to the admin server: has the run ended?")
+    return node
+
+
+def _name(reference: str) -> str:
+    return reference.partition("<")[0].partition("@")[0]

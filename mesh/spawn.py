@@ -1,0 +1,173 @@
+"""The only place where processes start and stop: one process with one actor in it, by name.
+
+Which actors a run has is decided elsewhere; what they do when one dies is `supervision`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import HostMesh, ProcMesh, this_host
+
+from composer_mesh.mesh import processes
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.supervision import Supervisor, call
+
+START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class SpawnedActor:
+    """A living actor: its name in this run, its kind, the reference to call it by, its process."""
+
+    name: str
+    kind: str
+    ref: Any
+    pid: int
+    actor_class: type[MeshActor]
+    procs: ProcMesh = field(repr=False)
+
+    async def call(
+        self, endpoint: str, *args: Any, deadline_s: float = 120.0, **kwargs: Any
+    ) -> Any:
+        """Call one endpoint. Waits for its answer, at most `deadline_s`."""
+        reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
+        return await call(reply, deadline_s, self.name, endpoint)
+
+
+class MeshHost:
+    """The owner of this run's processes on this machine.
+
+    `async with MeshHost(supervisor) as host:` stops them all at the end of the block.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+        stop_deadline_s: float = STOP_DEADLINE_S,
+    ) -> None:
+        self.supervisor = supervisor
+        self._start_deadline_s = start_deadline_s
+        self._stop_deadline_s = stop_deadline_s
+        self._token = uuid.uuid4().hex[:12]
+        self._host: HostMesh | None = None
+        self._spawned: dict[str, SpawnedActor] = {}
+        self._starting: set[str] = set()
+
+    async def __aenter__(self) -> MeshHost:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def actors(self) -> list[SpawnedActor]:
+        """The actors that were started and not stopped, in the order of their start."""
+        return list(self._spawned.values())
+
+    @property
+    def mesh(self) -> HostMesh:
+        """Monarch's view of this machine; the first use starts Monarch in this process."""
+        if self._host is None:
+            with without_noise():
+                self._host = this_host()
+        return self._host
+
+    async def spawn(
+        self,
+        name: str,
+        actor_class: type[MeshActor],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> SpawnedActor:
+        """Start one process named `name` with one actor in it. Waits until the actor answers."""
+        self._check(name, actor_class)
+        self._starting.add(name)
+        procs = self.mesh.spawn_procs(name=name, bootstrap_command=self._command(name, env))
+        try:
+            spawned = await self._start(procs, name, actor_class, args, kwargs)
+        except BaseException:
+            await self._abandon(name, procs)
+            raise
+        finally:
+            self._starting.discard(name)
+        self._spawned[name] = spawned
+        return spawned
+
+    async def _start(
+        self,
+        procs: ProcMesh,
+        name: str,
+        actor_class: type[MeshActor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> SpawnedActor:
+        ref = procs.spawn(name, actor_class, *args, **kwargs)
+        mesh_name: str = await call(ref._name, self._start_deadline_s, name, "spawn")
+        if self.supervisor is not None:
+            self.supervisor.watch(mesh_name, name)
+        about: dict[str, Any] = await call(
+            ref.describe.call_one(), self._start_deadline_s, name, "describe"
+        )
+        return SpawnedActor(name, about["kind"], ref, about["pid"], actor_class, procs)
+
+    def _check(self, name: str, actor_class: type[MeshActor]) -> None:
+        if name in self._spawned or name in self._starting:
+            raise ValueError(f"an actor named {name!r} already runs here: choose another name")
+        if not issubclass(actor_class, MeshActor):
+            raise TypeError(
+                f"{actor_class.__name__} is no MeshActor: derive it from mesh.actor.MeshActor"
+            )
+
+    def _command(self, name: str, env: Mapping[str, str] | None) -> BootstrapCommand:
+        arguments = ["-m", "composer_mesh.mesh.child", name, self._token]
+        return BootstrapCommand(sys.executable, None, arguments, dict(env or {}))
+
+    async def stop(self, spawned: SpawnedActor) -> None:
+        """Stop one actor and its process. Waits until the process is gone, kills it if it stays."""
+        self._spawned.pop(spawned.name, None)
+        self._expect(spawned.name)
+        await self._stop_procs(spawned.procs)
+        if not await processes.wait_gone(spawned.pid, self._stop_deadline_s):
+            processes.kill(spawned.pid)
+            await processes.wait_gone(spawned.pid, self._stop_deadline_s)
+
+    async def close(self) -> None:
+        """Stop every process of this run. Afterwards none of them is left."""
+        await asyncio.gather(*(self.stop(spawned) for spawned in self.actors))
+        await self._kill(processes.children_with(self._token))
+
+    async def _abandon(self, name: str, procs: ProcMesh) -> None:
+        """Take back a process whose actor never answered, and whose id it therefore never told."""
+        self._expect(name)
+        await self._stop_procs(procs)
+        ours = set(processes.children_with(self._token))
+        await self._kill(sorted(ours.intersection(processes.children_with(name))))
+
+    async def _stop_procs(self, procs: ProcMesh) -> None:
+        stopping = procs.stop().as_asyncio()
+        await asyncio.wait([stopping], timeout=self._stop_deadline_s)
+        if not stopping.done():
+            stopping.cancel()
+        elif not stopping.cancelled():
+            stopping.exception()  # a mesh that already died has nothing left to stop
+
+    async def _kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            processes.kill(pid)
+        for pid in pids:
+            await processes.wait_gone(pid, self._stop_deadline_s)
+
+    def _expect(self, name: str) -> None:
+        if self.supervisor is not None:
+            self.supervisor.expect_stop(name)

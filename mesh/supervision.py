@@ -1,0 +1,212 @@
+"""What happens when an actor fails: who noticed, what it is called, and who must know.
+
+The errors of a remote call, and the `Supervisor` that turns Monarch's faults into named failures:
+
+    MeshError
+    ├── ActorDied          the actor or its process is gone
+    ├── DeadlineExceeded   no answer in time; the actor may still be at work
+    └── RemoteError        the endpoint raised something that could not travel
+
+An endpoint's own exception arrives as itself, with a `RemoteError` as its cause. Nothing here
+starts, stops or restarts anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError, Future, MeshFailure
+
+T = TypeVar("T")
+Recorder = Callable[[str, str, str], None]
+
+
+class MeshError(RuntimeError):
+    """Something went wrong between processes; positional arguments, so that it can travel."""
+
+
+class ActorDied(MeshError):
+    """An actor, or the process it lived in, is gone."""
+
+    def __init__(self, actor: str, reason: str) -> None:
+        super().__init__(actor, reason)
+        self.actor = actor
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.actor} died: {self.reason}"
+
+
+class DeadlineExceeded(MeshError):
+    """An endpoint did not answer within its deadline."""
+
+    def __init__(self, actor: str, endpoint: str, seconds: float) -> None:
+        super().__init__(actor, endpoint, seconds)
+        self.actor = actor
+        self.endpoint = endpoint
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.actor}.{self.endpoint} gave no answer within {self.seconds:g} s: "
+            "raise run.deadline_s, or give the call less work"
+        )
+
+
+class RemoteError(MeshError):
+    """An endpoint failed, told by the text of its traceback."""
+
+    def __init__(self, actor: str, endpoint: str, text: str) -> None:
+        super().__init__(actor, endpoint, text)
+        self.actor = actor
+        self.endpoint = endpoint
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.actor}.{self.endpoint} failed:\n{self.text.rstrip()}"
+
+
+async def call(reply: Future[T], deadline_s: float, actor: str, endpoint: str = "call") -> T:
+    """Await the answer of an endpoint. Waits at most `deadline_s`, and raises the errors above.
+
+    A deadline ends the waiting, not the work at the other end.
+    """
+    answer = reply.as_asyncio()
+    done, _ = await asyncio.wait([answer], timeout=deadline_s)
+    if not done:
+        answer.cancel()
+        raise DeadlineExceeded(actor, endpoint, deadline_s)
+    try:
+        return answer.result()
+    except SupervisionError as error:
+        raise ActorDied(actor, reason_of(str(error))) from None
+    except ActorError as error:
+        raise _original(error, actor, endpoint) from RemoteError(
+            actor, endpoint, error.exception_formatted
+        )
+    except Exception as error:  # it broke while it was rebuilt on this side
+        raise RemoteError(actor, endpoint, f"{type(error).__name__}: {error}") from error
+
+
+def _original(error: ActorError, actor: str, endpoint: str) -> Exception:
+    inner: BaseException = error
+    while isinstance(inner, ActorError):
+        inner = inner.exception
+    if isinstance(inner, SupervisionError):
+        return ActorDied(actor, reason_of(str(inner)))
+    if isinstance(inner, Exception):
+        return inner
+    return RemoteError(actor, endpoint, error.exception_formatted)
+
+
+def reason_of(report: str) -> str:
+    """The part of Monarch's report that says what happened, without the path to the actor.
+
+    >>> reason_of("Endpoint call a.b() failed, The actor <root>.<A a> and all its descendants "
+    ...           "have failed:\\n  the process failed: Killed(sig=9)")
+    'the process failed: Killed(sig=9)'
+    """
+    for mark in ("failed:\n", "has status: ", "Supervision event: "):
+        _, found, rest = report.partition(mark)
+        if found:
+            report = rest
+            break
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    if any("Traceback" in line for line in lines):
+        lines = lines[-1:]
+    return " ".join(lines) or "no reason was reported"
+
+
+class FaultPolicy(Enum):
+    """What a fault of an actor leads to; there is one answer as yet."""
+
+    ESCALATE = "escalate"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An actor that a supervisor knows."""
+
+    actor: str
+    policy: FaultPolicy
+
+
+class Supervisor:
+    """Hears every fault of this process's meshes, once each, under the actor's own name.
+
+    Monarch reports a fault on a thread of its own; everything else here runs on the loop that made
+    the supervisor. `record(kind, actor, detail)` is called for each fault and each planned stop.
+    """
+
+    def __init__(self, record: Recorder | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._record = record
+        self._watched: dict[str, Watched] = {}
+        self._expected: set[str] = set()
+        self._seen: set[str] = set()
+        self.failure: asyncio.Future[ActorDied] = self._loop.create_future()
+        monarch.actor.unhandled_fault_hook = self._on_fault
+
+    def watch(self, mesh_name: str, actor: str, policy: FaultPolicy = FaultPolicy.ESCALATE) -> None:
+        """Know a Monarch mesh under the name of our actor."""
+        self._watched[mesh_name] = Watched(actor, policy)
+        self._expected.discard(actor)
+
+    def expect_stop(self, actor: str) -> None:
+        """From now on the end of this actor is planned and no fault."""
+        self._expected.add(actor)
+
+    async def wait_failure(self) -> ActorDied:
+        """Wait for the first unplanned fault of a watched actor."""
+        return await asyncio.shield(self.failure)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` until it ends or an actor dies; then cancel it and raise `ActorDied`."""
+        task = asyncio.ensure_future(work)
+        either: list[asyncio.Future[Any]] = [task, self.failure]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done() and not _succeeded(task):
+                raise self.failure.result()
+            return task.result()
+        finally:
+            await cancel_and_wait([task])
+
+    def _on_fault(self, failure: MeshFailure) -> None:
+        """Called by Monarch, on its thread, possibly after the loop has closed."""
+        mesh_name, report = failure.mesh_name, failure.report()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._handle, mesh_name, report)
+
+    def _handle(self, mesh_name: str, report: str) -> None:
+        watched = self._watched.get(mesh_name)
+        if watched is None or mesh_name in self._seen:
+            return  # the logger that Monarch keeps beside each actor, or the same fault again
+        self._seen.add(mesh_name)
+        died = ActorDied(watched.actor, reason_of(report))
+        planned = died.actor in self._expected
+        if self._record is not None:
+            self._record("actor_stopped" if planned else "actor_died", died.actor, died.reason)
+        if planned or self.failure.done():
+            return
+        if watched.policy is FaultPolicy.ESCALATE:
+            self.failure.set_result(died)
+
+
+def _succeeded(task: asyncio.Future[Any]) -> bool:
+    return task.done() and not (task.cancelled() or task.exception())
+
+
+async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until each of them has ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,175 @@
+"""Registered memory that other processes read one-sidedly, and the handles that travel instead.
+
+Verbs where the hardware has them, TCP where not. What the bytes mean, and when a buffer may be
+written again, is decided by its owner: a reader of a buffer that is being rewritten sees a mix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from monarch._src.rdma.rdma import _make_local_memory_handle
+from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning, get_rdma_backend
+from torch import Tensor
+
+from composer_mesh.mesh.environment import without_noise
+
+Payload: TypeAlias = "Tensor | bytes | bytearray | memoryview"
+
+SMALLEST_SPAN = 4096
+READ_TIMEOUT_S = 120
+
+
+class TransportError(RuntimeError):
+    """Bytes and the place for them do not fit."""
+
+
+def transport_name() -> str:
+    """How one-sided reads travel on this machine: `ibverbs` or `tcp`."""
+    return get_rdma_backend()
+
+
+@dataclass(frozen=True)
+class BufferHandle:
+    """Where bytes can be read, how many of them count, and which tensor they are."""
+
+    buffer: RDMABuffer | None
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SendBuffer:
+    """Memory of one owner, allocated and registered once and written again and again.
+
+    A registered region can only be read as a whole, so a small payload is offered as a prefix of
+    the memory whose length is a power of two; each such prefix is registered once.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 1:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}, but must be at least 1")
+        self.bytes = torch.zeros(capacity_bytes, dtype=torch.uint8)
+        self._registered: dict[int, RDMABuffer] = {}
+        self._handle: BufferHandle | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How many bytes fit without growing."""
+        return self.bytes.numel()
+
+    async def write(self, data: Payload) -> BufferHandle:
+        """Put data where readers find it. Grows, and then registers anew, when it does not fit."""
+        tensor = _as_tensor(data)
+        async with self._lock:
+            if tensor.nbytes > self.capacity_bytes:
+                await self._grow(tensor.nbytes)
+            self.bytes[: tensor.nbytes].copy_(_flat_bytes(tensor))
+            buffer = await self._region(tensor.nbytes) if tensor.nbytes else None
+            self._handle = BufferHandle(buffer, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
+        return self._handle
+
+    def handle(self) -> BufferHandle:
+        """The handle of what was written last."""
+        if self._handle is None:
+            raise TransportError("the buffer was never written: call write() before handle()")
+        return self._handle
+
+    async def whole(self) -> BufferHandle:
+        """A handle of the whole memory, for an owner that fills `bytes` by itself."""
+        async with self._lock:
+            buffer = await self._region(self.capacity_bytes)
+        return BufferHandle(buffer, self.capacity_bytes, torch.uint8, (self.capacity_bytes,))
+
+    async def close(self) -> None:
+        """Give the registrations back. A handle that is still around can no longer be read."""
+        async with self._lock:
+            await self._drop_all()
+            self._handle = None
+
+    async def _grow(self, nbytes: int) -> None:
+        await self._drop_all()
+        self.bytes = torch.zeros(_power_of_two(nbytes), dtype=torch.uint8)
+
+    async def _region(self, nbytes: int) -> RDMABuffer:
+        span = min(max(_power_of_two(nbytes), SMALLEST_SPAN), self.capacity_bytes)
+        if span not in self._registered:
+            self._registered[span] = await asyncio.to_thread(_register, self.bytes[:span])
+        return self._registered[span]
+
+    async def _drop_all(self) -> None:
+        registered, self._registered = self._registered, {}
+        for buffer in registered.values():
+            await buffer.drop()
+
+
+def _register(memory: Tensor) -> RDMABuffer:
+    _load_native()
+    with warnings.catch_warnings():
+        # The transport is reported once per run; Monarch would warn in every process.
+        warnings.simplefilter("ignore", RDMATcpFallbackWarning)
+        return RDMABuffer(memory)
+
+
+@functools.cache
+def _load_native() -> None:
+    """Let the native library look for drivers, and tell what it misses, once and unheard."""
+    with without_noise():
+        _make_local_memory_handle(torch.zeros(1, dtype=torch.uint8))
+
+
+async def read(handle: BufferHandle, out: Tensor | None = None) -> Tensor:
+    """Fetch what a handle points to, into `out` where given. Waits for the transfer.
+
+    Without `out` the result is a view of fresh memory.
+    """
+    if out is not None:
+        _check_fits(handle, out)
+    if handle.buffer is None:
+        return torch.empty(handle.shape, dtype=handle.dtype) if out is None else out
+    _load_native()
+    span = handle.buffer.size()
+    if out is not None and span == handle.nbytes:
+        await handle.buffer.read_into(_flat_bytes(out), timeout=READ_TIMEOUT_S)
+        return out
+    memory = torch.empty(span, dtype=torch.uint8)
+    await handle.buffer.read_into(memory, timeout=READ_TIMEOUT_S)
+    tensor = memory[: handle.nbytes].view(handle.dtype).view(handle.shape)
+    return tensor if out is None else out.copy_(tensor)
+
+
+def _check_fits(handle: BufferHandle, out: Tensor) -> None:
+    if (out.dtype, tuple(out.shape)) != (handle.dtype, handle.shape):
+        raise TransportError(
+            f"the handle is {handle.dtype} of shape {handle.shape} ({handle.nbytes} bytes) but "
+            f"out is {out.dtype} of shape {tuple(out.shape)} ({out.nbytes} bytes): "
+            "allocate out from the handle's dtype and shape, or leave it away"
+        )
+    if not out.is_contiguous():
+        raise TransportError(
+            f"out has strides {out.stride()} but must be contiguous: pass out.contiguous()"
+        )
+
+
+def _as_tensor(data: Payload) -> Tensor:
+    if isinstance(data, Tensor):
+        return data.detach().contiguous().cpu()
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"data is a {type(data).__name__}, but must be a tensor or bytes")
+    view = bytearray(data)
+    return torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0, dtype=torch.uint8)
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << max(0, math.ceil(math.log2(max(nbytes, 1))))

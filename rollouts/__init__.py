@@ -1,0 +1,1 @@
+"""The domain without processes: episodes, traces, hints, alignment, packing, windows."""

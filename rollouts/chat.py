@@ -1,0 +1,151 @@
+"""From chat messages to token ids, each text exactly once.
+
+A conversation grows by ids: the first prompt, then after each action only what follows it. What
+the policy sampled is never decoded and tokenized again. Content (questions, tool results, hints)
+is untrusted: control tokens written inside it are encoded as plain text.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol
+
+from composer_mesh.rollouts.traces import Message
+
+_MARK = "COMPOSERMESHMARK"
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    eos_token: str
+
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+    def decode(self, ids: list[int], **options: Any) -> str: ...
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+    def convert_tokens_to_ids(self, token: str) -> int: ...
+
+
+class ChatTemplateError(ValueError):
+    """The model's chat template cannot be used for growing a conversation by ids."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Renders messages with a tokenizer's own chat template.
+
+    `system` is put before every conversation when it is not empty.
+    """
+
+    tokenizer: Tokenizer
+    tools: list[dict[str, Any]]
+    system: str = ""
+
+    @property
+    def stop_id(self) -> int:
+        """The id that ends an assistant turn."""
+        return self.tokenizer.convert_tokens_to_ids(self.tokenizer.eos_token)
+
+    def first_prompt(self, messages: list[Message]) -> list[int]:
+        """Ids of the whole conversation so far, up to where the policy writes."""
+        return self._render(self._opening(messages), generate=True)
+
+    def continuation(self, messages: list[Message], closed: bool) -> list[int]:
+        """Ids between an action and the next one.
+
+        `closed` says that the action ended with the stop token; otherwise it is added here, as
+        context that nobody sampled.
+        """
+        known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
+        text = self._text([*known, *_marked(messages)], generate=True)
+        after = text.rpartition(_MARK + self.tokenizer.eos_token)
+        if not after[1]:
+            raise ChatTemplateError(
+                f"the chat template does not end an assistant turn with {self.tokenizer.eos_token}"
+                ": use a template that does, or set the tokenizer's eos_token to its end marker"
+            )
+        ids = self._encode(after[2], [str(m.get("content") or "") for m in messages])
+        return ids if closed else [self.stop_id, *ids]
+
+    def action(self, text: str) -> list[int]:
+        """Ids of an assistant action that was written as text, with the stop token."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.stop_id]
+
+    def action_text(self, ids: list[int]) -> str:
+        """The text of sampled ids, without the stop token."""
+        kept = ids[:-1] if ids and ids[-1] == self.stop_id else ids
+        return self.tokenizer.decode(
+            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def hint(self, text: str) -> list[int]:
+        """Ids of a user message that holds a hint, to stand before a generation prompt."""
+        known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
+        hinted = self._text([*known, {"role": "user", "content": _mark(0)}], generate=False)
+        after = hinted.rpartition(_MARK + self.tokenizer.eos_token)[2]
+        return self._encode(after.lstrip("\n"), [text])
+
+    @cached_property
+    def generation_prompt(self) -> list[int]:
+        """The ids that every context ends with before the policy writes."""
+        messages = [{"role": "user", "content": "q"}]
+        before = self._text(messages, generate=False)
+        after = self._text(messages, generate=True)
+        if not after.startswith(before):
+            raise ChatTemplateError(
+                "the chat template changes earlier text when a generation prompt is added: use one "
+                "that only appends"
+            )
+        return self.tokenizer.encode(after[len(before) :], add_special_tokens=False)
+
+    def _opening(self, messages: list[Message]) -> list[Message]:
+        return [{"role": "system", "content": self.system}] * bool(self.system) + messages
+
+    def _render(self, messages: list[Message], generate: bool) -> list[int]:
+        text = self._text(_marked(messages), generate, tools=self.tools)
+        return self._encode(text, [str(m.get("content") or "") for m in messages])
+
+    def _text(self, messages: list[Message], generate: bool, **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, **options
+        )
+
+    def _encode(self, template: str, contents: list[str]) -> list[int]:
+        """Ids of a rendered template in which each content stands as a numbered mark."""
+        spans = [(m.start(), m.end(), int(m[1])) for m in re.finditer(rf"{_MARK}(\d+)E", template)]
+        ids: list[int] = []
+        edges = [(0, 0, -1), *spans, (len(template), len(template), -1)]
+        for (_, end, _), (start, _, index) in pairwise(edges):
+            ids += self.tokenizer.encode(template[end:start], add_special_tokens=False)
+            if index >= 0:
+                ids += self._plain(contents[index])
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        """Ids of untrusted text: no control token comes out of it, whatever it says."""
+        controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        if not any(control in text for control in controls):
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        pattern = "|".join(re.escape(control) for control in controls)
+        broken = re.sub(pattern, lambda m: m[0][:1] + "\0" + m[0][1:], text)
+        pieces = [self.tokenizer.encode(p, add_special_tokens=False) for p in broken.split("\0")]
+        return [token for piece in pieces for token in piece]
+
+
+def _mark(index: int) -> str:
+    return f"{_MARK}{index}E"
+
+
+def _marked(messages: list[Message]) -> list[Message]:
+    """The messages with their contents replaced by marks; tool calls stay as they are."""
+    marked = [dict(message) for message in messages]
+    for index, message in enumerate(marked):
+        if message.get("content"):
+            message["content"] = _mark(index)
+    return marked

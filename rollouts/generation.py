@@ -1,0 +1,34 @@
+"""What is asked of a generator and what comes back: token ids in, token ids out.
+
+No text, no engine and no messaging: any engine that answers these is a generator.
+"""
+
+from dataclasses import dataclass
+
+from composer_mesh.rollouts.traces import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One continuation. `temperature` 0 is greedy; `seed` makes the sample repeatable."""
+
+    request_id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    stop_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """Sampled ids with a log-prob (nats) and a policy version for each.
+
+    The stop token, where one was sampled, is the last id.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: StopReason

@@ -1,0 +1,104 @@
+"""Wrong actions, of the kinds that real agents write, made from right ones.
+
+They make the warm start's demonstrations imperfect and the rule-based teachers fallible.
+What is right is the task's business.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from composer_mesh.rollouts.tool_calls import CLOSE, ToolCall, call_text, message_text, parse_action
+from composer_mesh.rollouts.traces import Message
+
+HABIT_SHARE = 0.75
+WRONG_NAMES = {"calculator": "math", "lookup": "table", "convert": "units"}
+GIVE_UP = "I can not answer."
+
+
+def corrupt(right: str, messages: list[Message], rng: random.Random) -> str:
+    """A wrong version of the right action, drawn from the mistakes that apply to it."""
+    action = parse_action(right)
+    if not isinstance(action, ToolCall):
+        return rng.choice([GIVE_UP, _wrong_answer(right, messages)])
+    kinds = _applicable(action)
+    mistake = kinds[0] if rng.random() < HABIT_SHARE else rng.choice(kinds)
+    return mistake(action, messages)
+
+
+def recover_or_give_up(right: str, rng: random.Random, recovery: float) -> str:
+    """What an imperfect agent does after an error: the right thing with that probability."""
+    return right if rng.random() < recovery else GIVE_UP
+
+
+Mistake = Callable[[ToolCall, list[Message]], str]
+
+
+def _applicable(call: ToolCall) -> list[Mistake]:
+    """The mistakes that fit a call, its habitual one first."""
+    anywhere: list[Mistake] = [_unknown_tool, _malformed, _early_answer]
+    if call.name == "lookup":
+        return [_wrong_key, *anywhere]
+    if call.arguments.get("op") == "divide":
+        return [_swapped, _quoted_number, *anywhere]
+    if call.name == "calculator":
+        return [_quoted_number, *anywhere]
+    return [_unknown_tool, _quoted_number, *anywhere]
+
+
+def _unknown_tool(call: ToolCall, _: list[Message]) -> str:
+    return call_text(WRONG_NAMES.get(call.name, "tool"), call.arguments)
+
+
+def _malformed(call: ToolCall, _: list[Message]) -> str:
+    return call_text(call.name, call.arguments).replace(f"}}}}\n{CLOSE}", f"}}\n{CLOSE}")
+
+
+def _early_answer(call: ToolCall, messages: list[Message]) -> str:
+    results = [as_number(content) for _, content in calls_and_results(messages)]
+    known = [number for number in results if number is not None]
+    numbers = [value for value in call.arguments.values() if isinstance(value, int | float)]
+    guess = (numbers or known or [0])[0]
+    return f"Answer: {guess}"
+
+
+def _wrong_key(call: ToolCall, _: list[Message]) -> str:
+    return call_text(call.name, {"key": f"{call.arguments['key']} value"})
+
+
+def _quoted_number(call: ToolCall, _: list[Message]) -> str:
+    quoted: dict[str, Any] = dict(call.arguments)
+    name = next(n for n, v in quoted.items() if isinstance(v, int | float))
+    quoted[name] = str(quoted[name])
+    return call_text(call.name, quoted)
+
+
+def _swapped(call: ToolCall, _: list[Message]) -> str:
+    swapped = {**call.arguments, "a": call.arguments["b"], "b": call.arguments["a"]}
+    return call_text(call.name, swapped)
+
+
+def _wrong_answer(right: str, messages: list[Message]) -> str:
+    """Answers with a number of an earlier step instead of the last result."""
+    calls = [call for call, _ in calls_and_results(messages)]
+    numbers = [v for c in calls for v in c.arguments.values() if isinstance(v, int | float)]
+    wrong = f"Answer: {numbers[0]}" if numbers else GIVE_UP
+    return wrong if wrong != right else GIVE_UP
+
+
+def calls_and_results(messages: list[Message]) -> Iterator[tuple[ToolCall, str]]:
+    """Each tool call of a conversation with what the tool answered."""
+    for message, answer in zip(messages, messages[1:], strict=False):
+        if message["role"] == "assistant" and answer["role"] == "tool":
+            action = parse_action(message_text(message))
+            if isinstance(action, ToolCall):
+                yield action, answer["content"]
+
+
+def as_number(content: str) -> int | float | None:
+    """The number in a tool's answer; None where the tool answered with an error."""
+    try:
+        value = float(content)
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else value

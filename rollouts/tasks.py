@@ -1,0 +1,76 @@
+"""What a task is: episodes from a seed, sessions that step, and an expert for demonstrations.
+
+Only the protocols and the choice of a task by config; the tasks are files of their own.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from composer_mesh.rollouts.traces import ErrorSite, Message, Split
+
+if TYPE_CHECKING:
+    from composer_mesh.configs.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A problem, complete: the same episode gives the same session anywhere."""
+
+    task: str
+    split: Split
+    index: int
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an action caused. `messages` are new to the agent; `reward` counts once, at `done`."""
+
+    messages: list[Message]
+    done: bool
+    reward: float
+    success: bool
+    error: ErrorSite | None
+
+
+class Session(Protocol):
+    """One running episode. `state(t)` is exactly what the agent saw before its action t."""
+
+    @property
+    def messages(self) -> list[Message]: ...
+
+    def step(self, text: str) -> StepResult: ...
+
+    def state(self, turn: int) -> list[Message]: ...
+
+
+class Task(Protocol):
+    """A family of episodes. Train and held-out episodes never share a problem."""
+
+    name: str
+    tools: list[dict[str, Any]]
+
+    def episode(self, split: Split, index: int) -> Episode: ...
+
+    def session(self, episode: Episode) -> Session: ...
+
+    def expert(self, messages: list[Message]) -> str:
+        """The right action's text, found from the messages alone."""
+        ...
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        """A wrong action's text for the same messages, of a kind that real agents write."""
+        ...
+
+
+def make_task(config: "Config") -> Task:
+    """The task that a config names; raises what its loader raises on bad data."""
+    environment = config.environment
+    if config.data.kind == "toolbox":
+        from composer_mesh.rollouts.toolbox import ToolboxTask
+
+        return ToolboxTask(config.run.seed, environment.max_turns, environment.tool_error_penalty)
+    from composer_mesh.rollouts.gsm8k import Gsm8kTask
+
+    return Gsm8kTask.from_config(config.data, environment)

@@ -1,0 +1,178 @@
+"""The toolbox task: questions that need one to three tool calls and end in a checked answer.
+
+Questions, plans and the expert that reads them back out of a conversation. Tools and the
+session are files of their own; nothing here knows a model.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.rollouts import mistakes
+from composer_mesh.rollouts.session import ToolSession
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tool_calls import ToolCall, call_text
+from composer_mesh.rollouts.tools import (
+    UNITS,
+    Number,
+    Tool,
+    calculator,
+    converter,
+    execute,
+    format_number,
+    lookup,
+)
+from composer_mesh.rollouts.traces import Message, Split
+
+KEYS = (
+    "lamp rope book ring drum boat door fork kite bell coin desk flag gate hat iron jar key "
+    "leaf mask nail oar pipe quilt"
+).split()
+TABLE_SIZE = 6
+HELDOUT_SHARE = 0.25
+_WORDS = {"plus": "add", "minus": "subtract", "times": "multiply", "divided by": "divide"}
+_TERM = r"(?:the value of (?P<{0}>[a-z]+)|(?P<{0}_n>\d+))"
+_ARITHMETIC = re.compile(
+    rf"What is {_TERM.format('a')}(?: (?P<op>{'|'.join(_WORDS)}) {_TERM.format('b')})?\?"
+)
+_CONVERSION = re.compile(
+    rf"Convert {_TERM.format('a')}(?: (?P<op>times|plus) {_TERM.format('b')})?"
+    r" from (?P<source>[a-z]+) to (?P<target>[a-z]+)\."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The result of an earlier step of a plan."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a plan; argument values may be results of earlier steps."""
+
+    tool: str
+    arguments: dict[str, Any]
+
+    def call(self, results: list[Number]) -> ToolCall:
+        filled = {
+            name: results[value.step] if isinstance(value, Reference) else value
+            for name, value in self.arguments.items()
+        }
+        return ToolCall(self.tool, filled)
+
+
+def plan(question: str) -> list[Step]:
+    """The tool calls that answer a question; raises ValueError for another kind of question."""
+    match = _ARITHMETIC.fullmatch(question) or _CONVERSION.fullmatch(question)
+    if match is None:
+        raise ValueError(f"{question!r} is not a toolbox question: ask one from `episode`")
+    found = match.groupdict()
+    steps: list[Step] = []
+    value = _term(found, "a", steps)
+    second = _term(found, "b", steps) if found["op"] else None
+    if second is not None:
+        steps.append(Step("calculator", {"op": _WORDS[found["op"]], "a": value, "b": second}))
+        value = Reference(len(steps) - 1)
+    if "source" in found:
+        arguments = {"value": value, "source": found["source"], "target": found["target"]}
+        steps.append(Step("convert", arguments))
+    return steps
+
+
+def _term(found: Mapping[str, str | None], name: str, steps: list[Step]) -> Number | Reference:
+    key, number = found[name], found[f"{name}_n"]
+    if key is None:
+        assert number is not None
+        return int(number)
+    steps.append(Step("lookup", {"key": key}))
+    return Reference(len(steps) - 1)
+
+
+class ToolboxTask:
+    """Episodes by seed. A question belongs to one split by its own hash, so none is in both."""
+
+    name = "toolbox"
+
+    def __init__(self, seed: int, max_turns: int = 6, penalty: float = 0.0) -> None:
+        self._seed, self._max_turns, self._penalty = seed, max_turns, penalty
+        self.tools = [tool.schema() for tool in self._toolbox({}).values()]
+
+    def episode(self, split: Split, index: int) -> Episode:
+        for attempt in range(10_000):
+            rng = random.Random(f"{self._seed}:{split}:{index}:{attempt}")
+            table = {key: rng.randint(2, 60) for key in rng.sample(KEYS, TABLE_SIZE)}
+            question = _question(rng, table)
+            if split_of(question) == split:
+                return Episode(self.name, split, index, self._payload(question, table))
+        raise RuntimeError(f"no {split} question in 10,000 draws: widen the question space")
+
+    def session(self, episode: Episode) -> ToolSession:
+        payload = episode.payload
+        opening = [{"role": "user", "content": payload["question"]}]
+
+        def correct(value: float) -> bool:
+            return abs(value - payload["answer"]) < 1e-6
+
+        tools = self._toolbox(payload["table"])
+        return ToolSession(opening, tools, correct, self._max_turns, self._penalty)
+
+    def expert(self, messages: list[Message]) -> str:
+        """The next right action: replays the plan against the calls that succeeded so far."""
+        question = next(m["content"] for m in messages if m["role"] == "user")
+        steps, results = plan(question), list[Number]()
+        for call, content in mistakes.calls_and_results(messages):
+            if len(results) < len(steps) and call == steps[len(results)].call(results):
+                number = mistakes.as_number(content)
+                if number is not None:
+                    results.append(number)
+        if len(results) == len(steps):
+            return f"Answer: {format_number(results[-1])}"
+        call = steps[len(results)].call(results)
+        return call_text(call.name, call.arguments)
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        return mistakes.corrupt(self.expert(messages), messages, rng)
+
+    def _toolbox(self, table: Mapping[str, Number]) -> dict[str, Tool]:
+        return {tool.name: tool for tool in (calculator(), lookup(table), converter())}
+
+    def _payload(self, question: str, table: dict[str, Number]) -> dict[str, Any]:
+        tools, results = self._toolbox(table), list[Number]()
+        for step in plan(question):
+            results.append(execute(tools, step.call(results)))
+        return {"question": question, "table": table, "answer": results[-1]}
+
+
+def split_of(question: str) -> Split:
+    """The split that a question belongs to, by its content alone."""
+    digest = hashlib.sha256(question.encode()).digest()
+    return "heldout" if digest[0] < HELDOUT_SHARE * 256 else "train"
+
+
+def _question(rng: random.Random, table: Mapping[str, Number]) -> str:
+    first, second = (f"the value of {key}" for key in rng.sample(sorted(table), 2))
+    source, target = rng.choice(sorted(UNITS))
+    word = rng.choice(["plus", "times", "minus"])
+    forms = (
+        lambda: f"What is {_arithmetic(rng)}?",
+        lambda: f"What is {first}?",
+        lambda: f"Convert {rng.randint(2, 99)} from {source} to {target}.",
+        lambda: f"What is {first} {word} {rng.randint(2, 60)}?",
+        lambda: f"Convert {first} from {source} to {target}.",
+        lambda: f"What is {first} {rng.choice(['plus', 'times'])} {second}?",
+        lambda: f"Convert {first} plus {rng.randint(2, 60)} from {source} to {target}.",
+    )
+    return rng.choices(forms, weights=(3, 1, 1, 2, 2, 2, 1))[0]()
+
+
+def _arithmetic(rng: random.Random) -> str:
+    word = rng.choice(sorted(_WORDS))
+    a, b = rng.randint(2, 99), rng.randint(2, 60)
+    if word == "divided by":
+        return f"{b * rng.choice([0, 0, 2, 3, 4])} divided by {b}"
+    return f"{a} {word} {b}"

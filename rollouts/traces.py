@@ -1,0 +1,111 @@
+"""What a rollout leaves behind: turns of token ids, error sites and the verified reward.
+
+Token ids are the truth here. Text is kept beside them (`messages`) for people and for
+teachers, and is never tokenized again. Nothing here knows models, files or processes.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+Message = dict[str, Any]
+"""An OpenAI chat message: role, content, and tool_calls or tool_call_id where they apply."""
+
+Split = Literal["train", "heldout"]
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSite:
+    """A turn whose action failed, with the facts that a hint may use.
+
+    `data` holds the error's own fields (a tool's name, the available keys, …) and never
+    the verified answer.
+    """
+
+    turn: int
+    error_kind: str
+    hint_template_key: str
+    data: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action and the context that was new to it.
+
+    `context_ids` are the ids added since the previous action (turn 0: the whole prompt), so
+    a trace is the concatenation of its turns. `action_ids`, `logprobs` (nats, of the
+    distribution sampled from) and `versions` (policy version of each token) have equal length.
+    """
+
+    context_ids: list[int]
+    action_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: StopReason
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.action_ids), len(self.logprobs), len(self.versions))
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"a turn has {lengths[0]} action ids, {lengths[1]} log-probs and {lengths[2]} "
+                "versions: each action token needs exactly one of each"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A finished episode of one sample.
+
+    `group_id` counts prompt groups in the order of admission, `sample` counts inside the
+    group. `messages` is the whole conversation as the environment saw it.
+    """
+
+    trace_id: str
+    group_id: int
+    sample: int
+    task: str
+    split: Split
+    index: int
+    turns: list[Turn]
+    messages: list[Message]
+    reward: float
+    success: bool
+    error_sites: list[ErrorSite]
+
+    def token_ids(self) -> list[int]:
+        """All ids of the episode in order: context, action, context, action, …"""
+        return [token for turn in self.turns for token in (*turn.context_ids, *turn.action_ids)]
+
+    def action_mask(self) -> list[bool]:
+        """True at the ids that the policy sampled; same length as `token_ids()`."""
+        mask: list[bool] = []
+        for turn in self.turns:
+            mask += [False] * len(turn.context_ids) + [True] * len(turn.action_ids)
+        return mask
+
+    def action_tokens(self) -> int:
+        return sum(len(turn.action_ids) for turn in self.turns)
+
+    def oldest_version(self) -> int:
+        """The policy version of the oldest sampled token."""
+        return min(version for turn in self.turns for version in turn.versions)
+
+    def prompt_ids(self, turn: int) -> list[int]:
+        """Everything the policy had read when it acted at `turn`."""
+        before = [i for past in self.turns[:turn] for i in (*past.context_ids, *past.action_ids)]
+        return before + self.turns[turn].context_ids
+
+
+_ADAPTER = TypeAdapter(Trace)
+
+
+def trace_to_json(trace: Trace) -> bytes:
+    """One line of JSON without a newline."""
+    return _ADAPTER.dump_json(trace)
+
+
+def trace_from_json(line: bytes | str) -> Trace:
+    """The trace of one line; raises pydantic's ValidationError where the line is not one."""
+    return _ADAPTER.validate_json(line)

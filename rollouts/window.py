@@ -1,0 +1,49 @@
+"""The rules of the rollout window, without waiting or messages.
+
+P groups make a step, and the step that takes groups kP to (k+1)P-1 trains version k into k+1.
+A group enters only while at most S+1 steps' worth of groups are not yet paid for by a pull:
+
+    group i enters   only if   i < (v + S + 1) P        v: the version every generator has pulled
+
+Proof that no token is older than S: group i is trained at k = i // P, so i >= kP. It entered with
+i < (v + S + 1) P, hence kP < (v + S + 1) P and v >= k - S. Versions only grow while the group
+runs, so each of its tokens has a version >= v >= k - S: the lag k - version is at most S. Steps
+take groups strictly in the order of entry, so no short episode overtakes a long one.
+"""
+
+
+class Window:
+    """Counts groups in and versions out. `max_lag` 0 is synchronous."""
+
+    def __init__(self, prompts_per_step: int, max_lag: int, steps: int) -> None:
+        self._size, self._lag = prompts_per_step, max_lag
+        self._total = steps * prompts_per_step
+        self._entered = 0
+        self._version = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """True when every group of the run has entered."""
+        return self._entered >= self._total
+
+    def may_enter(self) -> bool:
+        limit = (self._version + self._lag + 1) * self._size
+        return self._entered < min(limit, self._total)
+
+    def enter(self) -> int:
+        """The id of the next group; raises RuntimeError while `may_enter()` is False."""
+        if not self.may_enter():
+            raise RuntimeError(
+                f"group {self._entered} may not enter at version {self._version} with max_lag "
+                f"{self._lag}: wait until the generators have pulled the next version"
+            )
+        self._entered += 1
+        return self._entered - 1
+
+    def pulled(self, version: int) -> None:
+        """Every generator serves `version` from now on; versions only grow."""
+        if version < self._version:
+            raise ValueError(
+                f"generators went from version {self._version} back to {version}: pull the newest"
+            )
+        self._version = version

@@ -1,0 +1,1 @@
+"""How the actors work together: the controller, the run store, the command line."""

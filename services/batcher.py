@@ -1,0 +1,49 @@
+"""From finished groups to one step's batch: advantages, hinted views, pairs.
+
+Pure; the order of everything in a batch depends on its groups alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.losses.advantages import group_advantages
+from composer_mesh.rollouts.batches import (
+    PolicySample,
+    StepBatch,
+    hinted_views,
+    pair_samples,
+    policy_sample,
+)
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.traces import Trace
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Packs the three channels into steps."""
+
+    config: Config
+    chat: ChatFormat
+
+    def batch(
+        self, step: int, groups: Sequence[Sequence[Trace]], pairs: Sequence[PreferencePair]
+    ) -> StepBatch:
+        """The batch of a step. A channel that is off gets nothing."""
+        samples = [sample for group in groups for sample in self._samples(group)]
+        sdpo, context = self.config.sdpo, self.config.policy.max_context
+        # Sample by sample over the groups, so that each prompt has its share of the views.
+        spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
+        views = (
+            hinted_views(spread, self.chat, sdpo.max_sites_per_step, context) if sdpo.on else []
+        )
+        return StepBatch(step, samples, views, pair_samples(pairs, self.chat, context))
+
+    def _samples(self, group: Sequence[Trace]) -> list[PolicySample]:
+        rewards = torch.tensor([trace.reward for trace in group])
+        advantages = group_advantages(rewards, self.config.grpo.advantage).tolist()
+        return [policy_sample(t, a) for t, a in zip(group, advantages, strict=True) if t.turns]

@@ -1,0 +1,150 @@
+"""The command line: reads arguments, turns a bad one into one message and status 2.
+
+Trains nothing and draws no tree itself: the heavy commands are imported only when they
+run, after the config has been accepted, so that `check` loads neither torch nor Monarch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.layout import MeshPlan, plan_mesh
+from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.services.run_directory import (
+    RUNS,
+    RunDirectoryError,
+    claimed,
+    refuse_a_used,
+    set_aside,
+)
+
+REFUSED = 2
+
+
+class UsageError(Exception):
+    """A command that cannot run as it was typed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except (ConfigError, RunDirectoryError, UsageError) as error:
+        print(f"composer-mesh: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print the resolved run and its mesh; starts nothing."""
+    config = load_config(arguments.config, arguments.set)
+    print(dump_toml(config))
+    print_plan(plan_mesh(config), Console())
+    return 0
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Accept the config, claim the run directory, then hand over to the assembly."""
+    config = load_config(arguments.config, arguments.set)
+    if arguments.resume:
+        raise UsageError(
+            "--resume is not available yet, a run goes from its first step to its last: leave it "
+            "out to start a new run"
+        )
+    output = arguments.output or RUNS / config.run.name
+    if arguments.output:
+        refuse_a_used(output)
+    elif place := set_aside(output):
+        print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
+    with claimed(output):
+        from composer_mesh.services.assembly import train_command
+
+        return int(train_command(config, output, arguments.resume))
+
+
+def tree(arguments: argparse.Namespace) -> int:
+    """Show the live mesh of a run."""
+    from composer_mesh.services.tree import tree_command
+
+    return int(tree_command(arguments.run, arguments.json, arguments.watch))
+
+
+def print_plan(plan: MeshPlan, console: Console) -> None:
+    """The mesh as tables: actors, channels, transports."""
+    actors = Table("actor", "what it does", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("replicas", "processes", "threads each"):
+        actors.add_column(title, justify="right")
+    for row in plan.actors:
+        counts = (str(row.replicas), str(row.processes), str(row.threads))
+        actors.add_row(row.kind, row.role, *counts)
+    actors.add_section()
+    actors.add_row("total", f"{plan.threads} threads when all are busy", "", str(plan.processes))
+    console.print(actors)
+    console.print("channels", style="italic")
+    for channel in plan.channels:
+        console.print(f"  {channel.name}: weight {channel.weight:g}, {_state(channel.on)}")
+    console.print("transports", style="italic")
+    for transport in plan.transports:
+        console.print(f"  {transport}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _state(on: bool) -> str:
+    return "on" if on else "off, costs nothing"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="composer-mesh",
+        description="Train agentic language models in one supervised Monarch mesh.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=version("composer-mesh"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_check(commands.add_parser("check", help=check.__doc__, allow_abbrev=False))
+    _add_train(commands.add_parser("train", help="train and evaluate a run", allow_abbrev=False))
+    _add_tree(commands.add_parser("tree", help=tree.__doc__, allow_abbrev=False))
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override one key; V is a TOML value or bare text; may be given many times",
+    )
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.set_defaults(command=check)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
+    )
+    parser.add_argument("--resume", action="store_true", help="not available yet")
+    parser.set_defaults(command=train)
+
+
+def _add_tree(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="a run directory; the latest by default"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--watch", action="store_true", help="keep drawing until Ctrl-C")
+    parser.set_defaults(command=tree)

@@ -1,0 +1,83 @@
+"""How requests reach the generators: each on its own, or in closed batches.
+
+Pooled requests go out as they come, to the least busy generator. In lockstep every episode under
+way takes its turn at the same time, so batches, and with them every bit of the run, repeat.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.services.service import Service
+
+Waiting = tuple[GenerationRequest, asyncio.Future[GenerationResult]]
+
+
+class PooledGeneration:
+    """Requests as they come."""
+
+    def __init__(self, generators: Service) -> None:
+        self._generators = generators
+
+    def episode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        result: GenerationResult = await self._generators.generate(request)
+        return result
+
+
+class LockstepGeneration:
+    """Waits until every announced episode has a request, then sends all in a fixed order."""
+
+    def __init__(self, generators: Service) -> None:
+        self._generators = generators
+        self._waiting: list[Waiting] = []
+        self._live = 0
+        self._rounds: set[asyncio.Task[None]] = set()
+
+    def episode(self) -> AbstractContextManager[None]:
+        """Counts from this call on, not only from entering it."""
+        self._live += 1
+        return self._counted()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._live -= 1
+            self._send_if_complete()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        answer: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        self._send_if_complete()
+        return await answer
+
+    def _send_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) >= self._live:
+            batch, self._waiting = self._waiting, []
+            batch.sort(key=lambda waiting: waiting[0].request_id)
+            sending = asyncio.create_task(self._send(batch))
+            self._rounds.add(sending)
+            sending.add_done_callback(self._rounds.discard)
+
+    async def _send(self, batch: list[Waiting]) -> None:
+        count = len(self._generators)
+        shares = [batch[index::count] for index in range(count)]
+        await asyncio.gather(*(self._send_to(i, share) for i, share in enumerate(shares) if share))
+
+    async def _send_to(self, index: int, share: list[Waiting]) -> None:
+        requests = [request for request, _ in share]
+        try:
+            results = await self._generators.on(index, "generate_many", requests)
+        except Exception as error:  # noqa: BLE001  every episode of the batch must hear of it
+            for _, answer in share:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (_, answer), result in zip(share, results, strict=True):
+            if not answer.done():
+                answer.set_result(result)

@@ -1,0 +1,71 @@
+"""What the controller needs from the world, as protocols: fakes and actors both fit.
+
+No behaviour here. Real ports call actors (`assembly`), tests pass hand-written ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
+from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.services.report import Evaluation
+
+
+class Generation(Protocol):
+    """Samples tokens. An episode announces itself first, so that batches can be closed."""
+
+    def episode(self) -> AbstractContextManager[None]: ...
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult: ...
+
+
+class Environments(Protocol):
+    """Steps episodes."""
+
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]: ...
+
+    async def step(self, session_id: str, text: str) -> StepResult: ...
+
+    async def finish(self, session_id: str) -> list[Message]: ...
+
+
+class Teachers(Protocol):
+    """Asks external teachers."""
+
+    async def query(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
+
+
+class Training(Protocol):
+    """Makes version v+1 out of a batch; returns the step's metrics."""
+
+    async def train(self, batch: StepBatch) -> dict[str, Any]: ...
+
+
+class WeightSync(Protocol):
+    """Brings the trainer's newest version to everyone who serves it; returns that version."""
+
+    async def sync(self) -> int: ...
+
+
+class Store(Protocol):
+    """Keeps what a run produces; everything is durable when a call returns."""
+
+    def add_traces(self, traces: Sequence[Trace]) -> None: ...
+
+    def add_pairs(self, pairs: Sequence[PreferencePair]) -> None: ...
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+
+class Watcher(Protocol):
+    """Is told what happens, to show it."""
+
+    def update(self, step: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+
+    def phase(self, text: str) -> None: ...

@@ -1,0 +1,166 @@
+"""The end of a run on one page: `summary.json`, a table and the reward curve.
+
+Pure functions over what the run wrote down. Nothing here talks to an actor, and no figure is
+made that the metrics do not hold.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+CHANNELS = ("policy", "sdpo", "replay")
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+Z_95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out success of the policy after `step` optimizer steps, as a share of the episodes."""
+
+    step: int
+    success: float
+    episodes: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the success."""
+        return wilson_interval(self.success, self.episodes)
+
+
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share; without trials it says nothing: (0, 1)."""
+    if trials <= 0:
+        return 0.0, 1.0
+    shrink = 1 + Z_95**2 / trials
+    centre = share + Z_95**2 / (2 * trials)
+    half = Z_95 * math.sqrt(share * (1 - share) / trials + Z_95**2 / (4 * trials**2))
+    # Exact at the ends, where rounding would leave 0 and 1 just out of reach.
+    low = 0.0 if share <= 0 else (centre - half) / shrink
+    return low, 1.0 if share >= 1 else (centre + half) / shrink
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps in a metrics file; a last line that was cut off mid-write is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line.strip()]
+
+
+def summarize(
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    wall_s: float,
+    evaluations: Sequence[Evaluation] = (),
+    restarts: int = 0,
+) -> dict[str, Any]:
+    """The figures of `summary.json`; counts in the metrics are per step and are added up here.
+
+    The first evaluation is the initial one and the last of several the final one; what was not
+    reached is None.
+    """
+    return {
+        "steps": len(metrics),
+        "wall_s": round(wall_s, 3),
+        "eval": {
+            "initial": _evaluation(evaluations[0]) if evaluations else None,
+            "final": _evaluation(evaluations[-1]) if len(evaluations) > 1 else None,
+        },
+        "channels": {name: {"active_steps": _active_steps(metrics, name)} for name in CHANNELS},
+        "replay": {"usd": _total(metrics, "replay/usd"), "pairs": _total(metrics, "replay/pairs")},
+        "restarts": restarts,
+        "lag_max": max((step.get("lag/max") or 0 for step in metrics), default=0),
+        "rollouts": _total(metrics, "rollouts/count"),
+        "tokens_trained": _total(metrics, "tokens/trained"),
+    }
+
+
+def write_summary(
+    run: Path, *, wall_s: float, evaluations: Sequence[Evaluation] = (), restarts: int = 0
+) -> dict[str, Any]:
+    """Write the `summary.json` of a run directory, replaced as a whole, and return it."""
+    summary = summarize(
+        read_metrics(run / METRICS_FILE),
+        wall_s=wall_s,
+        evaluations=evaluations,
+        restarts=restarts,
+    )
+    draft = run / f".{SUMMARY_FILE}.{os.getpid()}"
+    draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    draft.replace(run / SUMMARY_FILE)
+    return summary
+
+
+def summary_table(name: str, summary: Mapping[str, Any]) -> Table:
+    """The summary as a table to print."""
+    table = Table("", "", title=Text(f"run {name}"), box=SIMPLE_HEAD, show_header=False)
+    table.columns[0].style = "cyan"
+    for label, value in _rows(summary):
+        table.add_row(label, Text(value))
+    return table
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    steps, replay = summary["steps"], summary["replay"]
+    return [
+        ("steps", f"{steps:,} in {_duration(summary['wall_s'])}"),
+        ("held-out success before", _success(summary["eval"]["initial"])),
+        ("held-out success after", _success(summary["eval"]["final"])),
+        *(
+            (f"{name} channel", _activity(summary["channels"][name]["active_steps"], steps))
+            for name in CHANNELS
+        ),
+        ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
+        ("largest lag", f"{summary['lag_max']} versions"),
+        ("trained on", f"{summary['tokens_trained']:,} tokens, {summary['rollouts']:,} rollouts"),
+        ("restarts", str(summary["restarts"])),
+    ]
+
+
+def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    low, high = evaluation.interval
+    return {
+        "success": evaluation.success,
+        "episodes": evaluation.episodes,
+        "interval_95": [round(low, 4), round(high, 4)],
+    }
+
+
+def _success(evaluation: Mapping[str, Any] | None) -> str:
+    if evaluation is None:
+        return "not measured"
+    low, high = evaluation["interval_95"]
+    return (
+        f"{evaluation['success']:.1%}  (95 % interval {low:.1%} to {high:.1%},"
+        f" {evaluation['episodes']:,} episodes)"
+    )
+
+
+def _activity(active: int, steps: int) -> str:
+    return f"active in {active:,} of {steps:,} steps" if active else "off"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def _active_steps(metrics: Sequence[Mapping[str, Any]], channel: str) -> int:
+    return sum(step.get(f"loss/{channel}") is not None for step in metrics)
+
+
+def _total(metrics: Sequence[Mapping[str, Any]], key: str) -> Any:
+    return sum(step.get(key) or 0 for step in metrics)

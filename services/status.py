@@ -1,0 +1,88 @@
+"""The status file of a run: what the controller says about itself to whoever looks from outside.
+
+One small JSON object, replaced as a whole. It is no log and no record: it tells the present only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.mesh.processes import is_alive
+
+STATUS_FILE = "status.json"
+ENDED = frozenset({"finished", "stopped", "failed"})
+
+
+@dataclass(frozen=True)
+class ActorStatus:
+    """One actor as the controller knows it."""
+
+    name: str
+    kind: str
+    pid: int
+    state: str = "ready"
+    policy_version: int | None = None
+    activity: str = ""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as it is now; `state` is one of the controller's words, or one of `ENDED`."""
+
+    pid: int
+    admin_url: str | None
+    state: str
+    step: int
+    steps: int
+    policy_version: int
+    transport: str
+    actors: tuple[ActorStatus, ...] = ()
+
+    @property
+    def live(self) -> bool:
+        """Whether the run goes on: not ended by its own word, and its process is there."""
+        return self.state not in ENDED and is_alive(self.pid)
+
+
+def write_status(path: Path, status: RunStatus) -> None:
+    """Replace the status file, atomically; `path` is the run directory or the file in it."""
+    path = _file(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n")
+    draft.replace(path)
+
+
+def read_status(path: Path) -> RunStatus | None:
+    """The status in a run directory, or None where there is none that can be read."""
+    try:
+        data: dict[str, Any] = json.loads(_file(path).read_text())
+        actors = tuple(ActorStatus(**actor) for actor in data.pop("actors"))
+        return RunStatus(**data, actors=actors)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def newest_live_run(runs: Path) -> Path | None:
+    """The run directory under `runs` whose live status is the newest."""
+    files = sorted(runs.glob(f"*/{STATUS_FILE}"), key=_modified, reverse=True)
+    for file in files:
+        status = read_status(file)
+        if status is not None and status.live:
+            return file.parent
+    return None
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _file(path: Path) -> Path:
+    return path if path.suffix == ".json" else path / STATUS_FILE

@@ -1,0 +1,56 @@
+"""Weights on their way: the trainer publishes a version, everyone who serves it pulls.
+
+Only the order of calls; bytes move in `mesh.weights`.
+"""
+
+import asyncio
+
+from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.weights import WeightsHandle
+from composer_mesh.services.service import Service
+
+
+class StaleReceiver(RuntimeError):
+    """A receiver answered a pull with another version than the published one."""
+
+    def __init__(self, wanted: int, got: list[int]) -> None:
+        super().__init__(wanted, got)
+
+    def __str__(self) -> str:
+        return f"published version {self.args[0]} but receivers serve {self.args[1]}"
+
+
+class MeshWeightSync:
+    """From one trainer to generators and, where the channel is on, the SDPO teacher.
+
+    The publisher keeps two buffers; a version is published only after the one before it was
+    pulled by all, so a buffer is never rewritten under a reader.
+    """
+
+    def __init__(
+        self,
+        trainer: SpawnedActor,
+        generators: Service,
+        teacher: SpawnedActor | None,
+        deadline_s: float,
+    ) -> None:
+        self._trainer, self._generators, self._teacher = trainer, generators, teacher
+        self._deadline_s = deadline_s
+
+    async def sync(self) -> int:
+        """Publish and pull; returns the version that is served from now on.
+
+        Waits until each generator serves it, at most the deadline for each call.
+        """
+        handle: WeightsHandle = await self._trainer.call("publish", deadline_s=self._deadline_s)
+        pulls = [self._generators.fanout("pull", handle)]
+        if self._teacher is not None:
+            pulls.append(self._teacher_pull(handle))
+        got = [version for versions in await asyncio.gather(*pulls) for version in versions]
+        if any(version != handle.version for version in got):
+            raise StaleReceiver(handle.version, got)
+        return handle.version
+
+    async def _teacher_pull(self, handle: WeightsHandle) -> list[int]:
+        assert self._teacher is not None
+        return [await self._teacher.call("pull", handle, deadline_s=self._deadline_s)]

@@ -1,0 +1,58 @@
+"""An actor without torch, which starts fast."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.mesh.actor import MeshActor
+
+
+class Bad(Exception):
+    """An exception of an endpoint that travels."""
+
+
+class Stubborn(Exception):
+    """An exception that cannot be rebuilt on the other side."""
+
+    def __init__(self, *, value: int) -> None:
+        super().__init__(f"value is {value}")
+
+
+class EchoActor(MeshActor):
+    """Answers, fails or waits, as it is told."""
+
+    kind = "echo"
+
+    def __init__(self, word: str = "echo", fail: bool = False) -> None:
+        if fail:
+            raise ValueError("this actor was told to fail")
+        self.word = word
+        self.gate = asyncio.Event()
+
+    @concurrent_endpoint
+    async def say(self, text: str) -> str:
+        return f"{self.word} {text}"
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def threads(self) -> str | None:
+        return os.environ.get("OMP_NUM_THREADS")
+
+    @concurrent_endpoint
+    async def hold(self) -> int:
+        await self.gate.wait()
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def release(self) -> None:
+        self.gate.set()
+
+    @concurrent_endpoint
+    async def fail(self, how: str) -> None:
+        raise Bad("on", "purpose") if how == "bad" else Stubborn(value=3)

@@ -1,0 +1,74 @@
+"""Actors that move tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from monarch.actor import concurrent_endpoint
+from torch import nn
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.weights import WeightPublisher, WeightReceiver, WeightsHandle
+
+
+class BytesActor(MeshActor):
+    """Offers tensors and reads the ones of others."""
+
+    kind = "bytes"
+
+    def __init__(self, capacity: int = 64) -> None:
+        self.buffer = SendBuffer(capacity)
+
+    @concurrent_endpoint
+    async def offer(self, tensor: torch.Tensor) -> BufferHandle:
+        return await self.buffer.write(tensor)
+
+    @concurrent_endpoint
+    async def fetch(self, handle: BufferHandle, out: torch.Tensor | None = None) -> torch.Tensor:
+        return await read(handle, out)
+
+    @concurrent_endpoint
+    async def registrations(self) -> int:
+        return len(self.buffer._registered)
+
+
+class TiedModel(nn.Module):
+    """A model whose output layer is its embedding."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.middle = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class WeightsActor(MeshActor):
+    """Publishes or receives the weights of a small tied model."""
+
+    kind = "weights"
+
+    def __init__(self, width: int = 8) -> None:
+        self.model = TiedModel(width)
+        self.publisher: WeightPublisher | None = None
+        self.receiver = WeightReceiver()
+
+    @concurrent_endpoint
+    async def publish(self, version: int, value: float) -> WeightsHandle:
+        for parameter in self.model.parameters():
+            parameter.data.fill_(value)
+        self.publisher = self.publisher or WeightPublisher(self.model)
+        return await self.publisher.publish(version)
+
+    @concurrent_endpoint
+    async def pull(self, handle: WeightsHandle) -> dict[str, Any]:
+        staged = await self.receiver.receive(handle)
+        staged.apply(self.model)
+        self.policy_version = staged.version
+        return {name: tensor.unique().tolist() for name, tensor in self.model.state_dict().items()}
+
+    @concurrent_endpoint
+    async def tied(self) -> bool:
+        return self.model.head.weight is self.model.embed.weight

@@ -1,0 +1,61 @@
+"""The mesh seen from outside: Monarch's admin server, read and drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from echo_actors import EchoActor
+
+from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, read_mesh, start_admin
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import Supervisor
+from composer_mesh.services.status import ActorStatus, RunStatus, write_status
+from composer_mesh.services.tree import tree_command
+
+
+def actor_names(mesh: MeshTree) -> set[str]:
+    return {actor.name for host in mesh.hosts for proc in host.procs for actor in proc.actors}
+
+
+def run_status(url: str, host: MeshHost) -> RunStatus:
+    actors = tuple(ActorStatus(a.name, a.kind, a.pid) for a in host.actors)
+    return RunStatus(os.getpid(), url, "training", 1, 2, 1, "tcp", actors)
+
+
+async def test_the_tree_shows_living_and_dead_actors(
+    host: MeshHost,
+    supervisor: Supervisor,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    echo = await host.spawn("echo-0", EchoActor)
+    doomed = await host.spawn("echo-1", EchoActor)
+    url = await start_admin(host)
+    assert capfd.readouterr() == ("", "")
+    assert {"echo-0", "echo-1"} <= actor_names(read_mesh(url))
+
+    write_status(tmp_path, run_status(url, host))
+    os.kill(doomed.pid, signal.SIGKILL)
+    await supervisor.wait_failure()
+    assert tree_command(tmp_path, as_json=True) == 0
+    about = json.loads(capfd.readouterr().out)
+    actors = {
+        actor["name"]: (process["pid"], actor["kind"], actor["state"])
+        for process in about["hosts"][0]["processes"]
+        for actor in process["actors"]
+    }
+    assert actors == {
+        "echo-0": (echo.pid, "echo", "ready"),
+        "echo-1": (doomed.pid, "echo", "dead"),
+    }
+    assert tree_command(tmp_path) == 0
+    assert "process echo-0" in capfd.readouterr().out
+
+
+def test_an_address_where_nobody_answers_is_a_clear_error() -> None:
+    with pytest.raises(AdminUnreachable, match="has the run ended"):
+        read_mesh("http://127.0.0.1:9")

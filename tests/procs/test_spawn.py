@@ -1,0 +1,87 @@
+"""Processes: they start by name, answer, survive Ctrl-C, and are gone when their owner closes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from echo_actors import Bad, EchoActor
+
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, Supervisor
+
+Events = list[tuple[str, str, str]]
+
+
+async def test_a_spawned_actor_describes_itself_and_is_gone_after_close(host: MeshHost) -> None:
+    actor = await host.spawn("echo-0", EchoActor, "hello", env={"OMP_NUM_THREADS": "1"})
+    about: dict[str, Any] = await actor.call("describe")
+    assert (actor.name, actor.kind, actor.pid) == ("echo-0", "echo", about["pid"])
+    assert about["pid"] != os.getpid()
+    assert about["rss_bytes"] > 0
+    assert await actor.call("say", "world") == "hello world"
+    assert await actor.call("threads") == "1"
+    await host.close()
+    assert host.actors == []
+    assert not is_alive(actor.pid)
+
+
+async def test_a_killed_child_is_a_death_with_its_name(
+    host: MeshHost, supervisor: Supervisor, events: Events
+) -> None:
+    one = await host.spawn("echo-0", EchoActor)
+    two = await host.spawn("echo-1", EchoActor)
+    os.kill(two.pid, signal.SIGKILL)
+    with pytest.raises(ActorDied, match=r"echo-1 died: .*Killed\(sig=9\)"):
+        await supervisor.guard(one.call("hold"))
+    with pytest.raises(ActorDied, match="echo-1"):
+        await two.call("say", "still there?")
+    await one.call("describe")  # a round trip later nothing more has been recorded
+    assert [event[:2] for event in events] == [("actor_died", "echo-1")]
+
+
+async def test_a_planned_stop_is_no_fault(host: MeshHost, supervisor: Supervisor) -> None:
+    one = await host.spawn("echo-0", EchoActor)
+    two = await host.spawn("echo-1", EchoActor)
+    await host.stop(one)
+    with pytest.raises(ActorDied, match="echo-0"):
+        await one.call("say", "hello")
+    assert await two.call("say", "hello") == "echo hello"
+    assert not supervisor.failure.done()
+
+
+async def test_ctrl_c_reaches_no_child(host: MeshHost) -> None:
+    actor = await host.spawn("echo-0", EchoActor)
+    os.kill(actor.pid, signal.SIGINT)
+    assert await actor.call("say", "again") == "echo again"
+    assert is_alive(actor.pid)
+
+
+async def test_an_actor_that_cannot_start_says_why_and_leaves_no_process(host: MeshHost) -> None:
+    with pytest.raises(ActorDied, match="echo-0 died: ValueError: this actor was told to fail"):
+        await host.spawn("echo-0", EchoActor, fail=True)
+    assert host.actors == []
+    assert await (await host.spawn("echo-0", EchoActor)).call("say", "hi") == "echo hi"
+
+
+async def test_two_actors_cannot_share_a_name(host: MeshHost) -> None:
+    await host.spawn("echo-0", EchoActor)
+    with pytest.raises(ValueError, match="'echo-0' already runs here: choose another name"):
+        await host.spawn("echo-0", EchoActor)
+
+
+async def test_the_errors_of_a_call_keep_their_type_or_their_text(host: MeshHost) -> None:
+    actor = await host.spawn("echo-0", EchoActor)
+    with pytest.raises(Bad) as bad:
+        await actor.call("fail", "bad")
+    assert bad.value.args == ("on", "purpose")
+    assert isinstance(bad.value.__cause__, RemoteError)
+    assert "echo_actors.py" in str(bad.value.__cause__)
+    with pytest.raises(RemoteError, match=r"echo-0\.fail failed"):
+        await actor.call("fail", "stubborn")
+    with pytest.raises(DeadlineExceeded, match=r"echo-0\.hold gave no answer within 0\.1 s"):
+        await actor.call("hold", deadline_s=0.1)
+    assert await actor.call("say", "alive") == "echo alive"

@@ -1,0 +1,122 @@
+"""Channel 3's outside half in real processes: an expert server and a pool that asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
+from composer_mesh.actors.expert_panel import Expert
+from composer_mesh.actors.expert_server import ExpertServerActor
+from composer_mesh.actors.provider import TeacherEndpoint
+from composer_mesh.actors.provider_errors import ProviderAuthError
+from composer_mesh.actors.teacher_replay import TeacherReplayActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.rollouts.pairs import (
+    FailureKind,
+    FrozenState,
+    Outcome,
+    StudentState,
+    TeacherAnswer,
+    TeacherFailure,
+    decide,
+)
+from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.services import service
+from composer_mesh.services.service import Service
+
+CONFIG = Config.model_validate(
+    {"run": {"name": "t", "seed": 4, "steps": 1}, "data": {"kind": "toolbox"}}
+)
+EXPERTS = [Expert("a", 0.0), Expert("b", 0.0), Expert("c", 0.0), Expert("wrong", 1.0)]
+TASK = make_task(CONFIG)
+
+
+def state(index: int) -> FrozenState:
+    opening = TASK.session(TASK.episode("train", index)).state(0)
+    return FrozenState(f"state-{index}", opening, seed=index)
+
+
+@pytest.fixture
+async def run(host: MeshHost) -> AsyncIterator[tuple[SpawnedActor, Service, str]]:
+    """A served panel, a pool of two that may ask it, and the address between them."""
+    token = new_token()
+    experts = await host.spawn("experts", ExpertServerActor)
+    base_url = await experts.call("load", CONFIG, EXPERTS, token)
+    env = {TOKEN_ENV: token}
+    pool = await service.spawn(TeacherReplayActor, n=2, host=host, name="replay", env=env)
+    yield experts, pool, base_url
+    await pool.fanout("aclose")
+    await experts.call("aclose")
+
+
+def teachers(base_url: str, *names: str) -> list[TeacherEndpoint]:
+    return [TeacherEndpoint(name, base_url, name, TOKEN_ENV) for name in names]
+
+
+async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) -> None:
+    _, pool, base_url = run
+    await pool.fanout("load", teachers(base_url, "a", "b", "c"), TASK.tools, 20.0)
+    states = [state(index) for index in range(8)]
+    replies = await asyncio.gather(*(pool.query(s, n=3) for s in states))
+    for asked, answers in zip(states, replies, strict=True):
+        assert all(isinstance(answer, TeacherAnswer) for answer in answers)
+        assert [answer.teacher for answer in answers] == ["a", "b", "c"]
+        assert {answer.action_text for answer in answers} == {TASK.expert(asked.messages)}
+        student = StudentState(asked, "t", 0, "Answer: -1", [1], [2], 0)
+        decision = decide(student, answers, threshold=2)
+        assert decision.outcome is Outcome.PAIR
+        assert decision.pair is not None
+        assert decision.pair.chosen_text == TASK.expert(asked.messages)
+    counts = [about["replies"] for about in await pool.fanout("describe")]
+    assert sum(count["answered"] for count in counts) == 24
+
+
+async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(run: Any) -> None:
+    experts, pool, base_url = run
+    nobody = TeacherEndpoint("nobody", base_url, "unserved", TOKEN_ENV)
+    await pool.fanout("load", [*teachers(base_url, "a", "wrong"), nobody], TASK.tools, 20.0)
+    first, second, third = await pool.on(0, "query", state(0), 3)
+    right = TASK.expert(state(0).messages)
+    assert (first.action_text == right, second.action_text == right) == (True, False)
+    assert isinstance(third, TeacherFailure)
+    assert (third.teacher, third.kind) == ("nobody", FailureKind.REQUEST)
+    assert "'unserved' is not served" in third.text
+    about = await pool.on(0, "describe")
+    assert about["replies"] == {"answered": 2, "request": 1}
+    assert (about["kind"], about["activity"]) == ("teacher_replay", "idle")
+    await experts.call("aclose")
+    assert (await experts.call("describe"))["base_url"] is None
+    await pool.fanout("load", teachers(base_url, "a", "b"), TASK.tools, 0.5)
+    failed = await pool.on(0, "query", state(1), 2)
+    assert [reply.kind for reply in failed] == [FailureKind.SERVER] * 2
+
+
+async def test_n_chooses_teachers_by_the_states_seed_and_fairly(run: Any) -> None:
+    _, pool, base_url = run
+    await pool.fanout("load", teachers(base_url, "a", "b", "c"), TASK.tools, 20.0)
+    asked = [[r.teacher for r in await pool.query(state(index), n=2)] for index in range(3)]
+    assert asked == [["a", "b"], ["b", "c"], ["a", "c"]]
+    with pytest.raises(ValueError, match="n is 4, but 3 teachers are loaded"):
+        await pool.query(state(0), n=4)
+
+
+async def test_a_missing_key_is_found_by_load(host: MeshHost) -> None:
+    pool = await service.spawn(TeacherReplayActor, n=1, host=host, name="replay")
+    with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
+        await pool.load([TeacherEndpoint("x", "https://x.test/v1", "m", "NO_SUCH_KEY")], [], 1.0)
+    with pytest.raises(RuntimeError, match="no teachers are loaded: call load first"):
+        await pool.query(state(0), n=1)
+    await pool.aclose()
+
+
+async def test_neither_actor_loads_torch() -> None:
+    modules = "composer_mesh.actors.teacher_replay, composer_mesh.actors.expert_server"
+    program = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await child.wait() == 0

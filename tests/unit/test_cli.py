@@ -1,0 +1,111 @@
+"""The command line is light until a config is accepted, and never overwrites a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.services.cli import main
+from composer_mesh.services.run_directory import (
+    RunDirectoryError,
+    claimed,
+    refuse_a_used,
+    set_aside,
+)
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+def modules_after(*arguments: str) -> set[str]:
+    """The top-level modules of a fresh interpreter that ran one command."""
+    code = (
+        "import sys, json; from composer_mesh.services.cli import main; "
+        f"main({list(arguments)!r}); "
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_check_loads_neither_torch_nor_monarch() -> None:
+    loaded = modules_after("check", str(QUICKSTART))
+    assert "pydantic" in loaded
+    assert not loaded & {"torch", "monarch", "transformers", "numpy"}
+
+
+def test_a_refused_train_loads_neither_torch_nor_monarch() -> None:
+    loaded = modules_after("train", str(QUICKSTART), "--set", "sdpo.alpha=-1")
+    assert not loaded & {"torch", "monarch", "transformers", "numpy"}
+
+
+def test_check_prints_the_run_its_actors_and_its_transports(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", str(QUICKSTART), "--set", "sdpo.alpha=0"]) == 0
+    out = capsys.readouterr().out
+    assert 'name = "quickstart"' in out
+    assert "alpha = 0" in out
+    assert "sdpo: weight 0, off" in out
+    assert "weights: trainer -> generator: RDMA buffers" in out
+    assert "teacher_replay" in out
+
+
+def test_check_creates_no_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", str(QUICKSTART)]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_runs_as_the_script_does() -> None:
+    command = [sys.executable, "-m", "composer_mesh", "--version"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_resume_is_refused_and_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(QUICKSTART), "--resume"]) == 2
+    assert "--resume is not available yet" in capsys.readouterr().err
+
+
+def test_an_output_that_holds_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["train", str(QUICKSTART), "--output", str(tmp_path)]) == 2
+    assert f"--output {tmp_path} already holds a run" in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["train", str(QUICKSTART), "--output", str(tmp_path / "file")]) == 2
+    assert "must be a directory" in capsys.readouterr().err
+
+
+def test_earlier_runs_move_aside_and_keep_their_order(tmp_path: Path) -> None:
+    output = tmp_path / "quickstart"
+    for number in (1, 2):
+        output.mkdir()
+        (output / "metrics.jsonl").write_text(str(number))
+        assert set_aside(output) == tmp_path / f"quickstart.{number}"
+        assert not output.exists()
+    assert (tmp_path / "quickstart.1" / "metrics.jsonl").read_text() == "1"
+
+
+def test_a_directory_without_a_run_stays_where_it_is(tmp_path: Path) -> None:
+    assert set_aside(tmp_path) is None
+    assert set_aside(tmp_path / "new") is None
+    refuse_a_used(tmp_path)
+
+
+def test_a_run_that_is_being_written_is_neither_moved_nor_shared(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with claimed(output):
+        (output / "metrics.jsonl").touch()
+        with pytest.raises(RunDirectoryError, match="takes one run at a time"):
+            set_aside(output)
+        with pytest.raises(RunDirectoryError, match="wait for it"), claimed(output):
+            pass
+    assert set_aside(output) == tmp_path / "run.1"

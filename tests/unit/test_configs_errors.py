@@ -1,0 +1,160 @@
+"""A run that cannot be is refused: status 2, one message with value, bound and repair."""
+
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.services.cli import main
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+GSM8K = ROOT / "configs" / "gsm8k.toml"
+
+# override(s), then what the message must say: the value, the bound, the repair
+BROKEN = {
+    "unknown key": (
+        ["generator.replica=2"],
+        ["generator.replica = 2", "unknown key", "did you mean generator.replicas?"],
+    ),
+    "unknown section": (
+        ["generatr.replicas=2"],
+        ["generatr.replicas = 2", "unknown key", "did you mean generator?"],
+    ),
+    "key of another section": (
+        ["trainer.clip_low=0.1"],
+        ["trainer.clip_low = 0.1", "unknown key", "did you mean grpo.clip_low?"],
+    ),
+    "path through a number": (
+        ["run.steps.first=2"],
+        ["run.steps.first = 2", "unknown key", "run.steps is not a table"],
+    ),
+    "wrong type": (["run.steps=many"], ['run.steps = "many"', "whole number", "without quotes"]),
+    "boolean for a count": (["run.seed=true"], ["run.seed = true", "whole number", "write it"]),
+    "half a step": (["run.steps=1.5"], ["run.steps = 1.5", "whole number", "decimal point"]),
+    "number for a table": (["generator=3"], ["generator = 3", "a table", "[generator]"]),
+    "negative alpha": (["sdpo.alpha=-0.5"], ["sdpo.alpha = -0.5", "at least 0", "raise it to 0"]),
+    "negative beta": (["replay.beta=-1"], ["replay.beta = -1", "at least 0", "raise it to 0"]),
+    "rate above one": (
+        ["replay.teachers.0.error_rate=1.5"],
+        ["replay.teachers[0].error_rate = 1.5", "at most 1", "lower it to 1"],
+    ),
+    "zero temperature": (["generator.temperature=0"], ["temperature = 0", "above 0", "raise it"]),
+    "not a number": (["trainer.lr=nan"], ["trainer.lr = NaN", "finite", "ordinary number"]),
+    "group of one": (["schedule.group_size=1"], ["group_size = 1", "at least 2", "raise it to 2"]),
+    "unknown choice": (
+        ["trainer.lr_schedule=cosin"],
+        ['lr_schedule = "cosin"', "'constant', 'linear' or 'cosine'", "write one of these"],
+    ),
+    "name that leaves runs/": (["run.name=../x"], ['"../x"', "must match", "use letters"]),
+    "consensus above the asked": (
+        ["replay.agreement_threshold=4"],
+        ["agreement_threshold is 4", "ask is 3", "raise ask or lower agreement_threshold"],
+    ),
+    "more asked than there are": (
+        ["replay.ask=5"],
+        ["ask is 5", "3 teachers", "add [[replay.teachers]] or lower ask"],
+    ),
+    "two teachers of one name": (
+        ["replay.teachers.1.name=careful"],
+        ["2 entries named 'careful'", "unique", "rename"],
+    ),
+    "teacher without an address": (
+        ['replay.teachers=[{name="a", kind="openai", model="m"}]', "replay.beta=0"],
+        ["replay.teachers[0]", "base_url is not set", "set base_url"],
+    ),
+    "address of a builtin teacher": (
+        ["replay.teachers.0.base_url=http://localhost"],
+        ["base_url is 'http://localhost'", "kind is 'builtin'", "remove base_url"],
+    ),
+    "heads that share unevenly": (
+        ["policy.heads=3"],
+        ["heads is 3", "kv_heads is 2", "divisor of 3"],
+    ),
+    "odd head": (["policy.head_dim=33"], ["head_dim is 33", "even", "set it to 34"]),
+    "tiny vocabulary": (["policy.vocab_size=100"], ["is 100", "at least 300", "raise it to 300"]),
+    "turns beyond the context": (
+        ["generator.max_new_tokens=200"],
+        ["max_new_tokens is 200", "policy.max_context is 384", "raise policy.max_context"],
+    ),
+    "context beyond a microbatch": (
+        ["trainer.microbatch_tokens=100"],
+        ["microbatch_tokens is 100", "max_context is 384", "to 384 or more"],
+    ),
+    "missing data file": (
+        ["data.kind=gsm8k", "data.path=nowhere.jsonl"],
+        ['data.path = "nowhere.jsonl"', "no such file", "relative to the working directory"],
+    ),
+    "data without a reader": (
+        ["data.path=nowhere.jsonl"],
+        ["path is 'nowhere.jsonl'", "kind is 'toolbox'", "remove path"],
+    ),
+    "folder without a model": (
+        ["policy.path=nowhere"],
+        ['policy.path = "nowhere"', "holds config.json", "correct the path"],
+    ),
+    "override without a value": (["run.steps"], ["'run.steps'", "KEY.PATH=VALUE", "--set run."]),
+    "override of a missing entry": (
+        ["replay.teachers.9.name=x"],
+        ["replay.teachers[9]", "no table", "add it"],
+    ),
+}
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one message of a refused command."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("composer-mesh: ")
+    return err
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(("overrides", "said"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_run_is_refused_with_value_bound_and_repair(
+    command: str,
+    overrides: list[str],
+    said: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sets = [word for override in overrides for word in ("--set", override)]
+    message = refusal([command, str(QUICKSTART), *sets], capsys)
+    assert message.count("\n") == 1
+    for part in said:
+        assert part in message
+
+
+def test_several_problems_are_one_message_with_a_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = ["--set", "sdpo.alpha=-1", "--set", "run.steps=0"]
+    lines = refusal(["check", str(QUICKSTART), *broken], capsys).splitlines()
+    assert lines[0].endswith("2 problems")
+    assert [line.split(" = ")[0].strip() for line in lines[1:]] == ["run.steps", "sdpo.alpha"]
+
+
+def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["check", "nowhere.toml"], capsys)
+    assert "nowhere.toml does not exist: check the name" in message
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text('[run]\nname = "x"\nsteps = = 3\n')
+    assert "line 3" in refusal(["check", str(path)], capsys)
+
+
+def test_an_empty_file_says_what_every_run_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "empty.toml"
+    path.touch()
+    message = refusal(["check", str(path)], capsys)
+    assert "run is not set but every run needs it: add a table [run]" in message
+    assert "data is not set but every run needs it: add a table [data]" in message
+
+
+def test_gsm8k_without_a_file_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["check", str(GSM8K)], capsys)
+    assert "path is not set but kind is 'gsm8k'" in message
+    assert "--set data.path=FILE.jsonl" in message

@@ -1,0 +1,69 @@
+"""The plan of the mesh follows the channels and the counts of the config."""
+
+from pathlib import Path
+
+from composer_mesh.configs.layout import MeshPlan, plan_mesh
+from composer_mesh.configs.load import load_config
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+def plan(*overrides: str) -> MeshPlan:
+    return plan_mesh(load_config(QUICKSTART, overrides))
+
+
+def kinds(*overrides: str) -> list[str]:
+    return [row.kind for row in plan(*overrides).actors]
+
+
+def test_the_quickstart_has_every_kind_of_actor() -> None:
+    assert kinds() == [
+        "trainer",
+        "generator",
+        "environment",
+        "sdpo_teacher",
+        "teacher_replay",
+        "expert_server",
+    ]
+
+
+def test_a_channel_of_weight_zero_has_no_actors() -> None:
+    assert "sdpo_teacher" not in kinds("sdpo.alpha=0")
+    assert kinds("replay.beta=0") == ["trainer", "generator", "environment", "sdpo_teacher"]
+
+
+def test_a_channel_of_weight_zero_has_no_transport() -> None:
+    off = plan("sdpo.alpha=0", "replay.beta=0")
+    assert [row.what for row in off.transports] == ["weights", "requests and handles"]
+    assert off.transports[0].targets == ("generator",)
+    assert [channel.on for channel in off.channels] == [True, False, False]
+
+
+def test_weights_travel_from_the_trainer_to_all_who_read_them() -> None:
+    assert str(plan().transports[0]).startswith(
+        "weights: trainer -> generator, sdpo_teacher: RDMA buffers"
+    )
+
+
+def test_the_expert_server_is_there_only_for_builtin_teachers() -> None:
+    teachers = ", ".join(
+        f'{{name = "{name}", kind = "openai", model = "m", base_url = "http://localhost:1/v1"}}'
+        for name in "abc"
+    )
+    assert "expert_server" not in kinds(f"replay.teachers=[{teachers}]")
+
+
+def test_the_states_go_to_each_address_once() -> None:
+    remote = '{name = "c", kind = "openai", model = "m", base_url = "https://host/v1"}'
+    local = ", ".join(f'{{name = "{name}", kind = "builtin"}}' for name in "ab")
+    states = plan(f"replay.teachers=[{local}, {remote}]").transports[2]
+    assert states.targets == ("expert_server", "https://host/v1")
+
+
+def test_the_totals_count_every_process_and_thread() -> None:
+    wide = plan("generator.replicas=3", "generator.threads=2", "replay.actors=4")
+    assert wide.processes == plan().processes + 2 + 2
+    assert wide.threads == plan().threads + (3 * 2 - 1) + 2
+    generator = wide.actor("generator")
+    assert generator is not None
+    assert (generator.replicas, generator.processes, generator.threads) == (3, 3, 2)

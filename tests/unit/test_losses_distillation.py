@@ -1,0 +1,214 @@
+"""The generalized JSD against a loop over the vocabulary, its closed-form gradient and limits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_mesh.losses.distillation import generalized_jsd
+
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+
+
+def batch(seed: int = 0, scale: float = 3.0, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Student logits, teacher logits and a mask of [rows, 4] tokens over 6 entries, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    student = scale * torch.randn(rows, 4, 6, generator=rng, dtype=torch.float64)
+    teacher = scale * torch.randn(rows, 4, 6, generator=rng, dtype=torch.float64)
+    mask = torch.rand(rows, 4, generator=rng) < 0.6
+    return student.requires_grad_(), teacher, mask
+
+
+def softmax(scores: list[float], temperature: float) -> list[float]:
+    top = max(scores)
+    weights = [math.exp((x - top) / temperature) for x in scores]
+    return [w / sum(weights) for w in weights]
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def jsd_by_hand(s: list[float], p: list[float], beta: float) -> float:
+    if beta == 0:
+        return kl(p, s)
+    if beta == 1:
+        return kl(s, p)
+    m = [(1 - beta) * a + beta * b for a, b in zip(s, p, strict=True)]
+    return beta * kl(p, m) + (1 - beta) * kl(s, m)
+
+
+def gradient_by_hand(s: list[float], p: list[float], beta: float, t: float) -> list[float]:
+    """d loss / d logits of one row, the closed forms of the reference."""
+    if beta == 0:
+        return [(a - b) / t for a, b in zip(s, p, strict=True)]
+    if beta == 1:
+        total = kl(s, p)
+        return [a * (math.log(a / b) - total) / t for a, b in zip(s, p, strict=True)]
+    m = [(1 - beta) * a + beta * b for a, b in zip(s, p, strict=True)]
+    e = [(1 - beta) * a * math.log(a / c) for a, c in zip(s, m, strict=True)]
+    return [(x - a * math.fsum(e)) / t for x, a in zip(e, s, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("beta", BETAS)
+def test_value_and_gradient_agree_with_the_definition(beta: float, temperature: float) -> None:
+    student, teacher, mask = batch(seed=5)
+    found = generalized_jsd(
+        student, teacher, mask, beta=beta, temperature=temperature, normalizer=7
+    )
+    found.backward()
+    value, gradient = 0.0, torch.zeros_like(student)
+    for b, t in mask.nonzero().tolist():
+        s = softmax(student[b, t].tolist(), temperature)
+        p = softmax(teacher[b, t].tolist(), temperature)
+        value += jsd_by_hand(s, p, beta)
+        row = gradient_by_hand(s, p, beta, temperature)
+        gradient[b, t] = torch.tensor(row, dtype=torch.float64)
+    assert found.item() == pytest.approx(value / 7, rel=1e-9)
+    torch.testing.assert_close(student.grad, gradient / 7, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradcheck_passes_under_extreme_logits(beta: float) -> None:
+    student = torch.tensor([[50.0, -50.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    teacher = torch.tensor([[-50.0, 50.0, 0.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([True, True])
+    assert torch.autograd.gradcheck(
+        lambda x: generalized_jsd(x, teacher, mask, beta=beta, normalizer=2),
+        student.requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_log_probabilities_are_as_good_as_logits(beta: float) -> None:
+    student, teacher, mask = batch()
+    settings_ = {"beta": beta, "temperature": 1.7, "normalizer": 3}
+    logits = generalized_jsd(student, teacher, mask, **settings_)
+    logprobs = generalized_jsd(student.log_softmax(-1), teacher.log_softmax(-1), mask, **settings_)
+    torch.testing.assert_close(logprobs, logits, rtol=1e-12, atol=1e-12)
+
+
+@given(beta=st.floats(0, 1), seed=st.integers(0, 2**16))
+@settings(max_examples=50, deadline=None)
+def test_the_divergence_is_never_negative_and_zero_on_equal_inputs(beta: float, seed: int) -> None:
+    student, teacher, mask = batch(seed)
+    full = torch.ones_like(mask)
+    assert generalized_jsd(student, teacher, full, beta=beta, normalizer=1).item() >= -1e-12
+    same = generalized_jsd(student, student, full, beta=beta, normalizer=1)
+    assert same.item() == pytest.approx(0, abs=1e-12)
+
+
+@given(seed=st.integers(0, 2**16), scale=st.floats(0.1, 50))
+@settings(max_examples=25, deadline=None)
+def test_the_symmetric_divergence_is_at_most_log_two_per_token(seed: int, scale: float) -> None:
+    student, teacher, mask = batch(seed, scale)
+    full = torch.ones_like(mask)
+    found = generalized_jsd(student, teacher, full, beta=0.5, normalizer=full.sum().item())
+    assert found.item() <= math.log(2) + 1e-12
+
+
+def test_forward_and_reverse_swap_with_the_roles() -> None:
+    student, teacher, mask = batch()
+    forward = generalized_jsd(student, teacher, mask, beta=0, normalizer=1)
+    reverse = generalized_jsd(teacher, student, mask, beta=1, normalizer=1)
+    torch.testing.assert_close(forward, reverse)
+
+
+@given(split=st.integers(0, 6), seed=st.integers(0, 2**16), beta=st.sampled_from(BETAS))
+@settings(max_examples=25, deadline=None)
+def test_microbatch_losses_add_up_to_the_batch_loss(split: int, seed: int, beta: float) -> None:
+    student, teacher, mask = batch(seed, rows=6)
+
+    def part(rows: slice) -> Tensor:
+        return generalized_jsd(student[rows], teacher[rows], mask[rows], beta=beta, normalizer=9)
+
+    total = part(slice(split)) + part(slice(split, None))
+    torch.testing.assert_close(total, part(slice(None)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_no_gradient_reaches_the_teacher(beta: float) -> None:
+    student, teacher, mask = batch()
+    teacher.requires_grad_()
+    generalized_jsd(student, teacher, mask, beta=beta, normalizer=1).backward()
+    assert teacher.grad is None
+    assert student.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_an_empty_mask_gives_zero_and_a_zero_gradient(beta: float) -> None:
+    student, teacher, mask = batch()
+    found = generalized_jsd(student, teacher, torch.zeros_like(mask), beta=beta, normalizer=0)
+    found.backward()
+    assert found.item() == 0
+    assert torch.equal(student.grad, torch.zeros_like(student))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_what_stands_under_no_mask_changes_nothing_even_when_nan(beta: float) -> None:
+    student, teacher, mask = batch()
+    clean = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    dirty_student = torch.where(mask[..., None], student.detach(), math.nan).requires_grad_()
+    dirty_teacher = torch.where(mask[..., None], teacher, math.nan)
+    dirty = generalized_jsd(dirty_student, dirty_teacher, mask, beta=beta, normalizer=3)
+    dirty.backward()
+    assert torch.equal(dirty, clean)
+    assert torch.isfinite(dirty_student.grad).all()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_vocabulary_padded_with_minus_infinity_is_the_vocabulary_without_padding(
+    beta: float,
+) -> None:
+    student, teacher, mask = batch()
+    padding = torch.full((3, 4, 2), -math.inf, dtype=torch.float64)
+    plain = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    (expected,) = torch.autograd.grad(plain, student)
+    padded = torch.cat([student.detach(), padding], -1).requires_grad_()
+    found = generalized_jsd(
+        padded, torch.cat([teacher, padding], -1), mask, beta=beta, normalizer=3
+    )
+    found.backward()
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(padded.grad[..., :6], expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(padded.grad[..., 6:], torch.zeros(3, 4, 2, dtype=torch.float64))
+
+
+def test_disjoint_supports_are_log_two_apart_and_infinitely_far_one_way() -> None:
+    student = torch.tensor([[0.0, -math.inf]], requires_grad=True)
+    teacher = torch.tensor([[-math.inf, 0.0]])
+    mask = torch.tensor([True])
+    found = generalized_jsd(student, teacher, mask, beta=0.5, normalizer=1)
+    found.backward()
+    assert found.item() == pytest.approx(math.log(2))
+    assert torch.isfinite(student.grad).all()
+    for beta in (0, 1):
+        assert generalized_jsd(student, teacher, mask, beta=beta, normalizer=1).item() == math.inf
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_half_precision_inputs_are_computed_in_float32(beta: float) -> None:
+    student, teacher, mask = (x.detach() for x in batch())
+    student, teacher = student.bfloat16(), teacher.bfloat16()
+    half = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    full = generalized_jsd(student.double(), teacher.double(), mask, beta=beta, normalizer=3)
+    assert half.dtype == torch.float32
+    assert half.item() == pytest.approx(full.item(), rel=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"beta": 1.5}, r"beta is 1.5 but has to be in \[0, 1\]"),
+        ({"temperature": 0.0}, "temperature is 0.0 but has to be > 0"),
+    ],
+)
+def test_an_impossible_setting_is_named_with_its_bound(
+    changed: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generalized_jsd(*batch(), **{"beta": 0.5, "normalizer": 1, **changed})

@@ -1,0 +1,93 @@
+"""The supervisor's rules, with faults made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from composer_mesh.mesh.supervision import ActorDied, Supervisor
+
+Events = list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What Monarch hands to its hook."""
+
+    mesh_name: str
+
+    def report(self) -> str:
+        return f"actor {self.mesh_name} failed:\n  gone"
+
+
+async def deliver(supervisor: Supervisor, *mesh_names: str) -> None:
+    """Report faults from a foreign thread, as Monarch does, and let the loop hear them."""
+    for name in mesh_names:
+        await asyncio.to_thread(supervisor._on_fault, Fault(name))
+    await asyncio.sleep(0)
+
+
+def recording() -> tuple[Supervisor, Events]:
+    events: Events = []
+    return Supervisor(lambda kind, actor, detail: events.append((kind, actor, detail))), events
+
+
+async def test_a_fault_is_recorded_once_under_the_actors_name() -> None:
+    supervisor, events = recording()
+    supervisor.watch("generator-1-xyz", "generator-1")
+    await deliver(supervisor, "logger-abc", "generator-1-xyz", "generator-1-xyz")
+    assert events == [("actor_died", "generator-1", "gone")]
+    died = await supervisor.wait_failure()
+    assert (died.actor, died.reason) == ("generator-1", "gone")
+
+
+async def test_a_planned_stop_is_recorded_and_no_failure() -> None:
+    supervisor, events = recording()
+    supervisor.watch("trainer-xyz", "trainer")
+    supervisor.expect_stop("trainer")
+    await deliver(supervisor, "trainer-xyz")
+    assert events == [("actor_stopped", "trainer", "gone")]
+    assert not supervisor.failure.done()
+
+
+async def test_an_actor_started_again_is_watched_again() -> None:
+    supervisor, events = recording()
+    supervisor.watch("trainer-one", "trainer")
+    supervisor.expect_stop("trainer")
+    supervisor.watch("trainer-two", "trainer")
+    await deliver(supervisor, "trainer-two")
+    assert [event[0] for event in events] == ["actor_died"]
+
+
+async def test_guarded_work_ends_with_the_death_of_an_actor() -> None:
+    supervisor, _ = recording()
+    supervisor.watch("trainer-xyz", "trainer")
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    guarded = asyncio.ensure_future(supervisor.guard(work()))
+    await asyncio.sleep(0)
+    await deliver(supervisor, "trainer-xyz")
+    with pytest.raises(ActorDied, match="trainer died: gone"):
+        await guarded
+    assert cancelled.is_set()
+
+
+async def test_guarded_work_that_ends_gives_its_result_or_its_error() -> None:
+    supervisor, _ = recording()
+
+    async def work(error: bool) -> int:
+        if error:
+            raise KeyError("own")
+        return 3
+
+    assert await supervisor.guard(work(error=False)) == 3
+    with pytest.raises(KeyError, match="own"):
+        await supervisor.guard(work(error=True))

@@ -1,0 +1,263 @@
+"""What the terminal shows: a page where it can be redrawn, plain lines where it cannot."""
+
+import math
+import threading
+from dataclasses import dataclass
+from io import BytesIO, StringIO, TextIOWrapper
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from composer_mesh.services.report import Evaluation
+from composer_mesh.services.view import RunView, plain_line, plain_text, sparkline
+
+STEP: dict[str, Any] = {
+    "step": 7,
+    "policy_version": 7,
+    "loss/total": 0.512,
+    "loss/policy": -0.01,
+    "loss/sdpo": None,
+    "loss/replay": 0.68,
+    "reward/mean": 0.5,
+    "rollouts/count": 32,
+    "rollouts/error_sites": 5,
+    "sdpo/tokens": 0,
+    "replay/pairs": 4,
+    "replay/usd": 0.01,
+    "lag/mean": 0.5,
+    "lag/max": 1,
+    "tokens/trained": 4000,
+    "time/step_s": 2.5,
+    "time/wait_batch_s": 1.2,
+    "time/train_s": 0.8,
+    "time/weight_sync_s": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Actor:
+    name: str
+    state: str = "ready"
+    policy_version: int | None = None
+    activity: str = ""
+
+
+def terminal(width: int) -> Console:
+    return Console(
+        file=StringIO(), width=width, height=50, force_terminal=True, color_system=None, _environ={}
+    )
+
+
+def page(view: RunView, width: int) -> str:
+    """What the page looks like now, without control codes."""
+    out = StringIO()
+    Console(file=out, width=width).print(view)
+    return out.getvalue()
+
+
+def busy_view() -> RunView:
+    view = RunView("quickstart", 60, console=Console(file=StringIO()))
+    view.transport("RDMA over TCP")
+    view.phase("training")
+    view.evaluation(Evaluation(0, 0.31, 200))
+    view.actors([Actor("generator[0]", "busy", 7, "decoding"), Actor("teacher[1]", "dead")])
+    view.update(STEP)
+    view.event("weights of version 7 published")
+    return view
+
+
+@pytest.mark.parametrize("width", [80, 128, 160])
+def test_the_page_shows_everything_it_was_told_within_its_width(width: int) -> None:
+    text = page(busy_view(), width)
+    for shown in (
+        "quickstart",
+        "training",
+        "step 7/60",
+        "0.500",
+        "31.0% of 200 held-out episodes",
+        "policy -0.0100  sdpo off  replay 0.6800",
+        "1 versions at most",
+        "32, 5 error sites, 4 pairs for $0.01",
+        "1,600 tokens/s",
+        "RDMA over TCP",
+        "generator[0]",
+        "decoding",
+        "dead",
+        "weights of version 7 published",
+    ):
+        assert shown in text
+    assert {len(line) for line in text.splitlines()} == {width}
+
+
+def test_a_wide_page_is_shorter_than_a_narrow_one() -> None:
+    view = busy_view()
+    assert len(page(view, 160).splitlines()) < len(page(view, 80).splitlines())
+
+
+def test_a_page_before_the_first_step_has_no_figures() -> None:
+    text = page(RunView("run", 3, console=Console(file=StringIO())), 80)
+    assert "step 0/3" in text
+    assert "not measured yet" in text
+    assert "losses" not in text
+
+
+def test_the_first_and_the_last_evaluation_are_shown() -> None:
+    view = busy_view()
+    view.evaluation(Evaluation(30, 0.6, 200))
+    view.evaluation(Evaluation(60, 0.945, 200))
+    assert "31.0% → 94.5% of 200 held-out episodes" in page(view, 80)
+
+
+def test_many_actors_are_cut_with_their_number() -> None:
+    view = busy_view()
+    view.actors([Actor(f"environment[{i}]") for i in range(40)])
+    text = page(view, 80)
+    assert "environment[11]" in text
+    assert "environment[12]" not in text
+    assert "and 28 more" in text
+
+
+def test_only_the_last_events_are_kept() -> None:
+    view = busy_view()
+    for i in range(9):
+        view.event(f"event number {i}")
+    text = page(view, 80)
+    assert "number 3" not in text
+    assert all(f"number {i}" in text for i in range(4, 9))
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_nothing_that_a_model_wrote_is_markup_or_a_control_code(width: int) -> None:
+    view = RunView("[bold]run[/bold]", 3, console=Console(file=StringIO()))
+    view.event("[red]hot[/red] \x1b[2J\x07\nnext")
+    view.phase("[blink]x[/]")
+    view.actors([Actor("[i]a[/i]", "[u]s[/u]", 1, "[b]\x1b]0;title\x07")])
+    text = page(view, width)
+    for shown in (
+        r"[red]hot[/red] \x1b[2J\x07\nnext",
+        "[blink]x[/]",
+        "[bold]run[/bold]",
+        "[i]a[/i]",
+        r"[b]\x1b]0;title\x07",
+    ):
+        assert shown in text
+    assert "\x1b" not in text
+
+
+@given(st.text())
+def test_plain_text_is_one_printable_line(text: str) -> None:
+    assert all(c.isprintable() for c in plain_text(text))
+
+
+def test_a_long_text_is_cut_with_a_mark() -> None:
+    assert plain_text("x" * 500) == "x" * 400 + "…"
+
+
+def test_without_a_terminal_each_step_is_one_line_and_nothing_is_redrawn() -> None:
+    out = StringIO()
+    with RunView("run", 60, console=Console(file=out, width=80)) as view:
+        view.phase("training")
+        view.update(STEP)
+        view.actors([Actor("generator[0]")])
+        view.update({**STEP, "step": 8})
+        view.evaluation(Evaluation(8, 0.5, 200))
+        view.event("[bold]done[/bold]\x1b[2J")
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "phase training",
+        plain_line(STEP, 60),
+        plain_line({**STEP, "step": 8}, 60),
+        "evaluation after_step=8 success=0.500 interval_95=0.431..0.569 episodes=200",
+        r"event [bold]done[/bold]\x1b[2J",
+    ]
+
+
+def test_a_plain_line_has_fixed_keys_with_units_and_names_what_is_off() -> None:
+    assert plain_line(STEP, 60) == (
+        "step=7/60 version=7 reward_mean=0.500 loss_total=0.5120 loss_policy=-0.0100 loss_sdpo=off"
+        " loss_replay=0.6800 rollouts=32 error_sites=5 sdpo_tokens=0 replay_pairs=4"
+        " replay_usd=0.0100 lag_mean_versions=0.50 lag_max_versions=1 trained_tokens=4000"
+        " step_s=2.50 wait_batch_s=1.20 train_s=0.80 weight_sync_s=0.010"
+    )
+
+
+def test_the_order_of_a_plain_line_does_not_follow_the_metrics() -> None:
+    assert plain_line(dict(reversed(STEP.items())), 60) == plain_line(STEP, 60)
+
+
+def test_a_missing_or_non_finite_figure_never_stops_the_run() -> None:
+    view = busy_view()
+    view.update({"step": 8, "reward/mean": math.nan, "lag/max": math.inf})
+    assert "nan" in page(view, 80)
+    assert "reward_mean=- " in plain_line({"step": 1}, 2)
+
+
+def test_a_stream_that_cannot_write_a_character_gets_its_escape() -> None:
+    raw = BytesIO()
+    with RunView(
+        "run", 1, console=Console(file=TextIOWrapper(raw, encoding="ascii", write_through=True))
+    ) as view:
+        view.event("π → ok")
+    assert raw.getvalue() == b"event \\u03c0 \\u2192 ok\n"
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_terminal_is_left_with_the_last_state_and_its_cursor(width: int) -> None:
+    console = terminal(width)
+    with RunView("run", 60, console=console) as view:
+        view.update(STEP)
+        view.event("the last event")
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert "step 7/60" in text
+    assert "the last event" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_no_thread_outlives_the_view_also_when_the_run_fails() -> None:
+    before = set(threading.enumerate())
+    during: set[threading.Thread] = set()
+
+    def run() -> None:
+        with RunView("run", 1, console=terminal(80)):
+            during.update(threading.enumerate())
+            raise RuntimeError("run failed")
+
+    with pytest.raises(RuntimeError, match="run failed"):
+        run()
+    assert during > before
+    assert set(threading.enumerate()) == before
+
+
+def test_closing_twice_and_telling_a_closed_view_do_nothing() -> None:
+    console = terminal(80)
+    with RunView("run", 1, console=console) as view:
+        view.close()
+        assert isinstance(console.file, StringIO)
+        text = console.file.getvalue()
+        view.close()
+        view.event("too late")
+    assert console.file.getvalue() == text
+
+
+def test_a_thousand_updates_are_not_a_thousand_frames() -> None:
+    console = terminal(80)
+    with RunView("run", 1000, console=console) as view:
+        for step in range(1000):
+            view.update({**STEP, "step": step})
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue().count("composer-mesh") < 20
+
+
+def test_a_sparkline_rises_with_its_values_and_stays_within_its_width() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([i / 99 for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([], 8) == ""
+
+
+@given(st.lists(st.floats(-5, 5), max_size=300), st.integers(1, 80))
+def test_any_rewards_fit_a_sparkline_of_any_width(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) == min(width, len(values))
