@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.mistakes import recover_or_give_up
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 
 CACHE_FORMAT = 1
 FORWARD_TOKENS = 1024
+MUON_RATE_RATIO = 7.0
+ANSWER_SHARE = 0.25
+"""How much rarer errors are in final answers than in calls."""
 IGNORE = -100
 
 
@@ -105,7 +110,7 @@ def demonstrate(
         text = right = task.expert(messages)
         if failed:
             text = recover_or_give_up(right, rng, settings.recovery_rate)
-        elif rng.random() < settings.error_rate:
+        elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):
             text = task.corrupted(messages, rng)
         if hinted and text != right:
             site = _would_fail(task, index, session.messages, text)
@@ -123,8 +128,6 @@ def _would_fail(
     task: Task, index: int, messages: list[dict[str, Any]], text: str
 ) -> ErrorSite | None:
     """The error site that an action would leave, found in a copy of the session."""
-    from composer_mesh.rollouts.tool_calls import message_text
-
     copy = task.session(task.episode("train", index))
     for message in messages:
         if message["role"] == "assistant":
@@ -161,25 +164,44 @@ def imitate(
     pad_id: int,
     report: Callable[[int, float], None],
 ) -> None:
-    """AdamW on next-token cross-entropy, with linear warm-up and decay."""
+    """Supervised steps on next-token cross-entropy, with linear warm-up and decay."""
     rng = random.Random(f"{seed}:order")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
-    warmup = max(1, settings.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda s: min((s + 1) / warmup, max(0.02, (settings.steps - s) / settings.steps)),
-    )
+    optimizers = make_optimizers(model, settings.lr)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate, settings.steps))
+        for optimizer in optimizers
+    ]
     model.train()
     for step in range(settings.steps):
         batch = rng.sample(data, min(settings.batch_size, len(data)))
         loss = backward(model, batch, pad_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
         if step % 20 == 0 or step == settings.steps - 1:
             report(step, loss)
     model.eval()
+
+
+def make_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for embeddings and norms.
+
+    Measured on the toolbox: after 250 steps the loss that AdamW alone reaches after 500.
+    """
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE_RATIO * lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=lr, weight_decay=0.01),
+    ]
+
+
+def _rate(steps: int, step: int) -> float:
+    warmup = max(1, steps // 10)
+    return min((step + 1) / warmup, max(0.05, (steps - step) / steps))
 
 
 def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:

@@ -62,15 +62,8 @@ class ChatFormat:
         `closed` says that the action ended with the stop token; otherwise it is added here, as
         context that nobody sampled.
         """
-        known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
-        text = self._text([*known, *_marked(messages)], generate=True)
-        after = text.rpartition(_MARK + self.tokenizer.eos_token)
-        if not after[1]:
-            raise ChatTemplateError(
-                f"the chat template does not end an assistant turn with {self.tokenizer.eos_token}"
-                ": use a template that does, or set the tokenizer's eos_token to its end marker"
-            )
-        ids = self._encode(after[2], [str(m.get("content") or "") for m in messages])
+        after = self._after_action(_marked(messages), generate=True)
+        ids = self._encode(after, [str(m.get("content") or "") for m in messages])
         return ids if closed else [self.stop_id, *ids]
 
     def action(self, text: str) -> list[int]:
@@ -86,9 +79,7 @@ class ChatFormat:
 
     def hint(self, text: str) -> list[int]:
         """Ids of a user message that holds a hint, to stand before a generation prompt."""
-        known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
-        hinted = self._text([*known, {"role": "user", "content": _mark(0)}], generate=False)
-        after = hinted.rpartition(_MARK + self.tokenizer.eos_token)[2]
+        after = self._after_action([{"role": "user", "content": _mark(0)}], generate=False)
         return self._encode(after.lstrip("\n"), [text])
 
     @cached_property
@@ -111,6 +102,18 @@ class ChatFormat:
         text = self._text(_marked(messages), generate, tools=self.tools)
         return self._encode(text, [str(m.get("content") or "") for m in messages])
 
+    def _after_action(self, messages: list[Message], generate: bool) -> str:
+        """What the template writes behind an assistant turn that messages follow."""
+        known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
+        text = self._text([*known, *messages], generate)
+        _, found, after = text.rpartition(_MARK + self.tokenizer.eos_token)
+        if not found:
+            raise ChatTemplateError(
+                f"the chat template does not end an assistant turn with {self.tokenizer.eos_token}"
+                ": use a template that does, or set the tokenizer's eos_token to its end marker"
+            )
+        return after
+
     def _text(self, messages: list[Message], generate: bool, **options: Any) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generate, **options
@@ -130,12 +133,13 @@ class ChatFormat:
     def _plain(self, text: str) -> list[int]:
         """Ids of untrusted text: no control token comes out of it, whatever it says."""
         controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
-        if not any(control in text for control in controls):
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        pattern = "|".join(re.escape(control) for control in controls)
-        broken = re.sub(pattern, lambda m: m[0][:1] + "\0" + m[0][1:], text)
-        pieces = [self.tokenizer.encode(p, add_special_tokens=False) for p in broken.split("\0")]
-        return [token for piece in pieces for token in piece]
+        pattern = re.compile("|".join(re.escape(control) for control in controls))
+        ids: list[int] = []
+        # One cut behind the first character of each control; what is left may begin another one.
+        while controls and (found := pattern.search(text)):
+            ids += self.tokenizer.encode(text[: found.start() + 1], add_special_tokens=False)
+            text = text[found.start() + 1 :]
+        return ids + self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _mark(index: int) -> str:

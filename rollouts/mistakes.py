@@ -5,13 +5,15 @@ What is right is the task's business.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from composer_mesh.rollouts.tool_calls import CLOSE, ToolCall, call_text, message_text, parse_action
+from composer_mesh.rollouts.tools import format_number
 from composer_mesh.rollouts.traces import Message
 
-HABIT_SHARE = 0.75
+HABIT_SHARE = 0.85
 WRONG_NAMES = {"calculator": "math", "lookup": "table", "convert": "units"}
 GIVE_UP = "I can not answer."
 
@@ -39,7 +41,7 @@ def _applicable(call: ToolCall) -> list[Mistake]:
     anywhere: list[Mistake] = [_unknown_tool, _malformed, _early_answer]
     if call.name == "lookup":
         return [_wrong_key, *anywhere]
-    if call.arguments.get("op") == "divide":
+    if call.arguments.get("op") == "divide" and call.arguments["a"] != call.arguments["b"]:
         return [_swapped, _quoted_number, *anywhere]
     if call.name == "calculator":
         return [_quoted_number, *anywhere]
@@ -55,11 +57,10 @@ def _malformed(call: ToolCall, _: list[Message]) -> str:
 
 
 def _early_answer(call: ToolCall, messages: list[Message]) -> str:
+    """Answers with a number that is at hand; not with a zero, which might be right."""
     results = [as_number(content) for _, content in calls_and_results(messages)]
-    known = [number for number in results if number is not None]
-    numbers = [value for value in call.arguments.values() if isinstance(value, int | float)]
-    guess = (numbers or known or [0])[0]
-    return f"Answer: {guess}"
+    guesses = [number for number in [*_numbers(call), *results] if number]
+    return f"Answer: {format_number(guesses[0] if guesses else 0)}"
 
 
 def _wrong_key(call: ToolCall, _: list[Message]) -> str:
@@ -80,15 +81,20 @@ def _swapped(call: ToolCall, _: list[Message]) -> str:
 
 def _wrong_answer(right: str, messages: list[Message]) -> str:
     """Answers with a number of an earlier step instead of the last result."""
-    calls = [call for call, _ in calls_and_results(messages)]
-    numbers = [v for c in calls for v in c.arguments.values() if isinstance(v, int | float)]
-    wrong = f"Answer: {numbers[0]}" if numbers else GIVE_UP
+    numbers = [number for call, _ in calls_and_results(messages) for number in _numbers(call)]
+    wrong = f"Answer: {format_number(numbers[0])}" if numbers else GIVE_UP
     return wrong if wrong != right else GIVE_UP
 
 
-def calls_and_results(messages: list[Message]) -> Iterator[tuple[ToolCall, str]]:
+def _numbers(call: ToolCall) -> list[int | float]:
+    """The numeric arguments of a call in their order."""
+    values = call.arguments.values()
+    return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+
+
+def calls_and_results(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str]]:
     """Each tool call of a conversation with what the tool answered."""
-    for message, answer in zip(messages, messages[1:], strict=False):
+    for message, answer in pairwise(messages):
         if message["role"] == "assistant" and answer["role"] == "tool":
             action = parse_action(message_text(message))
             if isinstance(action, ToolCall):

@@ -41,6 +41,7 @@ def parse_action(text: str) -> ToolCall | MalformedCall | None:
         return MalformedCall(text, f"the call is not closed by {CLOSE}")
     try:
         value = json.loads(body.partition(CLOSE)[0])
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can not be written
     except (ValueError, RecursionError):  # an integer of too many digits is a plain ValueError
         return MalformedCall(text, "the call is not valid JSON")
     return _checked(text, value)

@@ -8,13 +8,12 @@ import hashlib
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts import mistakes
+from composer_mesh.rollouts.plans import Reference, Step, next_call, question_of, replay
 from composer_mesh.rollouts.session import ToolSession
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.tool_calls import ToolCall, call_text
 from composer_mesh.rollouts.tools import (
     UNITS,
     Number,
@@ -27,10 +26,10 @@ from composer_mesh.rollouts.tools import (
 )
 from composer_mesh.rollouts.traces import Message, Split
 
-KEYS = (
-    "lamp rope book ring drum boat door fork kite bell coin desk flag gate hat iron jar key "
-    "leaf mask nail oar pipe quilt"
-).split()
+KEYS = [
+    "lamp", "rope", "book", "ring", "drum", "boat", "door", "fork", "kite", "bell", "coin", "desk",
+    "flag", "gate", "hat", "iron", "jar", "key", "leaf", "mask", "nail", "oar", "pipe", "quilt",
+]  # fmt: skip
 TABLE_SIZE = 6
 HELDOUT_SHARE = 0.25
 _WORDS = {"plus": "add", "minus": "subtract", "times": "multiply", "divided by": "divide"}
@@ -42,28 +41,6 @@ _CONVERSION = re.compile(
     rf"Convert {_TERM.format('a')}(?: (?P<op>times|plus) {_TERM.format('b')})?"
     r" from (?P<source>[a-z]+) to (?P<target>[a-z]+)\."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The result of an earlier step of a plan."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One call of a plan; argument values may be results of earlier steps."""
-
-    tool: str
-    arguments: dict[str, Any]
-
-    def call(self, results: list[Number]) -> ToolCall:
-        filled = {
-            name: results[value.step] if isinstance(value, Reference) else value
-            for name, value in self.arguments.items()
-        }
-        return ToolCall(self.tool, filled)
 
 
 def plan(question: str) -> list[Step]:
@@ -105,7 +82,9 @@ class ToolboxTask:
     def episode(self, split: Split, index: int) -> Episode:
         for attempt in range(10_000):
             rng = random.Random(f"{self._seed}:{split}:{index}:{attempt}")
-            table = {key: rng.randint(2, 60) for key in rng.sample(KEYS, TABLE_SIZE)}
+            table: dict[str, Number] = {
+                key: rng.randint(2, 60) for key in rng.sample(KEYS, TABLE_SIZE)
+            }
             question = _question(rng, table)
             if split_of(question) == split:
                 return Episode(self.name, split, index, self._payload(question, table))
@@ -123,17 +102,11 @@ class ToolboxTask:
 
     def expert(self, messages: list[Message]) -> str:
         """The next right action: replays the plan against the calls that succeeded so far."""
-        question = next(m["content"] for m in messages if m["role"] == "user")
-        steps, results = plan(question), list[Number]()
-        for call, content in mistakes.calls_and_results(messages):
-            if len(results) < len(steps) and call == steps[len(results)].call(results):
-                number = mistakes.as_number(content)
-                if number is not None:
-                    results.append(number)
-        if len(results) == len(steps):
-            return f"Answer: {format_number(results[-1])}"
-        call = steps[len(results)].call(results)
-        return call_text(call.name, call.arguments)
+        steps = plan(question_of(messages))
+        results = replay(steps, messages)
+        if len(results) < len(steps):
+            return next_call(steps, results)
+        return f"Answer: {format_number(results[-1])}"
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         return mistakes.corrupt(self.expert(messages), messages, rng)

@@ -153,7 +153,8 @@ def format_number(value: Number) -> str:
     """A number as agents read and write it: `12`, not `12.0`; at most 6 decimals."""
     if float(value).is_integer():
         return str(int(value))
-    return f"{value:.6f}".rstrip("0")
+    text = f"{value:.6f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
 
 
 def _plain(value: Fraction) -> Number:

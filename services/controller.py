@@ -12,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.supervision import cancel_and_wait
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.rollouts.window import Window
@@ -57,28 +59,34 @@ class Controller:
     evaluations: list[Evaluation] = field(default_factory=list)
     step: int = 0
     _running: deque[asyncio.Task[Group]] = field(default_factory=deque)
+    _samples: set[asyncio.Task[Trace]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         schedule = self.config.schedule
         self._window = Window(schedule.prompts_per_step, schedule.max_lag, self.config.run.steps)
 
     async def run(self) -> None:
-        """Evaluate, train every step, save, evaluate. Waits for the end of the run."""
-        await self._evaluate(0)
-        self.ports.watch.phase("training")
+        """Evaluate, train every step, save, evaluate. Waits for the end of the run.
+
+        However it ends, nothing that it started is still under way.
+        """
         try:
+            await self._evaluate(0)
+            self.ports.watch.phase("training")
             for step in range(self.config.run.steps):
                 await self._one_step(step)
+            await self.ports.save(self.config.run.steps)
+            await self._evaluate(self.config.run.steps)
         finally:
-            for task in self._running:
-                task.cancel()
-        await self.ports.save(self.config.run.steps)
-        await self._evaluate(self.config.run.steps)
+            under_way: list[asyncio.Task[Any]] = [*self._running, *self._samples]
+            await cancel_and_wait(under_way)
 
     async def _one_step(self, step: int) -> None:
         began = time.perf_counter()
         self._fill_window()
-        groups = [await self._running.popleft() for _ in range(self._prompts)]
+        groups = [await self._running[place] for place in range(self._prompts)]
+        for _ in groups:
+            self._running.popleft()
         collected = time.perf_counter()
         traces = [trace for group in groups for trace in group.traces]
         replayed = sum_replayed(groups)
@@ -95,8 +103,13 @@ class Controller:
         self.step = step + 1
         self.ports.store.add_step(metrics)
         self.ports.watch.update(metrics)
-        if self.config.eval.every and 0 < (step + 1) % self.config.eval.every == 0:
+        if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
+
+    def _evaluates_after(self, steps: int) -> bool:
+        """Whether the run pauses to evaluate there; its end has an evaluation of its own."""
+        every = self.config.eval.every
+        return bool(every) and steps % every == 0 and steps < self.config.run.steps
 
     def _fill_window(self) -> None:
         """Let every group in that the window allows."""
@@ -117,7 +130,12 @@ class Controller:
 
     def _start(self, split: Split, index: int, sampling: Sampling) -> list[asyncio.Task[Trace]]:
         size = self.config.schedule.group_size if split == "train" else 1
-        return self.ports.rollouts.start(self.task.episode(split, index), index, size, sampling)
+        episode = self.task.episode(split, index)
+        samples = self.ports.rollouts.start(episode, index, size, sampling)
+        self._samples.update(samples)
+        for sample in samples:
+            sample.add_done_callback(self._samples.discard)
+        return samples
 
     async def _evaluate(self, step: int) -> None:
         """Held-out success of the version served now. Waits for every episode."""

@@ -1,0 +1,139 @@
+"""Reading GSM8K-format JSONL: a question, worked annotations and a final number in each line.
+
+Knows no sessions. A file is read once in a process for as long as it does not change.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from composer_mesh.rollouts.arithmetic import NotArithmetic, append_steps, read_number
+from composer_mesh.rollouts.mistakes import as_number
+from composer_mesh.rollouts.plans import Step
+from composer_mesh.rollouts.tools import (
+    LARGEST,
+    Number,
+    Tool,
+    ToolError,
+    calculator,
+    execute,
+    format_number,
+)
+
+_ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
+_FINAL = re.compile(r"####\s*\$?(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*$", re.ASCII)
+_TOOLS: dict[str, Tool] = {"calculator": calculator()}
+
+
+class DataError(ValueError):
+    """A file of problems that cannot be used; names the line, the value and the repair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One problem. `steps` are the calculator calls of its annotations, empty if unusable."""
+
+    question: str
+    answer: Number
+    steps: tuple[Step, ...]
+
+
+class _Line(BaseModel):
+    question: str
+    answer: str
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """The file's problems, each question once; raises DataError."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return _read(path.absolute(), stat.st_mtime_ns, stat.st_size)
+
+
+def normalized(question: str) -> str:
+    """A question's content: what makes two questions the same."""
+    return " ".join(question.split())
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, *_state: int) -> tuple[Row, ...]:
+    """The rows of a file in the state (time of change, size) that is part of the cache's key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+    rows: dict[str, tuple[int, Row]] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            row = _row(f"{path}, line {number}", line)
+            first, known = rows.setdefault(normalized(row.question), (number, row))
+            if known.answer != row.answer:
+                raise DataError(
+                    f"{path}, line {number}: the answer is {row.answer} but line {first} asks the "
+                    f"same question with the answer {known.answer}: remove one of them"
+                )
+    return tuple(row for _, row in rows.values())
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} cannot be read ({error}): give a readable UTF-8 JSONL file")
+
+
+def _row(where: str, line: str) -> Row:
+    try:
+        raw = _Line.model_validate_json(line)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise DataError(
+            f"{where} is {_shown(line)}: {f'{key}: ' if key else ''}{problem['msg']}: write one "
+            'JSON object with the strings "question" and "answer"'
+        ) from None
+    if not raw.question.strip():
+        raise DataError(f"{where}: question is {raw.question!r}, without words: ask something")
+    return Row(raw.question, _final_number(where, raw.answer), _steps(raw.answer))
+
+
+def _final_number(where: str, answer: str) -> Number:
+    match = _FINAL.search(answer)
+    if match is None:
+        raise DataError(
+            f"{where}: answer ends in {_shown(answer[-40:])}: it must end in a number after four "
+            "hashes, for example #### 72"
+        )
+    if abs(float(match[1].replace(",", ""))) > LARGEST:
+        raise DataError(
+            f"{where}: the final number is {_shown(match[1])} but numbers go up to {LARGEST}: "
+            "remove the row"
+        )
+    return read_number(match[1])
+
+
+def _steps(answer: str) -> tuple[Step, ...]:
+    """The annotations as calculator calls that work, or none where one of them does not."""
+    steps: list[Step] = []
+    try:
+        for expression in _ANNOTATION.findall(answer):
+            append_steps(expression, steps)
+        _try(steps)
+    except (NotArithmetic, ToolError):
+        return ()
+    return tuple(steps)
+
+
+def _try(steps: list[Step]) -> None:
+    """Plays the calls as a session would, rounding included; raises ToolError."""
+    results: list[Number] = []
+    for step in steps:
+        shown = as_number(format_number(execute(_TOOLS, step.call(results))))
+        assert shown is not None
+        results.append(shown)
+
+
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= 60 else f"{value[:57]}...")

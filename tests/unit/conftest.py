@@ -1,0 +1,97 @@
+"""What many unit tests build: a small config, the built-in tokenizer, a tiny random model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.toolbox import ToolboxTask
+
+BuildConfig = Callable[..., Config]
+BuildModel = Callable[[int], Any]
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "run": {"name": "unit", "seed": 3, "steps": 3},
+    "data": {"kind": "toolbox"},
+    "environment": {"max_turns": 6, "tool_error_penalty": 0.1},
+    "policy": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 400,
+        "max_context": 512,
+    },
+    "generator": {"max_new_tokens": 64},
+    "schedule": {"prompts_per_step": 2, "group_size": 3, "max_lag": 0},
+    "eval": {"episodes": 4},
+}
+
+
+@pytest.fixture(scope="session")
+def build_config() -> BuildConfig:
+    """A small run; keywords are sections whose keys replace the small run's."""
+
+    def build(**sections: dict[str, Any]) -> Config:
+        names = {*SECTIONS, *sections}
+        return Config.model_validate(
+            {name: {**SECTIONS.get(name, {}), **sections.get(name, {})} for name in names}
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def toolbox() -> ToolboxTask:
+    return ToolboxTask(seed=3, penalty=0.1)
+
+
+@pytest.fixture(scope="session")
+def corpus(toolbox: ToolboxTask) -> list[str]:
+    """Questions and right first actions, enough for a tokenizer to learn the words."""
+    from composer_mesh.actors.policy import frame
+
+    texts = [frame(toolbox.tools)] * 40
+    for index in range(40):
+        messages = toolbox.session(toolbox.episode("train", index)).messages
+        texts += [messages[-1]["content"], toolbox.expert(messages)]
+    return texts
+
+
+@pytest.fixture(scope="session")
+def tokenizer(corpus: list[str]) -> Any:
+    """The built-in tokenizer with the built-in chat template."""
+    from composer_mesh.actors.policy import build_tokenizer
+
+    return build_tokenizer(corpus, 400)
+
+
+@pytest.fixture(scope="session")
+def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
+    """A tiny Qwen3 by seed, its weights wide enough for sharp and context-dependent predictions."""
+    import torch
+
+    from composer_mesh.actors import policy
+
+    def build(seed: int) -> Any:
+        torch.set_num_threads(1)
+        model = policy.build_model(build_config().policy, tokenizer, seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weights in model.parameters():
+                if weights.dim() > 1:
+                    weights.normal_(std=0.3, generator=generator)
+        return model.eval()
+
+    return build
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(0)

@@ -1,0 +1,77 @@
+"""Metrics: counts and means of one step, and how old what it trained on was."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
+from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.services.metrics import step_metrics
+from composer_mesh.services.replay import Replayed
+
+SITE = ErrorSite(0, "no_answer", "no_answer", {})
+VIEW = HintedView("g0-0", 0, [1, 2, 3], [0, 1], [0, 1], [2, 3])
+
+
+def trace_of(group: int, sample: int, reward: float, versions: list[int], sites: int = 0) -> Trace:
+    turns = [Turn([1], [2], [-1.0], [version], "stop") for version in versions]
+    name = f"g{group}-{sample}"
+    found = [SITE] * sites
+    return Trace(name, group, sample, "t", "train", 0, turns, [], reward, reward == 1, found)
+
+
+TRACES = [
+    trace_of(0, 0, 1.0, [4, 5], 1),
+    trace_of(0, 1, 0.0, [3], 2),
+    trace_of(1, 0, 0.5, [5]),
+    trace_of(1, 1, 0.5, [5]),
+]
+
+
+def batch_of(traces: list[Trace]) -> StepBatch:
+    samples = [policy_sample(trace, 0.0) for trace in traces]
+    return StepBatch(5, samples, [VIEW], [PairSample("p", [1], [2], [3])])
+
+
+def test_a_step_reports_what_it_trained_on() -> None:
+    replayed = Replayed(pairs=[], states=6, failures=2, usd=0.25)
+    metrics = step_metrics(batch_of(TRACES), TRACES, replayed, {"loss/total": 0.5})
+    assert metrics == {
+        "step": 6,
+        "policy_version": 6,
+        "loss/total": 0.5,
+        "reward/mean": 0.5,
+        "reward/success": 0.25,
+        "rollouts/count": 4,
+        "rollouts/error_sites": 3,
+        "rollouts/turns": 1.25,
+        "rollouts/flat_groups": 1,
+        "sdpo/views": 1,
+        "sdpo/tokens": 2,
+        "replay/states": 6,
+        "replay/pairs": 1,
+        "replay/failures": 2,
+        "replay/usd": 0.25,
+        "lag/mean": pytest.approx(3 / 5),
+        "lag/max": 2,
+    }
+
+
+def test_lag_is_counted_for_every_token_against_the_version_that_is_trained() -> None:
+    turn = Turn([1], [2, 3, 4], [-1.0] * 3, [5, 2, 5], "stop")
+    trace = Trace("g", 0, 0, "t", "train", 0, [turn], [], 0.0, False, [])
+    metrics = step_metrics(batch_of([trace]), [trace], Replayed(), {})
+    assert (metrics["lag/max"], metrics["lag/mean"]) == (3, 1.0)
+
+
+def test_a_step_without_a_sampled_token_has_figures_all_the_same() -> None:
+    empty = Trace("g", 0, 0, "t", "train", 0, [], [], 0.0, False, [])
+    metrics = step_metrics(StepBatch(0, [], [], []), [empty], Replayed(), {})
+    assert (metrics["lag/max"], metrics["lag/mean"], metrics["rollouts/turns"]) == (0, 0.0, 0.0)
+
+
+def test_what_groups_cost_adds_up() -> None:
+    total = Replayed(states=1, failures=1, usd=0.1)
+    total += Replayed(states=2, failures=0, usd=0.2)
+    assert (total.states, total.failures, total.usd) == (3, 1, pytest.approx(0.3))

@@ -1,0 +1,340 @@
+"""The three-channel step: microbatches add up, channels that are off cost nothing, errors stop."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.sdpo_teacher import hinted_logits
+from composer_mesh.actors.train_step import ThreeChannelStep, learning_rate
+from composer_mesh.configs.schema import Config
+from composer_mesh.losses.policy import token_logprobs
+from composer_mesh.rollouts.alignment import HintedView, hinted_view
+from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch, policy_sample
+from composer_mesh.rollouts.traces import Trace, Turn
+
+PROMPT, HINT = [7, 8], [11, 12, 13]
+ALL_ON = {
+    "sdpo": {"alpha": 0.5},
+    "replay": {
+        "beta": 0.3,
+        "ask": 2,
+        "teachers": [{"name": "a", "kind": "builtin"}, {"name": "b", "kind": "builtin"}],
+    },
+}
+Weights = dict[str, Tensor]
+Make = Callable[..., tuple[Any, ThreeChannelStep]]
+
+
+@pytest.fixture
+def make(build_config: Any, build_model: Any) -> Make:
+    """A model by seed and its step, configured by sections, at a rate that can be seen."""
+
+    def build(seed: int = 1, *, reference: int | None = 1, **sections: Any) -> Any:
+        sections["trainer"] = {"lr": 1e-2, **sections.get("trainer", {})}
+        model, config = build_model(seed), build_config(**sections)
+        frozen = None if reference is None else build_model(reference).requires_grad_(False)
+        return model, ThreeChannelStep(model, frozen, config)
+
+    return build
+
+
+def ids_of(rng: random.Random, longest: int) -> list[int]:
+    return [rng.randrange(300) for _ in range(rng.randint(1, longest))]
+
+
+def sampled_trace(model: Any, rng: random.Random, name: str, noise: float = 0.3) -> Trace:
+    """Turns whose log-probs are the model's own, give or take what a stale policy would differ."""
+    parts = [([*ids_of(rng, 9), *PROMPT], ids_of(rng, 7)) for _ in range(rng.randint(1, 3))]
+    ids = torch.tensor([[i for context, action in parts for i in (*context, *action)]])
+    with torch.no_grad():
+        logprobs = token_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])[0].tolist()
+    turns, at = [], 0
+    for context, action in parts:
+        at += len(context)
+        own = [logprobs[at - 1 + k] + rng.uniform(-noise, noise) for k in range(len(action))]
+        turns.append(Turn(context, action, own, [0] * len(action), "stop"))
+        at += len(action)
+    return Trace(name, 0, 0, "toolbox", "train", 0, turns, [], 0.0, False, [])
+
+
+def batch_of(
+    model: Any, rng: random.Random, *, samples: int = 6, pairs: int = 0, noise: float = 0.3
+) -> StepBatch:
+    traces = [sampled_trace(model, rng, f"t{n}", noise) for n in range(samples)]
+    views = [
+        hinted_view(trace, turn, HINT[: rng.randint(0, 3)], PROMPT)
+        for trace in reversed(traces[1:])
+        for turn in range(len(trace.turns))
+    ]
+    return StepBatch(
+        0,
+        [policy_sample(trace, rng.uniform(-1, 1)) for trace in traces],
+        views,
+        [PairSample(f"p{n}", ids_of(rng, 9), ids_of(rng, 6), ids_of(rng, 6)) for n in range(pairs)],
+    )
+
+
+def weights_of(model: Any) -> Weights:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def largest_change(one: Weights, two: Weights) -> float:
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("budget", [512, 700, 1100, 2000])
+def test_how_a_step_is_split_changes_neither_its_losses_nor_its_weights(
+    make: Make, build_model: Any, rng: random.Random, budget: int
+) -> None:
+    long = [3] * 480
+    whole_model, whole = make(**ALL_ON, trainer={"microbatch_tokens": 100_000, "lr": 1e-3})
+    batch = batch_of(whole_model, rng, samples=8, pairs=5)
+    first = batch.samples[0]
+    padded = replace(
+        first,
+        ids=long + first.ids,
+        mask=[False] * 480 + first.mask,
+        logprobs=[0.0] * 480 + first.logprobs,
+    )
+    batch = replace(batch, samples=[padded, *batch.samples[1:]])
+    signal = hinted_logits(build_model(2), batch.views, 4096)
+    split_model, split = make(**ALL_ON, trainer={"microbatch_tokens": budget, "lr": 1e-3})
+    expected, found = whole.run(batch, signal), split.run(batch, signal)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert largest_change(weights_of(whole_model), weights_of(split_model)) < 1e-5
+
+
+def test_all_channels_together_train_the_weighted_sum(make: Make, rng: random.Random) -> None:
+    model, step = make(2, **ALL_ON)
+    batch = batch_of(model, rng, pairs=4)
+    metrics = step.run(batch, hinted_logits(make(3)[0], batch.views, 4096))
+    policy, sdpo, replay = (metrics[f"loss/{name}"] for name in ("policy", "sdpo", "replay"))
+    assert policy is not None
+    assert sdpo is not None
+    assert replay is not None
+    assert metrics["loss/total"] == pytest.approx(policy + 0.5 * sdpo + 0.3 * replay)
+    assert sdpo > 0.01
+
+
+def test_a_channel_that_is_off_is_reported_as_none_and_trains_nothing(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(2, reference=None)
+    batch = batch_of(model, rng, pairs=3)
+    metrics = step.run(batch, None)
+    assert metrics["loss/sdpo"] is None
+    assert metrics["loss/replay"] is None
+    assert metrics["loss/total"] == metrics["loss/policy"]
+    bare_model, bare = make(2, reference=None)
+    bare.run(replace(batch, views=[], pairs=[]), None)
+    assert largest_change(weights_of(model), weights_of(bare_model)) == 0
+
+
+def test_a_channel_without_data_is_off_although_it_has_a_weight(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(2, **ALL_ON)
+    batch = replace(batch_of(model, rng), views=[], pairs=[])
+    metrics = step.run(batch, None)
+    assert metrics["loss/policy"] is not None
+    assert (metrics["loss/sdpo"], metrics["loss/replay"]) == (None, None)
+
+
+def test_pairs_alone_train_without_any_rollout(make: Make, rng: random.Random) -> None:
+    model, step = make(2, **ALL_ON)
+    before = weights_of(model)
+    metrics = step.run(replace(batch_of(model, rng, pairs=3), samples=[], views=[]), None)
+    assert metrics["loss/policy"] is None
+    assert metrics["loss/replay"] is not None
+    assert largest_change(before, weights_of(model)) > 0
+
+
+def test_without_advantages_and_other_channels_the_weights_stay_as_they_are(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make()
+    batch = batch_of(model, rng)
+    flat = [replace(sample, advantage=0.0) for sample in batch.samples]
+    before = weights_of(model)
+    metrics = step.run(replace(batch, samples=flat), None)
+    assert metrics["loss/total"] == 0
+    assert metrics["policy/grad_norm"] == 0
+    assert largest_change(before, weights_of(model)) == 0
+
+
+def test_advantages_move_the_sampled_tokens_the_way_they_point(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(trainer={"lr": 1e-3})
+    batch = batch_of(model, rng, samples=2, noise=0.0)
+    good, bad = (
+        replace(sample, advantage=sign)
+        for sample, sign in zip(batch.samples, (1.0, -1.0), strict=True)
+    )
+    before = [own_logprob(model, good), own_logprob(model, bad)]
+    step.run(replace(batch, samples=[good, bad], views=[]), None)
+    assert own_logprob(model, good) > before[0]
+    assert own_logprob(model, bad) < before[1]
+
+
+def own_logprob(model: Any, sample: PolicySample) -> float:
+    ids, mask = torch.tensor([sample.ids]), torch.tensor([sample.mask])[:, 1:]
+    with torch.no_grad():
+        logprobs = token_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+    return float(logprobs[mask].sum())
+
+
+def test_log_probs_of_the_same_weights_make_a_ratio_of_one(make: Make, rng: random.Random) -> None:
+    model, step = make()
+    metrics = step.run(batch_of(model, rng, noise=0.0), None)
+    assert metrics["policy/kl_sampler"] == pytest.approx(0, abs=1e-9)
+    assert metrics["policy/clipped_fraction"] == 0
+
+
+def test_a_signal_of_another_batch_is_refused(make: Make, rng: random.Random) -> None:
+    model, step = make(**ALL_ON)
+    batch = batch_of(model, rng)
+    rows = batch.sdpo_tokens
+    with pytest.raises(ValueError, match=f"{rows - 1} rows but the views have {rows} tokens"):
+        step.run(batch, torch.zeros(rows - 1, 400))
+
+
+def test_views_without_a_signal_are_refused(make: Make, rng: random.Random) -> None:
+    model, step = make(**ALL_ON)
+    batch = batch_of(model, rng)
+    with pytest.raises(ValueError, match=f"step 0 has {len(batch.views)} views but no signal"):
+        step.run(batch, None)
+
+
+def test_pairs_without_a_reference_are_refused(make: Make, rng: random.Random) -> None:
+    model, step = make(reference=None, **ALL_ON)
+    batch = replace(batch_of(model, rng, pairs=2), views=[])
+    with pytest.raises(ValueError, match="2 pairs need a reference model: load one"):
+        step.run(batch, None)
+
+
+def test_preference_starts_at_log_2_where_policy_and_reference_are_equal(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(1, reference=1, **ALL_ON)
+    metrics = step.run(replace(batch_of(model, rng, pairs=5), views=[]), None)
+    assert metrics["loss/replay"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_preference_raises_the_chosen_answer_over_the_rejected_one(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(**ALL_ON)
+    batch = replace(batch_of(model, rng, pairs=4), samples=[], views=[])
+    metrics = [step.run(batch, None) for _ in range(4)]
+    losses = [one["loss/replay"] or 0.0 for one in metrics]
+    assert losses == sorted(losses, reverse=True)
+    assert metrics[-1]["replay/accuracy"] == 1
+
+
+def test_distillation_brings_the_student_to_the_teacher(
+    make: Make, build_model: Any, rng: random.Random
+) -> None:
+    model, step = make(**ALL_ON)
+    batch = batch_of(model, rng, samples=4)
+    flat = [replace(sample, advantage=0.0) for sample in batch.samples]
+    batch = replace(batch, samples=flat)
+    signal = hinted_logits(build_model(2), batch.views, 4096)
+    losses = [step.run(batch, signal)["loss/sdpo"] or 0.0 for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_an_empty_hint_leaves_nothing_to_distil(make: Make, rng: random.Random) -> None:
+    model, step = make(**ALL_ON)
+    batch = batch_of(model, rng, samples=3)
+    traces = {sample.trace_id for sample in batch.samples}
+    unhinted = [view for view in batch.views if view.offset == 0 and view.trace_id in traces]
+    assert unhinted
+    batch = replace(batch, views=unhinted)
+    metrics = step.run(batch, hinted_logits(model, batch.views, 4096))
+    assert metrics["loss/sdpo"] == pytest.approx(0, abs=1e-8)
+
+
+def test_each_view_meets_its_own_rows_of_the_signal(
+    make: Make, build_model: Any, rng: random.Random
+) -> None:
+    """Views are in another order than the samples; the order of both together does not matter."""
+    model, step = make(**ALL_ON)
+    batch = batch_of(model, rng)
+    order: list[HintedView] = batch.views[::-1]
+    teacher = build_model(2)
+    one = step.run(batch, hinted_logits(teacher, batch.views, 4096))
+    _, again = make(**ALL_ON)
+    two = again.run(replace(batch, views=order), hinted_logits(teacher, order, 4096))
+    assert one["loss/sdpo"] == pytest.approx(two["loss/sdpo"], rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_raises_and_changes_no_weight(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(**ALL_ON)
+    batch = batch_of(model, rng)
+    before = weights_of(model)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        step.run(batch, torch.full((batch.sdpo_tokens, model.config.vocab_size), math.nan))
+    assert largest_change(before, weights_of(model)) == 0
+
+
+def test_no_gradient_is_left_over_from_the_step_before(make: Make, rng: random.Random) -> None:
+    model, step = make(trainer={"adam_beta1": 0.0})
+    batch = batch_of(model, rng)
+    step.run(batch, None)
+    before = weights_of(model)
+    flat = [replace(sample, advantage=0.0) for sample in batch.samples]
+    step.run(replace(batch, samples=flat), None)
+    assert largest_change(before, weights_of(model)) == 0
+
+
+def test_the_gradient_norm_is_reported_before_it_is_clipped(
+    make: Make, rng: random.Random
+) -> None:
+    model, loose = make(trainer={"grad_clip": 1e9})
+    batch = batch_of(model, rng)
+    tight = make(trainer={"grad_clip": 1e-4})[1]
+    norms = [step.run(batch, None)["policy/grad_norm"] for step in (loose, tight)]
+    assert norms[0] == pytest.approx(norms[1])
+
+
+def rates(build_config: Any, steps: int, **trainer: Any) -> list[float]:
+    config: Config = build_config(trainer={"lr": 1.0, **trainer})
+    return [learning_rate(config.trainer, step, steps) for step in range(steps)]
+
+
+def test_a_constant_rate_stays(build_config: Any) -> None:
+    assert rates(build_config, 5, lr_schedule="constant") == [1.0] * 5
+
+
+def test_warm_up_rises_evenly_to_the_peak(build_config: Any) -> None:
+    for schedule in ("constant", "linear", "cosine"):
+        found = rates(build_config, 12, lr_schedule=schedule, warmup_steps=4)
+        assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_linear_and_cosine_fall_to_nothing_at_the_end(build_config: Any) -> None:
+    linear = rates(build_config, 10, lr_schedule="linear")
+    assert linear == pytest.approx([1 - step / 10 for step in range(10)])
+    cosine = rates(build_config, 10, lr_schedule="cosine")
+    assert cosine == pytest.approx(
+        [0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(10)], abs=1e-6
+    )
+
+
+def test_the_rate_of_a_step_depends_on_its_number(make: Make, rng: random.Random) -> None:
+    model, step = make(trainer={"lr": 0.01, "lr_schedule": "linear"})
+    batch = batch_of(model, rng)
+    used = [step.run(replace(batch, step=n), None)["policy/lr"] for n in range(3)]
+    assert used == pytest.approx([0.01, 0.01 * 2 / 3, 0.01 / 3])
