@@ -101,7 +101,8 @@ class GeneratorActor(MeshActor):
                     await self._turn()
                 self.activity = "idle"
         except Exception as error:  # supervision boundary: nobody may wait for a dead engine
-            for answer in self._answers:
+            waiting = [answer for answer in self._answers if not answer.done()]
+            for answer in waiting:
                 answer.set_exception(error)
             if self._staged is not None:
                 self._staged[1].set_exception(error)

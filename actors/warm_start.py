@@ -28,7 +28,7 @@ from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 FORWARD_TOKENS = 1024
 MUON_RATE_RATIO = 7.0
 ANSWER_SHARE = 0.25
@@ -48,6 +48,8 @@ def policy_folder(config: Config) -> Path:
     """Where the warm-started policy of this config lies, whether or not it is there yet."""
     parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
     parts += [config.environment.model_dump_json(), str(config.run.seed), str(CACHE_FORMAT)]
+    if config.data.path is not None:
+        parts.append(hashlib.sha256(config.data.path.read_bytes()).hexdigest())
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return config.policy.cache_dir / f"warm-start-{digest}"
 
@@ -211,7 +213,8 @@ def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:
     stay mixed: batches of one length alone learn to copy several times more slowly.
     """
     learnt, total = sum(sum(item.learn) for item in batch), 0.0
-    for indices in microbatches([len(item.ids) for item in batch], FORWARD_TOKENS):
+    lengths = [len(item.ids) for item in batch]
+    for indices in microbatches(lengths, max(FORWARD_TOKENS, *lengths)):
         ids, labels = collate([batch[index] for index in indices], pad_id)
         loss = model(input_ids=ids, labels=labels, num_items_in_batch=learnt).loss
         loss.backward()

@@ -1,4 +1,4 @@
-"""The settings that a process needs before Monarch is first imported in it.
+"""The settings that a process needs before Monarch or transformers is first imported in it.
 
 Only environment variables and the two output streams: nothing here imports Monarch or torch, so
 that a command may call it first and stay fast.
@@ -17,7 +17,10 @@ from collections.abc import Iterator
 SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Several processes share the cores: a thread that spins while it waits takes another's core.
+    "OMP_WAIT_POLICY": "passive",
 }
 
 # Lines of Monarch's native code that a reader of a run can do nothing about.
@@ -36,7 +39,7 @@ _one_capture = threading.Lock()
 
 
 def prepare_environment() -> None:
-    """Set what Monarch reads once, when it is first imported; a user's own value wins.
+    """Set what libraries read once, when they are first imported; a user's own value wins.
 
     Child processes inherit it, so it is called once, by the process that starts the others.
     """

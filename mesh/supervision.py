@@ -79,6 +79,7 @@ async def call(reply: Future[T], deadline_s: float, actor: str, endpoint: str = 
     A deadline ends the waiting, not the work at the other end.
     """
     answer = reply.as_asyncio()
+    answer.add_done_callback(_heard)  # also when nobody waits any more
     done, _ = await asyncio.wait([answer], timeout=deadline_s)
     if not done:
         answer.cancel()
@@ -93,6 +94,11 @@ async def call(reply: Future[T], deadline_s: float, actor: str, endpoint: str = 
         )
     except Exception as error:  # it broke while it was rebuilt on this side
         raise RemoteError(actor, endpoint, f"{type(error).__name__}: {error}") from error
+
+
+def _heard(answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _original(error: ActorError, actor: str, endpoint: str) -> Exception:

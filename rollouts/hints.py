@@ -4,6 +4,8 @@ A hint says what was wrong with the call, never the answer; a hint that would ho
 refused. Where a hint goes in a context is alignment's business.
 """
 
+import re
+
 from composer_mesh.rollouts.traces import ErrorSite
 
 TEMPLATES: dict[str, str] = {
@@ -33,6 +35,12 @@ def render_hint(site: ErrorSite, answer: str | None = None) -> str:
             f"no hint template {site.hint_template_key!r}: use one of {', '.join(TEMPLATES)}"
         )
     text = "Hint: " + TEMPLATES[site.hint_template_key].format_map(site.data)
-    if answer is not None and answer in text.replace(".", " ").replace(",", " ").split():
+    if answer is not None and _holds(text, answer):
         raise HintLeak(f"the hint for {site.error_kind!r} holds the answer {answer}: reword it")
     return text
+
+
+def _holds(text: str, answer: str) -> bool:
+    """Whether a text has the answer as a number or word of its own; 12 is not in 120 or 1.12."""
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    return re.search(rf"(?<![\w.-]){re.escape(answer)}(?!\w|\.\d)", plain) is not None

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from rich.console import Console
 from composer_mesh.actors.policy import load_tokenizer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.admin import start_admin
-from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor, cancel_and_wait
 from composer_mesh.mesh.transport import transport_name
@@ -39,14 +39,13 @@ from composer_mesh.services.status import RunStatus, write_status
 from composer_mesh.services.view import RunView
 from composer_mesh.services.weight_sync import MeshWeightSync
 
-FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
+FAILED = 1
 STATUS_EVERY_S = 1.0
 
 
 def train_command(config: Config, output: Path, resume: bool) -> int:
-    """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C."""
+    """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
     assert not resume, "the command line refuses --resume until runs can be resumed"
-    prepare_environment()
     began = time.monotonic()
     with RunStore(output, config) as store, RunView(config.run.name, config.run.steps) as view:
         run = Run(config, store, view)
@@ -68,12 +67,18 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
 async def _until_interrupted(work: Coroutine[Any, Any, int]) -> int:
     """Run to the end, or until SIGINT or SIGTERM; then let everything be taken down in order."""
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    received: list[int] = []
+
+    def interrupt(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, interrupt, number)
     try:
         return await task
     except asyncio.CancelledError:
-        return INTERRUPTED
+        return 128 + received[0]
 
 
 @dataclass
@@ -107,8 +112,11 @@ class Run:
         except MeshError as error:
             self.failure = str(error)
             return FAILED
+        except Exception as error:  # noqa: BLE001  supervision boundary: what is done is kept
+            self.failure = "".join(traceback.format_exception(error)).rstrip()
+            return FAILED
         finally:
-            self.event(f"run_{state}", "", self.failure)
+            self.event(f"run_{state}", "", self.failure.rpartition("\n")[2])
             if self._status:
                 self._write_status(state=state, actors=())
 

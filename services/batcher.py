@@ -38,9 +38,7 @@ class Batcher:
         sdpo, context = self.config.sdpo, self.config.policy.max_context
         # Sample by sample over the groups, so that each prompt has its share of the views.
         spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
-        views = (
-            hinted_views(spread, self.chat, sdpo.max_sites_per_step, context) if sdpo.on else []
-        )
+        views = hinted_views(spread, self.chat, sdpo.max_sites_per_step, context) if sdpo.on else []
         return StepBatch(step, samples, views, pair_samples(pairs, self.chat, context))
 
     def _samples(self, group: Sequence[Trace]) -> list[PolicySample]:

@@ -17,6 +17,10 @@ from rich.table import Table
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.layout import MeshPlan, plan_mesh
 from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.rollouts.gsm8k_rows import DataError
+from composer_mesh.rollouts.tasks import make_task
 from composer_mesh.services.run_directory import (
     RUNS,
     RunDirectoryError,
@@ -25,7 +29,7 @@ from composer_mesh.services.run_directory import (
     set_aside,
 )
 
-REFUSED = 2
+REFUSED, INTERRUPTED = 2, 130
 
 
 class UsageError(Exception):
@@ -37,14 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.command(arguments))
-    except (ConfigError, RunDirectoryError, UsageError) as error:
+    except (ConfigError, DataError, RunDirectoryError, UsageError) as error:
         print(f"composer-mesh: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def check(arguments: argparse.Namespace) -> int:
     """Print the resolved run and its mesh; starts nothing."""
-    config = load_config(arguments.config, arguments.set)
+    config = _accepted(arguments)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
     return 0
@@ -52,7 +58,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Accept the config, claim the run directory, then hand over to the assembly."""
-    config = load_config(arguments.config, arguments.set)
+    config = _accepted(arguments)
     if arguments.resume:
         raise UsageError(
             "--resume is not available yet, a run goes from its first step to its last: leave it "
@@ -64,9 +70,17 @@ def train(arguments: argparse.Namespace) -> int:
     elif place := set_aside(output):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
     with claimed(output):
+        prepare_environment()  # Monarch reads it when the assembly imports it
         from composer_mesh.services.assembly import train_command
 
         return int(train_command(config, output, arguments.resume))
+
+
+def _accepted(arguments: argparse.Namespace) -> Config:
+    """The config, once its data has been read too; raises what `main` turns into one message."""
+    config = load_config(arguments.config, arguments.set)
+    make_task(config)
+    return config
 
 
 def tree(arguments: argparse.Namespace) -> int:

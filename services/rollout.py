@@ -114,6 +114,7 @@ class Rollouts:
         growing = _Growing()
         messages = await self._environments.begin(trace_id, episode)
         growing.read(self._chat.first_prompt(messages))
+        _check_room(trace_id, len(growing.ids), sampling)
         while len(growing.ids) + sampling.max_new_tokens <= sampling.max_context:
             result = await self._generation.generate(self._request(trace_id, growing, sampling))
             growing.act(result)
@@ -135,6 +136,19 @@ class Rollouts:
             sampling.temperature,
             seed_of(sampling.seed, request_id),
             [self._chat.stop_id],
+        )
+
+
+class PromptTooLong(ValueError):
+    """An episode's first prompt leaves no room for a turn."""
+
+
+def _check_room(trace_id: str, prompt: int, sampling: Sampling) -> None:
+    if prompt + sampling.max_new_tokens > sampling.max_context:
+        raise PromptTooLong(
+            f"{trace_id} begins with {prompt} tokens and a turn may take {sampling.max_new_tokens}, "
+            f"but policy.max_context is {sampling.max_context}: raise policy.max_context, lower "
+            "generator.max_new_tokens, or leave the row out of the data"
         )
 
 

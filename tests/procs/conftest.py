@@ -43,3 +43,9 @@ async def host(supervisor: Supervisor) -> AsyncIterator[MeshHost]:
     pids = [actor.pid for actor in host.actors]
     await host.close()
     assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.fixture(scope="session")
+def policy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of this session find the warm start that the first of them makes."""
+    return tmp_path_factory.mktemp("policies")

@@ -86,7 +86,9 @@ def test_a_context_that_does_not_end_with_the_generation_prompt_is_refused(
     prompt: list[int],
 ) -> None:
     trace = trace_of([([1], [2])])
-    with pytest.raises(MisalignedError, match="turn 0 of t ends with .*, not the generation prompt"):
+    with pytest.raises(
+        MisalignedError, match=r"turn 0 of t ends with .*, not the generation prompt"
+    ):
         hinted_view(trace, 0, [5], prompt)
 
 

@@ -192,7 +192,7 @@ async def finished(world: World, config: Config) -> Controller:
 
 
 def others() -> set[asyncio.Task[Any]]:
-    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -346,7 +346,9 @@ async def test_a_port_that_fails_ends_the_run_with_its_error_and_leaves_nothing_
 async def test_a_run_that_is_cancelled_at_any_moment_leaves_nothing_running(
     make_world: MakeWorld, build_config: Any
 ) -> None:
-    config = build_config(**CHANNELS, schedule={"max_lag": 1, "group_size": 2}, eval={"episodes": 1})
+    config = build_config(
+        **CHANNELS, schedule={"max_lag": 1, "group_size": 2}, eval={"episodes": 1}
+    )
     for moment in range(120):
         running = asyncio.create_task(controller_of(make_world(seed=10), config).run())
         for _ in range(moment):

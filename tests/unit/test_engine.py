@@ -123,9 +123,7 @@ def test_requests_that_join_while_others_run_are_served_the_same(
     assert_faithful(model, requests, results)
 
 
-def test_log_probs_are_those_of_the_trainers_padded_forward(
-    model: Any, rng: random.Random
-) -> None:
+def test_log_probs_are_those_of_the_trainers_padded_forward(model: Any, rng: random.Random) -> None:
     requests = mixed(rng, 12, temperature=0.7)
     results = serve(Engine(model, rows=5, length=64), requests)
     rows = [
@@ -172,7 +170,9 @@ def test_tokens_are_sampled_as_often_as_the_softmax_says(model: Any, temperature
     observed = torch.tensor([counts[token] for token in common], dtype=torch.float64)
     wanted = expected[common]
     rest = (draws - float(observed.sum()), draws - float(wanted.sum()))
-    statistic = float(((observed - wanted) ** 2 / wanted).sum()) + (rest[0] - rest[1]) ** 2 / rest[1]
+    statistic = (
+        float(((observed - wanted) ** 2 / wanted).sum()) + (rest[0] - rest[1]) ** 2 / rest[1]
+    )
     freedom = len(common)
     assert freedom > 10
     assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5

@@ -31,9 +31,7 @@ class FakeGenerators:
         await asyncio.sleep(0)
         if index == self.broken:
             raise ConnectionError(f"replica {index} is gone")
-        return [
-            GenerationResult(r.request_id, r.prompt_ids, [0.0], [0], "stop") for r in requests
-        ]
+        return [GenerationResult(r.request_id, r.prompt_ids, [0.0], [0], "stop") for r in requests]
 
 
 def lockstep(generators: FakeGenerators) -> LockstepGeneration:

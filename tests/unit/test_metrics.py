@@ -74,4 +74,5 @@ def test_a_step_without_a_sampled_token_has_figures_all_the_same() -> None:
 def test_what_groups_cost_adds_up() -> None:
     total = Replayed(states=1, failures=1, usd=0.1)
     total += Replayed(states=2, failures=0, usd=0.2)
-    assert (total.states, total.failures, total.usd) == (3, 1, pytest.approx(0.3))
+    assert (total.states, total.failures) == (3, 1)
+    assert total.usd == pytest.approx(0.3)

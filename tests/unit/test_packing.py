@@ -1,5 +1,7 @@
 """Packing: every sequence once, no forward above the budget, little padding."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_no_microbatch_is_wider_than_the_budget(lengths: list[int], budget: int)
 @given(LENGTHS, st.integers(50, 200))
 def test_two_neighbouring_microbatches_never_fit_into_one(lengths: list[int], budget: int) -> None:
     groups = microbatches(lengths, budget)
-    for one, two in zip(groups, groups[1:], strict=False):
+    for one, two in pairwise(groups):
         assert (len(one) + 1) * max(lengths[index] for index in (*one, *two)) > budget
 
 

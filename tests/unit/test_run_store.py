@@ -31,7 +31,23 @@ def trace_of(name: str) -> Trace:
 def pair_of(name: str) -> PreferencePair:
     said = assistant_message("Answer: 4", "call")
     return PreferencePair(
-        name, name, "t", 0, [], [1], "Answer: 4", said, "", said, [2], 0, ["a", "b"], 2, 2, 0.1, True
+        name,
+        name,
+        "t",
+        0,
+        [],
+        [1],
+        "Answer: 4",
+        said,
+        "",
+        said,
+        [2],
+        0,
+        ["a", "b"],
+        2,
+        2,
+        0.1,
+        True,
     )
 
 

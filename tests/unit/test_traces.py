@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_from_json, trace_to_json
+from composer_mesh.rollouts.traces import (
+    ErrorSite,
+    Message,
+    Trace,
+    Turn,
+    trace_from_json,
+    trace_to_json,
+)
 
 IDS = st.lists(st.integers(0, 999), min_size=1, max_size=6)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -24,7 +31,7 @@ def turns(draw: st.DrawFn) -> Turn:
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     sites = draw(st.lists(st.builds(ErrorSite, st.integers(0, 3), TEXT, TEXT, st.just({"k": "v"}))))
-    messages = [{"role": "user", "content": draw(TEXT)}, {"role": "assistant", "tool_calls": []}]
+    messages: list[Message] = [{"role": "user", "content": draw(TEXT)}, {"tool_calls": []}]
     return Trace(
         draw(TEXT),
         draw(st.integers(0, 99)),

@@ -105,6 +105,8 @@ def test_how_a_step_is_split_changes_neither_its_losses_nor_its_weights(
         logprobs=[0.0] * 480 + first.logprobs,
     )
     batch = replace(batch, samples=[padded, *batch.samples[1:]])
+    wide = [replace(pair, context_ids=long[: 60 + 30 * n]) for n, pair in enumerate(batch.pairs)]
+    batch = replace(batch, pairs=wide)
     signal = hinted_logits(build_model(2), batch.views, 4096)
     split_model, split = make(**ALL_ON, trainer={"microbatch_tokens": budget, "lr": 1e-3})
     expected, found = whole.run(batch, signal), split.run(batch, signal)
@@ -122,6 +124,42 @@ def test_all_channels_together_train_the_weighted_sum(make: Make, rng: random.Ra
     assert replay is not None
     assert metrics["loss/total"] == pytest.approx(policy + 0.5 * sdpo + 0.3 * replay)
     assert sdpo > 0.01
+
+
+def flat(batch: StepBatch) -> StepBatch:
+    """The batch without anything to learn from rewards."""
+    return replace(batch, samples=[replace(sample, advantage=0.0) for sample in batch.samples])
+
+
+def test_the_weight_of_a_channel_scales_its_gradient(make: Make, rng: random.Random) -> None:
+    model, _ = make(2)
+    batch = flat(batch_of(model, rng, pairs=3))
+    distil, prefer = replace(batch, pairs=[]), replace(batch, views=[])
+    signal = hinted_logits(make(3)[0], batch.views, 4096)
+    norms = {}
+    for weight in (0.25, 1.0):
+        weighted = {"sdpo": {"alpha": weight}, "replay": {**ALL_ON["replay"], "beta": weight}}
+        norms["sdpo", weight] = make(2, **weighted)[1].run(distil, signal)["policy/grad_norm"]
+        norms["replay", weight] = make(2, **weighted)[1].run(prefer, None)["policy/grad_norm"]
+    for channel in ("sdpo", "replay"):
+        assert norms[channel, 0.25] == pytest.approx(0.25 * (norms[channel, 1.0] or 0.0), rel=1e-4)
+        assert norms[channel, 1.0]
+
+
+def test_on_policy_the_gradient_is_that_of_advantage_times_log_prob_per_token(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make()
+    batch = replace(batch_of(model, rng, noise=0.0), views=[])
+    tokens = sum(sum(sample.mask) for sample in batch.samples)
+    for sample in batch.samples:
+        ids, mask = torch.tensor([sample.ids]), torch.tensor([sample.mask])[:, 1:]
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[:, :-1], -1)
+        own = logprobs.gather(-1, ids[:, 1:, None])[..., 0][mask]
+        (-sample.advantage * own.sum() / tokens).backward()
+    squares = [float((weights.grad**2).sum()) for weights in model.parameters()]
+    found = step.run(batch, None)["policy/grad_norm"]
+    assert found == pytest.approx(math.sqrt(sum(squares)), rel=1e-4)
 
 
 def test_a_channel_that_is_off_is_reported_as_none_and_trains_nothing(
@@ -161,10 +199,8 @@ def test_without_advantages_and_other_channels_the_weights_stay_as_they_are(
     make: Make, rng: random.Random
 ) -> None:
     model, step = make()
-    batch = batch_of(model, rng)
-    flat = [replace(sample, advantage=0.0) for sample in batch.samples]
     before = weights_of(model)
-    metrics = step.run(replace(batch, samples=flat), None)
+    metrics = step.run(flat(batch_of(model, rng)), None)
     assert metrics["loss/total"] == 0
     assert metrics["policy/grad_norm"] == 0
     assert largest_change(before, weights_of(model)) == 0
@@ -244,9 +280,7 @@ def test_distillation_brings_the_student_to_the_teacher(
     make: Make, build_model: Any, rng: random.Random
 ) -> None:
     model, step = make(**ALL_ON)
-    batch = batch_of(model, rng, samples=4)
-    flat = [replace(sample, advantage=0.0) for sample in batch.samples]
-    batch = replace(batch, samples=flat)
+    batch = flat(batch_of(model, rng, samples=4))
     signal = hinted_logits(build_model(2), batch.views, 4096)
     losses = [step.run(batch, signal)["loss/sdpo"] or 0.0 for _ in range(8)]
     assert losses == sorted(losses, reverse=True)
@@ -294,14 +328,11 @@ def test_no_gradient_is_left_over_from_the_step_before(make: Make, rng: random.R
     batch = batch_of(model, rng)
     step.run(batch, None)
     before = weights_of(model)
-    flat = [replace(sample, advantage=0.0) for sample in batch.samples]
-    step.run(replace(batch, samples=flat), None)
+    step.run(flat(batch), None)
     assert largest_change(before, weights_of(model)) == 0
 
 
-def test_the_gradient_norm_is_reported_before_it_is_clipped(
-    make: Make, rng: random.Random
-) -> None:
+def test_the_gradient_norm_is_reported_before_it_is_clipped(make: Make, rng: random.Random) -> None:
     model, loose = make(trainer={"grad_clip": 1e9})
     batch = batch_of(model, rng)
     tight = make(trainer={"grad_clip": 1e-4})[1]

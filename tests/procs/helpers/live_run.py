@@ -1,0 +1,157 @@
+"""A run as a user starts it: the real command line in a session of its own, seen from outside.
+
+It looks at files and processes only; what they must be is said by the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.rollouts.traces import Trace, trace_from_json
+
+T = TypeVar("T")
+
+PRESET = Path(__file__).resolve().parents[3] / "configs" / "quickstart.toml"
+SHORT = {
+    "run.steps": 3,
+    "policy.warm_start.steps": 20,
+    "policy.warm_start.demonstrations": 200,
+    "schedule.prompts_per_step": 2,
+    "schedule.group_size": 4,
+    "eval.episodes": 8,
+}
+ENDLESS = {"run.steps": 1000, "eval.episodes": 2, "replay.actors": 1}
+"""For a run that a test ends itself."""
+
+RUN_DEADLINE_S = 240.0
+"""Of a whole run, its warm start included, on a machine that is busy with other things."""
+END_DEADLINE_S = 30.0
+"""From the event that ends a run to its last process."""
+GONE_DEADLINE_S = 5.0
+"""From the end of the command to that of the last process it started."""
+POLL_S = 0.02
+
+
+def wait_until(condition: Callable[[], T], what: str, deadline_s: float) -> T:
+    """The first true value of a condition; fails at the deadline."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"after {deadline_s:g} s there is still no: {what}"
+        time.sleep(POLL_S)
+    return value
+
+
+def composer_mesh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A short command, run to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "composer_mesh", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=RUN_DEADLINE_S,
+        check=False,
+    )
+
+
+@dataclass
+class LiveRun:
+    """A `train` command and the directory it writes."""
+
+    root: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def stdout(self) -> str:
+        return self.root.with_suffix(".out").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.root.with_suffix(".err").read_text()
+
+    def lines(self, name: str) -> list[str]:
+        """The complete lines of a file, however far it is written."""
+        path = self.root / name
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines(name)]
+
+    def traces(self) -> list[Trace]:
+        return [trace_from_json(line) for line in self.lines("traces/traces.jsonl")]
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.root / "summary.json").read_text())
+        return summary
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.objects("events.jsonl") if event["event"] == kind]
+
+    def pids(self) -> dict[str, int]:
+        """The processes of the actors that have answered, by the actors' names."""
+        started = self.events("actor_started")
+        return {event["actor"]: int(event["detail"].split()[-1]) for event in started}
+
+    def until(self, condition: Callable[[LiveRun], T], what: str) -> T:
+        """Wait for something that the run does; fails when the run ends first."""
+
+        def seen() -> T:
+            value = condition(self)
+            assert value or self.process.poll() is None, f"ended early: {self.stderr}"
+            return value
+
+        return wait_until(seen, what, RUN_DEADLINE_S)
+
+    def until_training(self) -> None:
+        """Wait until the first step is done: every channel has been through every actor."""
+        self.until(lambda run: run.lines("metrics.jsonl"), "first step")
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """As a terminal does: to the command and to all that it started."""
+        os.killpg(self.process.pid, number)
+
+    def wait(self, deadline_s: float = RUN_DEADLINE_S) -> int:
+        """The exit status; afterwards no process of the run is left."""
+        status = self.process.wait(deadline_s)
+        wait_until(lambda: not self.living(), "end of the last process", GONE_DEADLINE_S)
+        return status
+
+    def living(self) -> list[int]:
+        """The processes of this run's session that are there, the command among them."""
+        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        return [pid for pid in pids if _session(pid) == self.process.pid and is_alive(pid)]
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+@contextmanager
+def launched(root: Path, cache: Path, settings: Mapping[str, Any]) -> Iterator[LiveRun]:
+    """Start `train` on the shortened preset; a run still alive at the end of the block is killed."""
+    values = {**SHORT, "policy.cache_dir": cache, **settings}
+    overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
+    with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(
+            [*command, "--output", str(root)], stdout=out, stderr=err, start_new_session=True
+        )
+    run = LiveRun(root, process)
+    try:
+        yield run
+    finally:
+        for pid in run.living():
+            os.kill(pid, signal.SIGKILL)
+        process.wait()

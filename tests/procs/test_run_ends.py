@@ -1,0 +1,140 @@
+"""How a run ends before its time: by a dead actor, by a signal, by the controller's own death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from live_run import (
+    END_DEADLINE_S,
+    ENDLESS,
+    GONE_DEADLINE_S,
+    LiveRun,
+    composer_mesh,
+    launched,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+KINDS = {"trainer", "generator", "sdpo_teacher", "teacher_replay"}
+ROLLOUTS_PER_STEP = 2 * 4
+
+
+def check_that_finished_work_is_on_disk(run: LiveRun) -> None:
+    steps = run.objects("metrics.jsonl")
+    trained = [trace for trace in run.traces() if trace.split == "train"]
+    assert len(trained) >= len(steps) * ROLLOUTS_PER_STEP > 0
+    assert run.summary()["steps"] == len(steps)
+    assert run.summary()["eval"]["initial"]["episodes"] == ENDLESS["eval.episodes"]
+    assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("actor", ["generator-0", "trainer", "teacher_replay-0"])
+def test_a_killed_actor_ends_the_run_naming_it(
+    actor: str, tmp_path: Path, policy_cache: Path
+) -> None:
+    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
+        run.until_training()
+        os.kill(run.pids()[actor], signal.SIGKILL)
+        assert run.wait(END_DEADLINE_S) == 1
+    assert run.stderr.startswith(f"composer-mesh: {actor} died: ")
+    assert run.stderr.count("\n") == 1
+    assert [event["actor"] for event in run.events("actor_died")] == [actor]
+    assert [actor in event["detail"] for event in run.events("run_failed")] == [True]
+    check_that_finished_work_is_on_disk(run)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run that `tree` looked at while it trained, and that Ctrl-C ended."""
+
+    run: LiveRun
+    as_json: str
+    as_text: str
+    status: int
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Iterator[Watched]:
+    root = tmp_path_factory.mktemp("watched") / "run"
+    with launched(root, policy_cache, ENDLESS) as run:
+        run.until_training()
+        trees = [composer_mesh("tree", str(root), *how) for how in ([], ["--json"])]
+        run.signal_group(signal.SIGINT)
+        status = run.wait(END_DEADLINE_S)
+    assert [tree.returncode for tree in trees] == [0, 0]
+    yield Watched(run, trees[1].stdout, trees[0].stdout, status)
+
+
+def test_tree_shows_the_four_kinds_while_it_runs(watched: Watched) -> None:
+    about = json.loads(watched.as_json)
+    assert (about["state"], about["mesh"], about["missing"]) == ("running", True, [])
+    assert about["step"] >= 1
+    processes = [process for host in about["hosts"] for process in host["processes"]]
+    actors = {actor["name"]: actor for process in processes for actor in process["actors"]}
+    assert {actor["kind"] for actor in actors.values()} >= KINDS
+    assert {name: actor["pid"] for name, actor in actors.items()} == watched.run.pids()
+    assert {actor["state"] for actor in actors.values()} <= {"ready", "busy"}
+    for name in ("trainer", "generator-0", "sdpo_teacher"):
+        assert 0 <= about["policy_version"] - actors[name]["policy_version"] <= 1
+    assert all(name in watched.as_text for name in actors)
+
+
+def test_ctrl_c_ends_cleanly(watched: Watched) -> None:
+    assert watched.status == 128 + signal.SIGINT
+    assert watched.run.stderr == ""
+    assert "Traceback" not in watched.run.stdout
+    assert len(watched.run.events("run_stopped")) == 1
+    assert watched.run.events("actor_died") == []
+    check_that_finished_work_is_on_disk(watched.run)
+
+
+def test_tree_says_that_an_ended_run_is_not_there(watched: Watched) -> None:
+    tree = composer_mesh("tree", str(watched.run.root))
+    assert (tree.returncode, tree.stdout) == (1, "")
+    assert str(watched.run.root) in tree.stderr
+    assert tree.stderr.count("\n") == 1
+
+
+def test_sigterm_ends_cleanly(tmp_path: Path, policy_cache: Path) -> None:
+    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
+        run.until_training()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(END_DEADLINE_S) == 128 + signal.SIGTERM
+    assert run.stderr == ""
+    assert len(run.events("run_stopped")) == 1
+    check_that_finished_work_is_on_disk(run)
+
+
+def test_ctrl_c_while_the_mesh_starts_ends_cleanly(tmp_path: Path, policy_cache: Path) -> None:
+    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
+        run.until(lambda run: len(run.living()) > 1, "first process of the mesh")
+        run.signal_group(signal.SIGINT)
+        assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
+    assert run.stderr == ""
+    assert run.summary()["steps"] == 0
+    assert len(run.events("run_stopped")) == 1
+
+
+def test_ctrl_c_before_anything_started_ends_cleanly(tmp_path: Path, policy_cache: Path) -> None:
+    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
+        run.until(lambda run: (run.root / ".lock").exists(), "claim of the run directory")
+        run.signal_group(signal.SIGINT)
+        assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
+    assert run.stderr == ""
+
+
+def test_a_killed_controller_leaves_no_process(tmp_path: Path, policy_cache: Path) -> None:
+    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
+        run.until_training()
+        assert len(run.living()) > len(run.pids()) >= len(KINDS)
+        run.process.kill()
+        wait_until(lambda: not run.living(), "end of the last process", GONE_DEADLINE_S)
+        assert run.process.wait() == -signal.SIGKILL
+    assert all(trace.turns for trace in run.traces())

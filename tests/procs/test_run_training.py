@@ -1,0 +1,159 @@
+"""Whole runs of the real quickstart preset, shortened, from the first process to the last file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import SHORT, LiveRun, launched
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.rollouts.pairs import pair_from_json
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = SHORT["run.steps"]
+ROLLOUTS = SHORT["schedule.prompts_per_step"] * SHORT["schedule.group_size"]
+METRICS = {
+    *("step", "policy_version", "loss/total", "loss/policy", "loss/sdpo", "loss/replay"),
+    *("reward/mean", "rollouts/count", "rollouts/error_sites", "sdpo/tokens", "replay/pairs"),
+    *("replay/usd", "lag/mean", "lag/max", "tokens/trained", "time/step_s"),
+    *("time/wait_batch_s", "time/train_s", "time/weight_sync_s"),
+}
+SUMMARY = {"steps", "wall_s", "eval", "channels", "replay", "restarts"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that went to its end."""
+
+    run: LiveRun
+    status: int
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Iterator[Finished]:
+    with launched(tmp_path_factory.mktemp("finished") / "run", policy_cache, {}) as run:
+        yield Finished(run, run.wait())
+
+
+def test_the_shortened_quickstart_trains_in_a_live_mesh(finished: Finished) -> None:
+    run = finished.run
+    assert finished.status == 0, run.stderr
+    assert [event["event"] for event in run.objects("events.jsonl")[-2:]] == [
+        "checkpoint",
+        "run_finished",
+    ]
+    steps = run.objects("metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step.keys() >= METRICS
+        assert all(math.isfinite(step[key]) for key in METRICS)  # no channel is null either
+        assert step["sdpo/tokens"] > 0
+        assert step["replay/pairs"] > 0
+        assert step["lag/max"] <= 1
+    summary = run.summary()
+    assert summary.keys() >= SUMMARY
+    assert summary["steps"] == STEPS
+    assert {channel["active_steps"] for channel in summary["channels"].values()} == {STEPS}
+    assert summary["eval"].keys() == {"initial", "final"}
+    assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_leaves_traces_and_pairs_that_read_back(finished: Finished) -> None:
+    run = finished.run
+    traces = {trace.trace_id: trace for trace in run.traces()}
+    assert len(traces) == STEPS * ROLLOUTS
+    assert any(trace.error_sites for trace in traces.values())
+    pairs = [pair_from_json(line) for line in run.lines("pairs/pairs.jsonl")]
+    assert len(pairs) == sum(step["replay/pairs"] for step in run.objects("metrics.jsonl"))
+    assert all(pair.rejected_ids == traces[pair.trace_id].turns[pair.turn].action_ids
+               for pair in pairs)  # fmt: skip
+    config = load_config(run.root / "config.toml", [])
+    assert config.run.steps == STEPS
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(finished: Finished) -> None:
+    folder = finished.run.root / "checkpoints" / f"step-{STEPS}"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2 plus 3?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    assert model.generate(**ids, max_new_tokens=2, do_sample=False).shape[1] > 2
+
+
+def test_a_run_says_nothing_that_is_not_its_own(finished: Finished) -> None:
+    assert finished.run.stderr == ""
+    lines = finished.run.stdout.split("\n")
+    table = next(place for place, line in enumerate(lines) if line.strip() == "run quickstart")
+    firsts = {line.partition("=")[0].split()[0] for line in lines[:table]}
+    assert firsts == {"event", "phase", "transport", "evaluation", "step"}
+
+
+def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
+    finished: Finished, tmp_path: Path, policy_cache: Path
+) -> None:
+    """From a folder in Hugging Face format, which is the checkpoint of another run."""
+    folder = finished.run.root / "checkpoints" / f"step-{STEPS}"
+    settings = {"sdpo.alpha": 0, "replay.beta": 0, "policy.path": folder}
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.pids().keys() == {"trainer", "generator-0", "environment-0"}
+    (policy,) = run.events("policy_ready")
+    assert policy["detail"] == str(folder)
+    for step in run.objects("metrics.jsonl"):
+        assert step["loss/sdpo"] is None
+        assert step["loss/replay"] is None
+        assert step["loss/total"] == step["loss/policy"]
+    channels = run.summary()["channels"]
+    assert [channels[name]["active_steps"] for name in ("policy", "sdpo", "replay")] == [3, 0, 0]
+    assert run.lines("pairs/pairs.jsonl") == []
+
+
+def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
+    finished: Finished, tmp_path: Path, policy_cache: Path
+) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    for file in (finished.run.root / "checkpoints" / f"step-{STEPS}").iterdir():
+        if file.name != "chat_template.jinja":
+            (folder / file.name).write_bytes(file.read_bytes())
+    settings = {"sdpo.alpha": 0, "replay.beta": 0, "policy.path": folder}
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        assert run.wait() == 1
+    (failed,) = run.events("run_failed")
+    assert "has no chat template: use an instruction-tuned model" in failed["detail"]
+    assert failed["detail"] in run.stderr
+    assert run.summary()["steps"] == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_synchronous_runs_repeat(replicas: int, tmp_path: Path, policy_cache: Path) -> None:
+    settings = {
+        "run.steps": 2,
+        "schedule.max_lag": 0,
+        "generator.replicas": replicas,
+        "environment.replicas": replicas,
+    }
+    twice = []
+    for name in ("first", "second"):
+        with launched(tmp_path / name, policy_cache, settings) as run:
+            assert run.wait() == 0, run.stderr
+        assert {f"generator-{i}" for i in range(replicas)} <= run.pids().keys()
+        twice.append([untimed(step) for step in run.objects("metrics.jsonl")])
+    assert json.dumps(twice[0]) == json.dumps(twice[1])
+    assert [step["lag/max"] for step in twice[0]] == [0, 0]
+
+
+def untimed(step: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in step.items() if not key.startswith("time/")}

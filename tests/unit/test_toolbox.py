@@ -1,0 +1,221 @@
+"""The toolbox task: solvable, disjoint, the same again from its seed, exact about its states."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from composer_mesh.rollouts.hints import render_hint
+from composer_mesh.rollouts.session import ToolSession
+from composer_mesh.rollouts.tasks import StepResult, make_task
+from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
+from composer_mesh.rollouts.toolbox import Reference, Step, ToolboxTask, plan, split_of
+from composer_mesh.rollouts.tools import format_number
+from composer_mesh.rollouts.traces import Message, Split
+
+SPLITS: tuple[Split, Split] = ("train", "heldout")
+
+
+def play(task: ToolboxTask, session: ToolSession) -> list[StepResult]:
+    """The expert's own episode from where the session is."""
+    results = [session.step(task.expert(session.messages))]
+    while not results[-1].done:
+        results.append(session.step(task.expert(session.messages)))
+    return results
+
+
+def err_at_random(
+    task: ToolboxTask, session: ToolSession, rng: random.Random
+) -> list[list[Message]]:
+    """An episode of an agent that errs half of the time; returns what it saw at each turn."""
+    seen = []
+    for _ in range(6):
+        seen.append(session.messages)
+        right = task.expert(session.messages)
+        text = task.corrupted(session.messages, rng) if rng.random() < 0.5 else right
+        if session.step(text).done:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_expert_solves_every_episode_with_one_to_three_calls(
+    toolbox: ToolboxTask, split: Split
+) -> None:
+    calls = set()
+    for index in range(300):
+        results = play(toolbox, toolbox.session(toolbox.episode(split, index)))
+        assert results[-1].success
+        assert results[-1].reward == 1.0
+        assert all(result.error is None for result in results)
+        calls.add(len(results) - 1)
+    assert calls == {1, 2, 3}
+
+
+def test_training_and_heldout_questions_are_disjoint(toolbox: ToolboxTask) -> None:
+    train, heldout = (
+        {toolbox.episode(split, index).payload["question"] for index in range(2000)}
+        for split in SPLITS
+    )
+    assert not train & heldout
+    assert {split_of(question) for question in heldout} == {"heldout"}
+    assert len(heldout) > 400
+
+
+def test_another_seed_keeps_the_splits_apart(toolbox: ToolboxTask) -> None:
+    other = ToolboxTask(seed=4)
+    train = {toolbox.episode("train", index).payload["question"] for index in range(500)}
+    heldout = {other.episode("heldout", index).payload["question"] for index in range(500)}
+    assert not train & heldout
+
+
+def test_the_same_seed_gives_the_same_episodes_and_another_one_others() -> None:
+    one, same, other = ToolboxTask(seed=3), ToolboxTask(seed=3), ToolboxTask(seed=4)
+    for split in SPLITS:
+        assert [one.episode(split, i) for i in range(50)] == [
+            same.episode(split, i) for i in reversed(range(50))
+        ][::-1]
+        assert [one.episode(split, i) for i in range(5)] != [
+            other.episode(split, i) for i in range(5)
+        ]
+
+
+def test_an_episode_is_plain_data_that_gives_the_same_session(toolbox: ToolboxTask) -> None:
+    episode = toolbox.episode("train", 8)
+    assert json.loads(json.dumps(episode.payload)) == episode.payload
+    one, other = toolbox.session(episode), ToolboxTask(seed=9, penalty=0.1).session(episode)
+    assert play(toolbox, one) == play(toolbox, other)
+    assert one.messages == other.messages
+
+
+def test_the_answer_is_not_told_before_it_is_worked_out(toolbox: ToolboxTask) -> None:
+    for index in range(100):
+        episode = toolbox.episode("train", index)
+        assert set(toolbox.session(episode).messages[0]) == {"role", "content"}
+        assert len(toolbox.session(episode).messages) == 1
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_a_state_is_exactly_what_was_seen_also_after_the_end(
+    toolbox: ToolboxTask, index: int
+) -> None:
+    session = toolbox.session(toolbox.episode("train", index))
+    seen = err_at_random(toolbox, session, random.Random(index))
+    assert [session.state(turn) for turn in range(len(seen))] == seen
+    for turn, messages in enumerate(seen):
+        assert sum(message["role"] == "assistant" for message in messages) == turn
+    with pytest.raises(IndexError, match=f"ask for 0 to {len(seen) - 1}"):
+        session.state(len(seen))
+    with pytest.raises(IndexError, match="turn -1"):
+        session.state(-1)
+
+
+def test_no_one_can_change_a_session_through_what_it_returned(toolbox: ToolboxTask) -> None:
+    session = toolbox.session(toolbox.episode("train", 0))
+    first = session.step(toolbox.expert(session.messages))
+    kept = session.messages
+    for messages in (session.messages, session.state(0), session.state(1), first.messages):
+        _spoil(messages)
+    assert session.messages == kept
+    assert session.state(1) == kept
+
+
+def _spoil(messages: list[Message]) -> None:
+    for message in messages:
+        message["content"] = "spoilt"
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = "spoilt"
+    messages.clear()
+
+
+def test_the_expert_reads_nothing_but_the_messages(toolbox: ToolboxTask) -> None:
+    stranger = ToolboxTask(seed=99, max_turns=2)
+    for index in range(50):
+        session = toolbox.session(toolbox.episode("heldout", index))
+        err_at_random(toolbox, session, random.Random(index))
+        for turn in range(sum(m["role"] == "assistant" for m in session.messages)):
+            state = json.loads(json.dumps(session.state(turn)))
+            assert stranger.expert(state) == toolbox.expert(session.state(turn))
+
+
+def test_the_expert_goes_on_after_mistakes_of_others(toolbox: ToolboxTask) -> None:
+    for index in range(60):
+        session = toolbox.session(toolbox.episode("train", index))
+        session.step(call_text("abacus", {}))
+        session.step(call_text("calculator", {"op": "add", "a": 1, "b": 1}))
+        assert play(toolbox, session)[-1].success
+
+
+def test_a_right_call_that_failed_is_made_again(toolbox: ToolboxTask) -> None:
+    right = call_text("lookup", {"key": "lamp"})
+    function = {"name": "lookup", "arguments": '{"key": "lamp"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    messages: list[Message] = [
+        {"role": "user", "content": "What is the value of lamp?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "error: no key lamp"},
+    ]
+    assert toolbox.expert(messages) == right
+    messages[-1]["content"] = "31"
+    assert toolbox.expert(messages) == "Answer: 31"
+
+
+def test_a_corrupted_action_is_never_right(toolbox: ToolboxTask) -> None:
+    for index in range(300):
+        session, rng = toolbox.session(toolbox.episode("train", index)), random.Random(index)
+        while True:
+            messages, right = session.messages, toolbox.expert(session.messages)
+            wrong = toolbox.corrupted(messages, rng)
+            assert wrong != right
+            copy = toolbox.session(toolbox.episode("train", index))
+            for message in messages:
+                if message["role"] == "assistant":
+                    function = message["tool_calls"][0]["function"]
+                    copy.step(call_text(function["name"], json.loads(function["arguments"])))
+            assert not copy.step(wrong).success
+            if session.step(right).done:
+                break
+
+
+def test_the_hints_of_real_mistakes_never_hold_the_answer(toolbox: ToolboxTask) -> None:
+    kinds = set()
+    for index in range(300):
+        episode = toolbox.episode("train", index)
+        session, rng = toolbox.session(episode), random.Random(index)
+        result = session.step(toolbox.corrupted(session.messages, rng))
+        if result.error is not None:
+            render_hint(result.error, format_number(episode.payload["answer"]))
+            kinds.add(result.error.error_kind)
+    assert len(kinds) >= 6
+
+
+def test_a_plan_uses_earlier_results_in_later_calls() -> None:
+    steps = plan("Convert the value of lamp plus 5 from km to m.")
+    assert steps == [
+        Step("lookup", {"key": "lamp"}),
+        Step("calculator", {"op": "add", "a": Reference(0), "b": 5}),
+        Step("convert", {"value": Reference(1), "source": "km", "target": "m"}),
+    ]
+    wanted: dict[str, Any] = {"op": "add", "a": 7, "b": 5}
+    assert steps[1].call([7]) == ToolCall("calculator", wanted)
+
+
+@pytest.mark.parametrize("question", ["What is love?", "", "What is 3 plus 4? "])
+def test_a_question_of_another_kind_is_refused(toolbox: ToolboxTask, question: str) -> None:
+    with pytest.raises(ValueError, match="not a toolbox question"):
+        toolbox.expert([{"role": "user", "content": question}])
+
+
+def test_messages_without_a_question_are_refused(toolbox: ToolboxTask) -> None:
+    with pytest.raises(ValueError, match="no user message"):
+        toolbox.expert([{"role": "system", "content": "Tools:"}])
+
+
+def test_a_config_makes_the_task_with_its_own_seed_and_limits(build_config: Any) -> None:
+    task = make_task(build_config(environment={"max_turns": 2, "tool_error_penalty": 0.0}))
+    assert task.episode("train", 1) == ToolboxTask(seed=3).episode("train", 1)
+    session = task.session(task.episode("train", 1))
+    session.step(call_text("abacus", {}))
+    assert session.step(call_text("abacus", {})).done
+    assert isinstance(parse_action(task.expert(session.state(0))), ToolCall)
