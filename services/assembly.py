@@ -60,7 +60,7 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
     console.print(summary_table(config.run.name, summary))
     console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
     if code == FAILED:
-        print(f"composer-mesh: {run.failure}", file=sys.stderr)
+        sys.stderr.write(f"composer-mesh: {run.failure}\n")
     return code
 
 

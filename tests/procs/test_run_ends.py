@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +60,7 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Watched:
     root = tmp_path_factory.mktemp("watched") / "run"
     with launched(root, policy_cache, ENDLESS) as run:
         run.until_training()
@@ -69,7 +68,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Ite
         run.signal_group(signal.SIGINT)
         status = run.wait(END_DEADLINE_S)
     assert [tree.returncode for tree in trees] == [0, 0]
-    yield Watched(run, trees[1].stdout, trees[0].stdout, status)
+    return Watched(run, trees[1].stdout, trees[0].stdout, status)
 
 
 def test_tree_shows_the_four_kinds_while_it_runs(watched: Watched) -> None:

@@ -73,8 +73,8 @@ def test_a_run_leaves_traces_and_pairs_that_read_back(finished: Finished) -> Non
     assert any(trace.error_sites for trace in traces.values())
     pairs = [pair_from_json(line) for line in run.lines("pairs/pairs.jsonl")]
     assert len(pairs) == sum(step["replay/pairs"] for step in run.objects("metrics.jsonl"))
-    assert all(pair.rejected_ids == traces[pair.trace_id].turns[pair.turn].action_ids
-               for pair in pairs)  # fmt: skip
+    for pair in pairs:
+        assert pair.rejected_ids == traces[pair.trace_id].turns[pair.turn].action_ids
     config = load_config(run.root / "config.toml", [])
     assert config.run.steps == STEPS
 
@@ -145,13 +145,15 @@ def test_synchronous_runs_repeat(replicas: int, tmp_path: Path, policy_cache: Pa
         "generator.replicas": replicas,
         "environment.replicas": replicas,
     }
-    twice = []
+    twice, traces = [], []
     for name in ("first", "second"):
         with launched(tmp_path / name, policy_cache, settings) as run:
             assert run.wait() == 0, run.stderr
         assert {f"generator-{i}" for i in range(replicas)} <= run.pids().keys()
         twice.append([untimed(step) for step in run.objects("metrics.jsonl")])
+        traces.append(sorted(run.lines("traces/traces.jsonl")))
     assert json.dumps(twice[0]) == json.dumps(twice[1])
+    assert traces[0] == traces[1]
     assert [step["lag/max"] for step in twice[0]] == [0, 0]
 
 

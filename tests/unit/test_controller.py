@@ -28,7 +28,7 @@ from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.replay import Replay
 from composer_mesh.services.report import Evaluation
-from composer_mesh.services.rollout import Rollouts, Sampling
+from composer_mesh.services.rollout import PromptTooLong, Rollouts, Sampling
 
 Done = tuple[str, Any]
 CHANNELS = {
@@ -394,9 +394,18 @@ async def test_an_episode_whose_context_is_full_ends_without_success(
     world = make_world(seed=13)
     rollouts, episode = Rollouts(world, world, world.chat), toolbox.episode("train", 0)
     opening = len(world.chat.first_prompt(toolbox.session(episode).messages))
-    for room, turns in ((63, 0), (64, 1)):
-        sampling = Sampling(0.0, 64, opening + room, 0)
-        trace = await rollouts.run(episode, room, 0, sampling)
-        assert len(trace.turns) == turns
-        assert (trace.success, trace.reward) == (False, 0.0)
+    trace = await rollouts.run(episode, 0, 0, Sampling(0.0, 64, opening + 64, 0))
+    assert len(trace.turns) == 1
+    assert (trace.success, trace.reward) == (False, 0.0)
     assert world.sessions == {}
+
+
+async def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused_with_the_repair(
+    make_world: MakeWorld, toolbox: ToolboxTask
+) -> None:
+    world = make_world(seed=13)
+    rollouts, episode = Rollouts(world, world, world.chat), toolbox.episode("train", 0)
+    opening = len(world.chat.first_prompt(toolbox.session(episode).messages))
+    message = rf"train-000000-000 begins with {opening} tokens .* raise policy\.max_context"
+    with pytest.raises(PromptTooLong, match=message):
+        await rollouts.run(episode, 0, 0, Sampling(0.0, 64, opening + 63, 0))

@@ -21,7 +21,7 @@ from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch, 
 from composer_mesh.rollouts.traces import Trace, Turn
 
 PROMPT, HINT = [7, 8], [11, 12, 13]
-ALL_ON = {
+ALL_ON: dict[str, dict[str, Any]] = {
     "sdpo": {"alpha": 0.5},
     "replay": {
         "beta": 0.3,

@@ -140,7 +140,7 @@ def _session(pid: int) -> int:
 
 @contextmanager
 def launched(root: Path, cache: Path, settings: Mapping[str, Any]) -> Iterator[LiveRun]:
-    """Start `train` on the shortened preset; a run still alive at the end of the block is killed."""
+    """Start `train` on the shortened preset; what still lives at the end of the block is killed."""
     values = {**SHORT, "policy.cache_dir": cache, **settings}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
