@@ -10,7 +10,7 @@ from composer_mesh.mesh.transport import BufferHandle
 
 @dataclass(frozen=True)
 class SignalHandle:
-    """Teacher logits `[tokens, vocabulary]`, float32, one row for each target of a batch's views."""
+    """Teacher logits `[tokens, vocabulary]`, float32: a row for each target of the views."""
 
     version: int
     tokens: int

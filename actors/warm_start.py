@@ -44,6 +44,14 @@ class Demonstration:
     learn: list[bool]
 
 
+Report = Callable[[int, float], None]
+"""Is told the step and its loss, now and then."""
+
+
+def _silent(_step: int, _loss: float) -> None:
+    pass
+
+
 def policy_folder(config: Config) -> Path:
     """Where the warm-started policy of this config lies, whether or not it is there yet."""
     parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
@@ -54,12 +62,10 @@ def policy_folder(config: Config) -> Path:
     return config.policy.cache_dir / f"warm-start-{digest}"
 
 
-def prepare_policy(
-    config: Config, task: Task, report: Callable[[int, float], None] = lambda step, loss: None
-) -> Path:
+def prepare_policy(config: Config, task: Task, report: Report | None = None) -> Path:
     """The folder of the run's initial policy: the user's own, the cached, or a new warm start.
 
-    `report(step, loss)` is called now and then. A half-written cache is never used.
+    A half-written cache is never used.
     """
     if config.policy.path is not None:
         return config.policy.path
@@ -68,14 +74,14 @@ def prepare_policy(
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        model, tokenizer = warm_start(config, task, report)
+        model, tokenizer = warm_start(config, task, report or _silent)
         save_policy(model, tokenizer, Path(scratch) / "policy")
         if not folder.exists():
             shutil.move(Path(scratch) / "policy", folder)
     return folder
 
 
-def warm_start(config: Config, task: Task, report: Callable[[int, float], None]) -> tuple[Any, Any]:
+def warm_start(config: Config, task: Task, report: Report) -> tuple[Any, Any]:
     """A model and its tokenizer; the same config and seed give the same weights."""
     settings = config.policy.warm_start
     rng = random.Random(f"{config.run.seed}:demonstrations")
@@ -164,7 +170,7 @@ def imitate(
     settings: WarmStartConfig,
     seed: int,
     pad_id: int,
-    report: Callable[[int, float], None],
+    report: Report,
 ) -> None:
     """Supervised steps on next-token cross-entropy, with linear warm-up and decay."""
     rng = random.Random(f"{seed}:order")

@@ -29,7 +29,7 @@ from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.curve import draw_reward_curve
 from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
-from composer_mesh.services.mesh_ports import MeshEnvironments, MeshTraining
+from composer_mesh.services.mesh_ports import MeshEnvironments, MeshTeachers, MeshTraining
 from composer_mesh.services.replay import Replay
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
 from composer_mesh.services.rollout import Rollouts
@@ -151,9 +151,10 @@ class Run:
         closed = config.schedule.max_lag == 0
         generation = (LockstepGeneration if closed else PooledGeneration)(mesh.generators)
         deadline = config.run.deadline_s
-        replay = mesh.replay and Replay(
-            mesh.replay, config.replay, config.schedule.prompts_per_step, config.run.seed
-        )
+        replay: Replay | None = None
+        if mesh.replay is not None:
+            prompts = config.schedule.prompts_per_step
+            replay = Replay(MeshTeachers(mesh.replay), config.replay, prompts, config.run.seed)
         ports = Ports(
             Rollouts(generation, MeshEnvironments(mesh.environments), chat),
             replay,

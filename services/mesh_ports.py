@@ -6,6 +6,7 @@ from typing import Any
 from composer_mesh.actors.signals import SignalHandle
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.services.service import Service
@@ -32,6 +33,17 @@ class MeshEnvironments:
     async def _on(self, session_id: str, endpoint: str, *args: Any) -> Any:
         index = zlib.crc32(session_id.encode()) % len(self._service)
         return await self._service.on(index, endpoint, session_id, *args)
+
+
+class MeshTeachers:
+    """Teacher-replay actors; a state goes to the least busy one."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        replies: list[TeacherReply] = await self._service.query(state, n=n)
+        return replies
 
 
 class MeshTraining:

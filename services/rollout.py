@@ -146,9 +146,9 @@ class PromptTooLong(ValueError):
 def _check_room(trace_id: str, prompt: int, sampling: Sampling) -> None:
     if prompt + sampling.max_new_tokens > sampling.max_context:
         raise PromptTooLong(
-            f"{trace_id} begins with {prompt} tokens and a turn may take {sampling.max_new_tokens}, "
-            f"but policy.max_context is {sampling.max_context}: raise policy.max_context, lower "
-            "generator.max_new_tokens, or leave the row out of the data"
+            f"{trace_id} begins with {prompt} tokens and a turn may take "
+            f"{sampling.max_new_tokens}, but policy.max_context is {sampling.max_context}: raise "
+            "policy.max_context, lower generator.max_new_tokens, or leave the row out of the data"
         )
 
 
