@@ -65,13 +65,17 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
 
 
 async def _until_interrupted(work: Coroutine[Any, Any, int]) -> int:
-    """Run to the end, or until SIGINT or SIGTERM; then let everything be taken down in order."""
+    """Run to the end, or until SIGINT or SIGTERM; then let everything be taken down in order.
+
+    That takes a bounded time, so further signals do not disturb it.
+    """
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     received: list[int] = []
 
     def interrupt(number: int) -> None:
+        if not received:
+            task.cancel()
         received.append(number)
-        task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)
@@ -103,7 +107,10 @@ class Run:
         try:
             async with MeshHost(supervisor) as host:
                 self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
-                await supervisor.guard(self._run_on(host))
+                try:
+                    await supervisor.guard(self._run_on(host))
+                finally:
+                    self.view.phase("stopping actors")
             state = "finished"
             return 0
         except asyncio.CancelledError:

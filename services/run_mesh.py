@@ -20,7 +20,7 @@ from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import DeadlineExceeded
+from composer_mesh.mesh.supervision import DeadlineExceeded, together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
@@ -50,7 +50,7 @@ class RunMesh:
         token = new_token()
         teacher = host.spawn("sdpo_teacher", SDPOTeacherActor, env=threads(config.sdpo.threads))
         server = host.spawn("expert_server", ExpertServerActor)
-        trainer, generators, environments, replay, teacher_, experts = await asyncio.gather(
+        trainer, generators, environments, replay, teacher_, experts = await together(
             # The warm start uses every core, so the trainer's pool is not bounded at birth.
             host.spawn("trainer", TrainerActor),
             _pool(host, config, GeneratorActor, "generator", config.generator.replicas),

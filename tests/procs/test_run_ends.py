@@ -115,6 +115,8 @@ def test_ctrl_c_while_the_mesh_starts_ends_cleanly(tmp_path: Path, policy_cache:
     with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
         run.until(lambda run: len(run.living()) > 1, "first process of the mesh")
         run.signal_group(signal.SIGINT)
+        run.until(lambda run: "stopping actors" in run.stdout, "word of the end")
+        run.signal_group(signal.SIGINT)  # an impatient second time
         assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
     assert run.stderr == ""
     assert run.summary()["steps"] == 0
