@@ -148,11 +148,18 @@ class MeshHost:
         await self._kill(processes.children_with(self._token))
 
     async def _abandon(self, name: str, procs: ProcMesh) -> None:
-        """Take back a process whose actor never answered, and whose id it therefore never told."""
+        """Take back a process whose actor never answered, and whose id it therefore never told.
+
+        It is killed: one that is asked to leave while it still imports may abort noisily.
+        """
         self._expect(name)
+        await self._kill(self._born(name))
         await self._stop_procs(procs)
+        await self._kill(self._born(name))  # where it was only being born
+
+    def _born(self, name: str) -> list[int]:
         ours = set(processes.children_with(self._token))
-        await self._kill(sorted(ours.intersection(processes.children_with(name))))
+        return sorted(ours.intersection(processes.children_with(name)))
 
     async def _stop_procs(self, procs: ProcMesh) -> None:
         stopping = procs.stop().as_asyncio()

@@ -3,14 +3,14 @@
 Building them from traces is pure and happens in the controller; tensors come later, in the trainer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import render_hint
+from composer_mesh.rollouts.hints import HintLeak, render_hint
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import ErrorSite, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class StepBatch:
     samples: list[PolicySample]
     views: list[HintedView]
     pairs: list[PairSample]
+    refused_hints: int = 0
 
     @property
     def action_tokens(self) -> int:
@@ -67,26 +68,51 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
     )
 
 
-def hinted_views(
-    traces: Iterable[Trace], chat: ChatFormat, limit: int, max_context: int
-) -> list[HintedView]:
+@dataclass(frozen=True, slots=True)
+class HintedSites:
+    """The error sites of a step that the teacher sees, and how many hints were refused."""
+
+    views: list[HintedView]
+    refused: int
+
+
+def hinted_sites(
+    traces: Iterable[Trace],
+    chat: ChatFormat,
+    answer_of: Callable[[Trace], str],
+    limit: int,
+    max_context: int,
+) -> HintedSites:
     """The first `limit` error sites of the traces, as student and teacher see them.
 
-    A site whose hinted context would be longer than `max_context` is left out. Sites are taken
-    round by round over the traces, so that one trace full of errors does not fill the step.
+    Refused are hints that hold the verified answer, and hinted contexts longer than `max_context`.
+    Sites are taken round by round over the traces, so that one trace full of errors does not fill
+    the step.
     """
     queues = [(trace, list(trace.error_sites)) for trace in traces]
     views: list[HintedView] = []
+    refused = 0
     while len(views) < limit and any(sites for _, sites in queues):
         for trace, sites in queues:
             if not sites or len(views) >= limit:
                 continue
-            site = sites.pop(0)
-            hint = chat.hint(render_hint(site))
-            view = hinted_view(trace, site.turn, hint, chat.generation_prompt)
-            if len(view.teacher_ids) <= max_context:
+            view = _view(trace, sites.pop(0), chat, answer_of(trace), max_context)
+            if view is None:
+                refused += 1
+            else:
                 views.append(view)
-    return views
+    return HintedSites(views, refused)
+
+
+def _view(
+    trace: Trace, site: ErrorSite, chat: ChatFormat, answer: str, max_context: int
+) -> HintedView | None:
+    try:
+        hint = chat.hint(render_hint(site, answer))
+    except HintLeak:
+        return None
+    view = hinted_view(trace, site.turn, hint, chat.generation_prompt)
+    return view if len(view.teacher_ids) <= max_context else None
 
 
 def pair_samples(

@@ -73,6 +73,9 @@ class Gsm8kTask:
             opening, tools, lambda value: is_right(value, answer), self._max_turns, self._penalty
         )
 
+    def answer(self, episode: Episode) -> str:
+        return format_number(episode.payload["answer"])
+
     def expert(self, messages: list[Message]) -> str:
         """The row's next calculator call, or its answer when there is none.
 

@@ -55,6 +55,10 @@ class Task(Protocol):
 
     def session(self, episode: Episode) -> Session: ...
 
+    def answer(self, episode: Episode) -> str:
+        """The verified answer as a hint would have to write it; hints that hold it are refused."""
+        ...
+
     def expert(self, messages: list[Message]) -> str:
         """The right action's text, found from the messages alone."""
         ...

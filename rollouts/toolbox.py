@@ -100,6 +100,9 @@ class ToolboxTask:
         tools = self._toolbox(payload["table"])
         return ToolSession(opening, tools, correct, self._max_turns, self._penalty)
 
+    def answer(self, episode: Episode) -> str:
+        return format_number(episode.payload["answer"])
+
     def expert(self, messages: list[Message]) -> str:
         """The next right action: replays the plan against the calls that succeeded so far."""
         steps = plan(question_of(messages))

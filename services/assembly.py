@@ -171,7 +171,7 @@ class Run:
             self.view,
             self._saver(mesh),
         )
-        return Controller(config, task, Batcher(config, chat), ports)
+        return Controller(config, task, Batcher(config, task, chat), ports)
 
     def _saver(self, mesh: RunMesh) -> Callable[[int], Awaitable[None]]:
         async def save(step: int) -> None:

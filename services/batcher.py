@@ -12,14 +12,16 @@ import torch
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.advantages import group_advantages
 from composer_mesh.rollouts.batches import (
+    HintedSites,
     PolicySample,
     StepBatch,
-    hinted_views,
+    hinted_sites,
     pair_samples,
     policy_sample,
 )
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Trace
 
 
@@ -28,6 +30,7 @@ class Batcher:
     """Packs the three channels into steps."""
 
     config: Config
+    task: Task
     chat: ChatFormat
 
     def batch(
@@ -38,8 +41,15 @@ class Batcher:
         sdpo, context = self.config.sdpo, self.config.policy.max_context
         # Sample by sample over the groups, so that each prompt has its share of the views.
         spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
-        views = hinted_views(spread, self.chat, sdpo.max_sites_per_step, context) if sdpo.on else []
-        return StepBatch(step, samples, views, pair_samples(pairs, self.chat, context))
+        sites = HintedSites([], 0)
+        if sdpo.on:
+            limit = sdpo.max_sites_per_step
+            sites = hinted_sites(spread, self.chat, self._answer, limit, context)
+        packed = pair_samples(pairs, self.chat, context)
+        return StepBatch(step, samples, sites.views, packed, sites.refused)
+
+    def _answer(self, trace: Trace) -> str:
+        return self.task.answer(self.task.episode(trace.split, trace.index))
 
     def _samples(self, group: Sequence[Trace]) -> list[PolicySample]:
         rewards = torch.tensor([trace.reward for trace in group])

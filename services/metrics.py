@@ -32,6 +32,7 @@ def step_metrics(
         "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
         "rollouts/flat_groups": _flat_groups(traces),
         "sdpo/views": len(batch.views),
+        "sdpo/refused_hints": batch.refused_hints,
         "sdpo/tokens": batch.sdpo_tokens,
         "replay/states": replayed.states,
         "replay/pairs": len(batch.pairs),

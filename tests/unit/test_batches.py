@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import (
     StepBatch,
-    hinted_views,
+    hinted_sites,
     pair_samples,
     policy_sample,
 )
@@ -41,6 +43,21 @@ def trace_of(chat: ChatFormat, name: str, turns: int, errors: list[int]) -> Trac
     return Trace(name, 0, 0, "toolbox", "train", 0, made, [], 0.0, False, sites)
 
 
+def views_of(
+    traces: list[Trace], chat: ChatFormat, limit: int, max_context: int
+) -> list[HintedView]:
+    return hinted_sites(traces, chat, lambda trace: "57.25", limit, max_context).views
+
+
+def test_a_hint_that_holds_the_verified_answer_is_refused_and_counted(chat: ChatFormat) -> None:
+    leaking = ErrorSite(0, "wrong_answer", "wrong_answer", {"answer": "57.25"})
+    trace = replace(trace_of(chat, "a", 2, [1]), error_sites=[leaking])
+    other = trace_of(chat, "b", 2, [0])
+    found = hinted_sites([trace, other], chat, lambda trace: "57.25", 9, LONG)
+    assert [view.trace_id for view in found.views] == ["b"]
+    assert found.refused == 1
+
+
 @given(st.integers(1, 4), st.floats(-3, 3))
 def test_a_sample_has_one_mask_and_log_prob_for_each_id(
     chat: ChatFormat, turns: int, advantage: float
@@ -62,7 +79,7 @@ def test_sites_are_taken_round_by_round_over_the_traces(chat: ChatFormat) -> Non
         trace_of(chat, "c", 3, [2]),
         trace_of(chat, "d", 3, [0, 2]),
     ]
-    views = hinted_views(traces, chat, 99, LONG)
+    views = views_of(traces, chat, 99, LONG)
     assert [(view.trace_id, view.turn) for view in views] == [
         *[("a", 0), ("c", 2), ("d", 0)],
         *[("a", 1), ("d", 2)],
@@ -75,23 +92,23 @@ def test_a_limit_keeps_the_first_views_and_never_more(
     chat: ChatFormat, errors: list[set[int]], limit: int
 ) -> None:
     traces = [trace_of(chat, str(n), 3, sorted(turns)) for n, turns in enumerate(errors)]
-    every = hinted_views(traces, chat, 99, LONG)
+    every = views_of(traces, chat, 99, LONG)
     assert len(every) == sum(len(turns) for turns in errors)
-    assert hinted_views(traces, chat, limit, LONG) == every[:limit]
+    assert views_of(traces, chat, limit, LONG) == every[:limit]
 
 
 def test_a_view_that_is_too_long_is_left_out_and_takes_no_place(chat: ChatFormat) -> None:
     traces = [trace_of(chat, "a", 3, [2, 0]), trace_of(chat, "b", 3, [0])]
-    every = {(v.trace_id, v.turn): v for v in hinted_views(traces, chat, 99, LONG)}
+    every = {(v.trace_id, v.turn): v for v in views_of(traces, chat, 99, LONG)}
     context = len(every["a", 2].teacher_ids) - 1
-    kept = hinted_views(traces, chat, 2, context)
+    kept = views_of(traces, chat, 2, context)
     assert [(view.trace_id, view.turn) for view in kept] == [("b", 0), ("a", 0)]
     assert all(len(view.teacher_ids) <= context for view in kept)
 
 
 def test_choosing_views_leaves_the_traces_as_they_were(chat: ChatFormat) -> None:
     traces = [trace_of(chat, "a", 3, [0, 1])]
-    assert hinted_views(traces, chat, 9, LONG) == hinted_views(traces, chat, 9, LONG)
+    assert views_of(traces, chat, 9, LONG) == views_of(traces, chat, 9, LONG)
     assert len(traces[0].error_sites) == 2
 
 
@@ -142,6 +159,6 @@ def test_a_pair_is_left_out_when_either_answer_does_not_fit(chat: ChatFormat) ->
 def test_a_step_counts_the_tokens_that_its_channels_are_divided_by(chat: ChatFormat) -> None:
     traces = [trace_of(chat, "a", 3, [0, 2]), trace_of(chat, "b", 1, [])]
     samples = [policy_sample(trace, 1.0) for trace in traces]
-    batch = StepBatch(0, samples, hinted_views(traces, chat, 9, LONG), [])
+    batch = StepBatch(0, samples, views_of(traces, chat, 9, LONG), [])
     assert batch.action_tokens == sum(trace.action_tokens() for trace in traces)
     assert batch.sdpo_tokens == sum(len(traces[0].turns[turn].action_ids) for turn in (0, 2))

@@ -171,7 +171,7 @@ def controller_of(world: World, config: Config) -> Controller:
     ports = Ports(
         rollouts, replay if config.replay.on else None, world, world, world, world, world.save
     )
-    return Controller(config, world.task, Batcher(config, world.chat), ports)
+    return Controller(config, world.task, Batcher(config, world.task, world.chat), ports)
 
 
 @pytest.fixture(params=[0, 1, 2])

@@ -48,6 +48,7 @@ def test_a_step_reports_what_it_trained_on() -> None:
         "rollouts/turns": 1.25,
         "rollouts/flat_groups": 1,
         "sdpo/views": 1,
+        "sdpo/refused_hints": 0,
         "sdpo/tokens": 2,
         "replay/states": 6,
         "replay/pairs": 1,
