@@ -8,7 +8,7 @@ import hashlib
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,17 +85,24 @@ def warm_start(config: Config, task: Task, report: Report) -> tuple[Any, Any]:
     """A model and its tokenizer; the same config and seed give the same weights."""
     settings = config.policy.warm_start
     rng = random.Random(f"{config.run.seed}:demonstrations")
-    conversations = [
-        list(demonstrate(task, index, settings, rng)) for index in range(settings.demonstrations)
-    ]
-    corpus = [text for conversation in conversations for _, text in conversation]
-    corpus += [frame(task.tools)] * len(conversations)
+    flawless = settings.model_copy(update={"error_rate": 0.0})
+    right, imperfect = (conversations(task, phase, rng) for phase in (flawless, settings))
+    corpus = [text for conversation in imperfect for _, text in conversation]
+    corpus += [frame(task.tools)] * len(imperfect)
     tokenizer = build_tokenizer(corpus, config.policy.vocab_size)
     chat = ChatFormat(tokenizer, task.tools)
-    data = [encode(chat, conversation) for conversation in conversations]
+    phases = [[encode(chat, conversation) for conversation in phase] for phase in (right, imperfect)]
     model = build_model(config.policy, tokenizer, config.run.seed)
-    imitate(model, data, settings, config.run.seed, tokenizer.pad_token_id, report)
+    imitate(model, phases, settings, config.run.seed, tokenizer.pad_token_id, report)
     return model, tokenizer
+
+
+def conversations(
+    task: Task, settings: WarmStartConfig, rng: random.Random
+) -> list[list["Piece"]]:
+    """One demonstrated conversation for each of the first training episodes."""
+    episodes = range(settings.demonstrations)
+    return [list(demonstrate(task, index, settings, rng)) for index in episodes]
 
 
 Piece = tuple[str, str]
@@ -166,13 +173,17 @@ def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
 
 def imitate(
     model: Any,
-    data: list[Demonstration],
+    phases: Sequence[list[Demonstration]],
     settings: WarmStartConfig,
     seed: int,
     pad_id: int,
     report: Report,
 ) -> None:
-    """Supervised steps on next-token cross-entropy, with linear warm-up and decay."""
+    """Supervised steps on next-token cross-entropy, with linear warm-up and decay.
+
+    The first `flawless_share` of the steps takes the first of the two phases. To copy a number is
+    learnt much sooner from actions that are all right; habits are learnt quickly afterwards.
+    """
     rng = random.Random(f"{seed}:order")
     optimizers = make_optimizers(model, settings.lr)
     schedules = [
@@ -181,6 +192,7 @@ def imitate(
     ]
     model.train()
     for step in range(settings.steps):
+        data = phases[step >= settings.flawless_share * settings.steps]
         batch = rng.sample(data, min(settings.batch_size, len(data)))
         loss = backward(model, batch, pad_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

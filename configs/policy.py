@@ -32,6 +32,9 @@ class WarmStartConfig(Section):
     error_rate: Share = 0.3
     """Share of demonstrated actions that are made wrong on purpose."""
 
+    flawless_share: Share = 0.5
+    """Share of the supervised steps, the first ones, that see only right actions."""
+
     recovery_rate: Share = 0.5
     """Share of wrong actions after which the demonstration goes on with the right one."""
 

@@ -31,6 +31,7 @@ KEYS = [
     "flag", "gate", "hat", "iron", "jar", "key", "leaf", "mask", "nail", "oar", "pipe", "quilt",
 ]  # fmt: skip
 TABLE_SIZE = 6
+LARGEST_VALUE = 30
 HELDOUT_SHARE = 0.25
 _WORDS = {"plus": "add", "minus": "subtract", "times": "multiply", "divided by": "divide"}
 _TERM = r"(?:the value of (?P<{0}>[a-z]+)|(?P<{0}_n>\d+))"
@@ -83,7 +84,7 @@ class ToolboxTask:
         for attempt in range(10_000):
             rng = random.Random(f"{self._seed}:{split}:{index}:{attempt}")
             table: dict[str, Number] = {
-                key: rng.randint(2, 60) for key in rng.sample(KEYS, TABLE_SIZE)
+                key: rng.randint(2, LARGEST_VALUE) for key in rng.sample(KEYS, TABLE_SIZE)
             }
             question = _question(rng, table)
             if split_of(question) == split:
@@ -137,18 +138,18 @@ def _question(rng: random.Random, table: Mapping[str, Number]) -> str:
     forms = (
         lambda: f"What is {_arithmetic(rng)}?",
         lambda: f"What is {first}?",
-        lambda: f"Convert {rng.randint(2, 99)} from {source} to {target}.",
-        lambda: f"What is {first} {word} {rng.randint(2, 60)}?",
+        lambda: f"Convert {rng.randint(2, LARGEST_VALUE)} from {source} to {target}.",
+        lambda: f"What is {first} {word} {rng.randint(2, LARGEST_VALUE)}?",
         lambda: f"Convert {first} from {source} to {target}.",
         lambda: f"What is {first} {rng.choice(['plus', 'times'])} {second}?",
-        lambda: f"Convert {first} plus {rng.randint(2, 60)} from {source} to {target}.",
+        lambda: f"Convert {first} plus {rng.randint(2, LARGEST_VALUE)} from {source} to {target}.",
     )
     return rng.choices(forms, weights=(3, 1, 1, 2, 2, 2, 1))[0]()
 
 
 def _arithmetic(rng: random.Random) -> str:
     word = rng.choice(sorted(_WORDS))
-    a, b = rng.randint(2, 99), rng.randint(2, 60)
+    a, b = rng.randint(2, LARGEST_VALUE), rng.randint(2, LARGEST_VALUE)
     if word == "divided by":
         return f"{b * rng.choice([0, 0, 2, 3, 4])} divided by {b}"
     return f"{a} {word} {b}"

@@ -15,11 +15,11 @@ from composer_mesh.rollouts.tool_calls import ToolCall
 
 Number = int | float
 UNITS: dict[tuple[str, str], Fraction] = {
-    ("km", "m"): Fraction(1000),
-    ("m", "cm"): Fraction(100),
-    ("kg", "g"): Fraction(1000),
-    ("hours", "minutes"): Fraction(60),
-    ("minutes", "seconds"): Fraction(60),
+    ("weeks", "days"): Fraction(7),
+    ("days", "hours"): Fraction(24),
+    ("yards", "feet"): Fraction(3),
+    ("feet", "inches"): Fraction(12),
+    ("dozens", "pieces"): Fraction(12),
 }
 LARGEST = 10**15
 

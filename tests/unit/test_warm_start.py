@@ -272,7 +272,7 @@ def test_imitation_lowers_the_loss_and_ends_in_evaluation_mode(
     model, losses = build_model(1), list[float]()
     imitate(
         model,
-        data,
+        [data, data],
         settings(steps=15, batch_size=8, lr=3e-3),
         0,
         pad_id=0,
