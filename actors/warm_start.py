@@ -1,15 +1,15 @@
 """The warm start: supervised steps on imperfect demonstrations, before any reward is seen.
 
 It makes a policy that knows the format and half of the job, and what a hint is good for. The
-result is a folder in Hugging Face format, cached by everything that it depends on.
+result is a folder in Hugging Face format, cached by everything that it depends on. How an imperfect
+agent talks is `rollouts.demonstrations`; why it is trained this way, docs/decisions/0006.
 """
 
 import hashlib
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,14 @@ from composer_mesh.actors.policy import build_model, build_tokenizer, frame, sav
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import render_hint
-from composer_mesh.rollouts.mistakes import recover_or_give_up
+from composer_mesh.rollouts.demonstrations import Demonstration, conversations, encode
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.tasks import Task
-from composer_mesh.rollouts.tool_calls import message_text, parse_action
-from composer_mesh.rollouts.traces import ErrorSite
 
 CACHE_FORMAT = 2
 FORWARD_TOKENS = 1024
 MUON_RATE_RATIO = 7.0
-ANSWER_SHARE = 0.25
-"""How much rarer errors are in final answers than in calls."""
 IGNORE = -100
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """Ids of one conversation; True in `learn` where the policy shall imitate."""
-
-    ids: list[int]
-    learn: list[bool]
 
 
 Report = Callable[[int, float], None]
@@ -91,84 +78,12 @@ def warm_start(config: Config, task: Task, report: Report) -> tuple[Any, Any]:
     corpus += [frame(task.tools)] * len(imperfect)
     tokenizer = build_tokenizer(corpus, config.policy.vocab_size)
     chat = ChatFormat(tokenizer, task.tools)
-    phases = [[encode(chat, conversation) for conversation in phase] for phase in (right, imperfect)]
+    phases = [
+        [encode(chat, conversation) for conversation in phase] for phase in (right, imperfect)
+    ]
     model = build_model(config.policy, tokenizer, config.run.seed)
     imitate(model, phases, settings, config.run.seed, tokenizer.pad_token_id, report)
     return model, tokenizer
-
-
-def conversations(
-    task: Task, settings: WarmStartConfig, rng: random.Random
-) -> list[list["Piece"]]:
-    """One demonstrated conversation for each of the first training episodes."""
-    episodes = range(settings.demonstrations)
-    return [list(demonstrate(task, index, settings, rng)) for index in episodes]
-
-
-Piece = tuple[str, str]
-"""(kind, text): kind is question, result, remark, hint, action or slip."""
-
-
-def demonstrate(
-    task: Task, index: int, settings: WarmStartConfig, rng: random.Random
-) -> Iterator[Piece]:
-    """One conversation of an imperfect agent.
-
-    It errs with `error_rate` and after an error recovers with `recovery_rate`. In
-    `hinted_share` of the conversations a hint comes before what would have been the error.
-    """
-    session = task.session(task.episode("train", index))
-    yield "question", session.messages[-1]["content"]
-    hinted, failed, done = rng.random() < settings.hinted_share, False, False
-    while not done:
-        messages = session.messages
-        text = right = task.expert(messages)
-        if failed:
-            text = recover_or_give_up(right, rng, settings.recovery_rate)
-        elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):
-            text = task.corrupted(messages, rng)
-        if hinted and text != right:
-            site = _would_fail(task, index, session.messages, text)
-            if site is not None:
-                yield "hint", render_hint(site)
-                text = right
-        yield "action", text
-        result = session.step(text)
-        failed, done = result.error is not None, result.done
-        for message in result.messages:
-            yield ("result" if message["role"] == "tool" else "remark"), message["content"]
-
-
-def _would_fail(
-    task: Task, index: int, messages: list[dict[str, Any]], text: str
-) -> ErrorSite | None:
-    """The error site that an action would leave, found in a copy of the session."""
-    copy = task.session(task.episode("train", index))
-    for message in messages:
-        if message["role"] == "assistant":
-            copy.step(message_text(message))
-    return copy.step(text).error
-
-
-def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
-    """Ids of a conversation as a rollout would have them: contexts grow, actions are learnt."""
-    ids: list[int] = []
-    learn: list[bool] = []
-    roles = {"result": "tool", "remark": "user"}
-    prompt = chat.generation_prompt
-    for kind, text in conversation:
-        if kind == "question":
-            new = chat.first_prompt([{"role": "user", "content": text}])
-        elif kind == "hint":
-            del ids[-len(prompt) :], learn[-len(prompt) :]
-            new = chat.hint(text) + prompt
-        elif kind == "action":
-            new = chat.action(text)
-        else:
-            new = chat.continuation([{"role": roles[kind], "content": text}], closed=True)
-        ids += new
-        learn += [kind == "action"] * len(new)
-    return Demonstration(ids, learn)
 
 
 def imitate(
@@ -181,8 +96,7 @@ def imitate(
 ) -> None:
     """Supervised steps on next-token cross-entropy, with linear warm-up and decay.
 
-    The first `flawless_share` of the steps takes the first of the two phases. To copy a number is
-    learnt much sooner from actions that are all right; habits are learnt quickly afterwards.
+    The first `flawless_share` of the steps takes the first of the two phases.
     """
     rng = random.Random(f"{seed}:order")
     optimizers = make_optimizers(model, settings.lr)
@@ -206,10 +120,7 @@ def imitate(
 
 
 def make_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for embeddings and norms.
-
-    Measured on the toolbox: after 250 steps the loss that AdamW alone reaches after 500.
-    """
+    """Muon for the matrices, AdamW for embeddings and norms."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
@@ -227,8 +138,7 @@ def _rate(steps: int, step: int) -> float:
 def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:
     """Adds the gradient of the batch's mean loss per learnt token; returns that loss.
 
-    Conversations of like length share a forward, so that little is padded. The batch itself must
-    stay mixed: batches of one length alone learn to copy several times more slowly.
+    Conversations of like length share a forward, so that little is padded; the batch is mixed.
     """
     learnt, total = sum(sum(item.learn) for item in batch), 0.0
     lengths = [len(item.ids) for item in batch]

@@ -14,12 +14,8 @@ import torch
 from composer_mesh.actors.policy import load_model, load_tokenizer
 from composer_mesh.actors.warm_start import (
     IGNORE,
-    Demonstration,
-    Piece,
     backward,
     collate,
-    demonstrate,
-    encode,
     imitate,
     policy_folder,
     prepare_policy,
@@ -28,6 +24,7 @@ from composer_mesh.actors.warm_start import (
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.demonstrations import Demonstration, Piece, demonstrate, encode
 from composer_mesh.rollouts.toolbox import ToolboxTask
 
 Prepare = Callable[..., Config]

@@ -1,0 +1,99 @@
+"""Demonstrations of an imperfect agent: conversations with mistakes, recoveries and hints.
+
+Text first, then ids as a rollout would have them. Who imitates them is not known here.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.configs.policy import WarmStartConfig
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.hints import render_hint
+from composer_mesh.rollouts.mistakes import recover_or_give_up
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.tool_calls import message_text, parse_action
+from composer_mesh.rollouts.traces import ErrorSite
+
+ANSWER_SHARE = 0.25
+"""How much rarer errors are in final answers than in calls."""
+
+Piece = tuple[str, str]
+"""(kind, text): kind is question, result, remark, hint or action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Ids of one conversation; True in `learn` where the policy shall imitate."""
+
+    ids: list[int]
+    learn: list[bool]
+
+
+def conversations(task: Task, settings: WarmStartConfig, rng: random.Random) -> list[list[Piece]]:
+    """One demonstrated conversation for each of the first training episodes."""
+    episodes = range(settings.demonstrations)
+    return [list(demonstrate(task, index, settings, rng)) for index in episodes]
+
+
+def demonstrate(
+    task: Task, index: int, settings: WarmStartConfig, rng: random.Random
+) -> Iterator[Piece]:
+    """One conversation of an imperfect agent.
+
+    It errs with `error_rate` and after an error recovers with `recovery_rate`. In
+    `hinted_share` of the conversations a hint comes before what would have been the error.
+    """
+    session = task.session(task.episode("train", index))
+    yield "question", session.messages[-1]["content"]
+    hinted, failed, done = rng.random() < settings.hinted_share, False, False
+    while not done:
+        messages = session.messages
+        text = right = task.expert(messages)
+        if failed:
+            text = recover_or_give_up(right, rng, settings.recovery_rate)
+        elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):
+            text = task.corrupted(messages, rng)
+        if hinted and text != right:
+            site = _would_fail(task, index, session.messages, text)
+            if site is not None:
+                yield "hint", render_hint(site)
+                text = right
+        yield "action", text
+        result = session.step(text)
+        failed, done = result.error is not None, result.done
+        for message in result.messages:
+            yield ("result" if message["role"] == "tool" else "remark"), message["content"]
+
+
+def _would_fail(
+    task: Task, index: int, messages: list[dict[str, Any]], text: str
+) -> ErrorSite | None:
+    """The error site that an action would leave, found in a copy of the session."""
+    copy = task.session(task.episode("train", index))
+    for message in messages:
+        if message["role"] == "assistant":
+            copy.step(message_text(message))
+    return copy.step(text).error
+
+
+def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
+    """Ids of a conversation as a rollout would have them: contexts grow, actions are learnt."""
+    ids: list[int] = []
+    learn: list[bool] = []
+    roles = {"result": "tool", "remark": "user"}
+    prompt = chat.generation_prompt
+    for kind, text in conversation:
+        if kind == "question":
+            new = chat.first_prompt([{"role": "user", "content": text}])
+        elif kind == "hint":
+            del ids[-len(prompt) :], learn[-len(prompt) :]
+            new = chat.hint(text) + prompt
+        elif kind == "action":
+            new = chat.action(text)
+        else:
+            new = chat.continuation([{"role": roles[kind], "content": text}], closed=True)
+        ids += new
+        learn += [kind == "action"] * len(new)
+    return Demonstration(ids, learn)
