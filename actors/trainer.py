@@ -66,7 +66,7 @@ class TrainerActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and make the optimizer."""
-        torch.set_num_threads(config.trainer.threads)
+        self._threads = config.trainer.threads
         self._tokenizer = load_tokenizer(folder)
         self._model: Any = load_model(folder)
         reference = load_model(folder).requires_grad_(False) if config.replay.on else None
@@ -86,7 +86,7 @@ class TrainerActor(MeshActor):
                 raise WrongVersion(signal.version, self.policy_version)
             self.activity = f"training step {batch.step + 1}"
             logits = None if signal is None else await read(signal.buffer)
-            metrics = await asyncio.to_thread(self._step.run, batch, logits)
+            metrics = await asyncio.to_thread(self._run, batch, logits)
             self.policy_version += 1
             self.activity = "idle"
             return metrics
@@ -103,3 +103,9 @@ class TrainerActor(MeshActor):
         """Write the policy in Hugging Face format."""
         async with self._order:
             await asyncio.to_thread(save_policy, self._model, self._tokenizer, folder)
+
+    def _run(self, batch: StepBatch, logits: torch.Tensor | None) -> dict[str, Any]:
+        # Torch counts threads per thread: the one that made the warm start would keep its own
+        # count, and sums in another order would end the repeatability of a run.
+        torch.set_num_threads(self._threads)
+        return self._step.run(batch, logits)

@@ -18,10 +18,13 @@ from monarch.actor import HostMesh, ProcMesh, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.environment import without_noise
-from composer_mesh.mesh.supervision import Supervisor, call
+from composer_mesh.mesh.supervision import Supervisor, call, cancel_and_wait
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
+WATCH_S = 0.25
+MONARCH_S = 2.0
+"""How long Monarch, which knows why a process ended, is given to say so itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,7 @@ class MeshHost:
         self._host: HostMesh | None = None
         self._spawned: dict[str, SpawnedActor] = {}
         self._starting: set[str] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> MeshHost:
         return self
@@ -102,7 +106,19 @@ class MeshHost:
         finally:
             self._starting.discard(name)
         self._spawned[name] = spawned
+        self._watches[name] = asyncio.create_task(self._watch(spawned))
         return spawned
+
+    async def _watch(self, spawned: SpawnedActor) -> None:
+        """Tell the supervisor when the process is gone.
+
+        Monarch may need half a minute when the process dies while it answers Monarch's own poll.
+        """
+        while processes.is_alive(spawned.pid):
+            await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(MONARCH_S)
+        if self.supervisor is not None:
+            self.supervisor.lost(spawned.name, f"its process {spawned.pid} has ended")
 
     async def _start(
         self,
@@ -137,7 +153,10 @@ class MeshHost:
         """Stop one actor and its process. Waits until the process is gone, kills it if it stays."""
         self._spawned.pop(spawned.name, None)
         self._expect(spawned.name)
-        await self._stop_procs(spawned.procs)
+        if watch := self._watches.pop(spawned.name, None):
+            await cancel_and_wait([watch])
+        if processes.is_alive(spawned.pid):
+            await self._stop_procs(spawned.procs)
         if not await processes.wait_gone(spawned.pid, self._stop_deadline_s):
             processes.kill(spawned.pid)
             await processes.wait_gone(spawned.pid, self._stop_deadline_s)

@@ -182,8 +182,17 @@ class Supervisor:
             if self.failure.done() and not _succeeded(task):
                 raise self.failure.result()
             return task.result()
+        except ActorDied as died:
+            self.lost(died.actor, died.reason)  # a caller may hear of it before Monarch tells
+            raise
         finally:
             await cancel_and_wait([task])
+
+    def lost(self, actor: str, reason: str) -> None:
+        """Take note of a death that others noticed; nothing happens where it is already known."""
+        names = [name for name, watched in self._watched.items() if watched.actor == actor]
+        if names:
+            self._handle(names[-1], reason)
 
     def _on_fault(self, failure: MeshFailure) -> None:
         """Called by Monarch, on its thread, possibly after the loop has closed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from composer_mesh.mesh.supervision import ActorDied, Supervisor
+from composer_mesh.mesh.supervision import ActorDied, Supervisor, together
 
 Events = list[tuple[str, str, str]]
 
@@ -91,3 +91,43 @@ async def test_guarded_work_that_ends_gives_its_result_or_its_error() -> None:
     assert await supervisor.guard(work(error=False)) == 3
     with pytest.raises(KeyError, match="own"):
         await supervisor.guard(work(error=True))
+
+
+async def test_a_death_that_a_caller_hears_of_first_is_recorded_once() -> None:
+    supervisor, events = recording()
+    supervisor.watch("trainer-xyz", "trainer")
+
+    async def calls() -> None:
+        raise ActorDied("trainer", "gone")
+
+    with pytest.raises(ActorDied):
+        await supervisor.guard(calls())
+    await deliver(supervisor, "trainer-xyz")
+    assert events == [("actor_died", "trainer", "gone")]
+
+
+async def test_work_that_runs_together_ends_together() -> None:
+    ended: list[str] = []
+
+    async def slow_to_leave() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("left in peace")
+
+    async def fails() -> None:
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        await together(slow_to_leave(), fails())
+    assert ended == ["left in peace"]
+
+
+async def test_work_that_runs_together_answers_in_order() -> None:
+    async def answer(value: int) -> int:
+        for _ in range(3 - value):
+            await asyncio.sleep(0)
+        return value
+
+    assert await together(*map(answer, range(3))) == [0, 1, 2]

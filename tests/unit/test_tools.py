@@ -147,7 +147,7 @@ def test_an_unknown_hint_template_is_named_with_the_known_ones() -> None:
         ("calculator", {"op": "multiply", "a": 1e-200, "b": 1e-200}, "0"),
         ("calculator", {"op": "add", "a": LARGEST, "b": 0}, str(LARGEST)),
         ("lookup", {"key": "rope"}, "8"),
-        ("convert", {"value": 1.5, "source": "hours", "target": "minutes"}, "90"),
+        ("convert", {"value": 1.5, "source": "days", "target": "hours"}, "36"),
     ],
 )
 def test_a_right_call_gives_its_number(
