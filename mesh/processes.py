@@ -53,13 +53,13 @@ def _command_line(pid: int) -> list[str]:
         return []
 
 
-async def wait_gone(pid: int, deadline_s: float) -> bool:
+async def wait_gone(pid: int, deadline_s: float, poll_s: float = 0.02) -> bool:
     """Wait until a process has ended; False when it still runs at the deadline."""
     end = asyncio.get_running_loop().time() + deadline_s
     while is_alive(pid):
         if asyncio.get_running_loop().time() >= end:
             return False
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(poll_s)
     return True
 
 

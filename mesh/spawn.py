@@ -6,6 +6,7 @@ Which actors a run has is decided elsewhere; what they do when one dies is `supe
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import uuid
 from collections.abc import Mapping
@@ -114,8 +115,7 @@ class MeshHost:
 
         Monarch may need half a minute when the process dies while it answers Monarch's own poll.
         """
-        while processes.is_alive(spawned.pid):
-            await asyncio.sleep(WATCH_S)
+        await processes.wait_gone(spawned.pid, math.inf, WATCH_S)
         await asyncio.sleep(MONARCH_S)
         if self.supervisor is not None:
             self.supervisor.lost(spawned.name, f"its process {spawned.pid} has ended")

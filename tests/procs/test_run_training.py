@@ -138,7 +138,8 @@ def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_synchronous_runs_repeat(replicas: int, tmp_path: Path, policy_cache: Path) -> None:
+def test_synchronous_runs_repeat(replicas: int, tmp_path: Path) -> None:
+    """The first of the two makes the warm start, the second finds it."""
     settings = {
         "run.steps": 2,
         "schedule.max_lag": 0,
@@ -147,7 +148,7 @@ def test_synchronous_runs_repeat(replicas: int, tmp_path: Path, policy_cache: Pa
     }
     twice, traces = [], []
     for name in ("first", "second"):
-        with launched(tmp_path / name, policy_cache, settings) as run:
+        with launched(tmp_path / name, tmp_path / "policies", settings) as run:
             assert run.wait() == 0, run.stderr
         assert {f"generator-{i}" for i in range(replicas)} <= run.pids().keys()
         twice.append([untimed(step) for step in run.objects("metrics.jsonl")])
