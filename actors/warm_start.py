@@ -25,7 +25,7 @@ from composer_mesh.rollouts.demonstrations import Demonstration, conversations, 
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.tasks import Task
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 FORWARD_TOKENS = 1024
 MUON_RATE_RATIO = 7.0
 IGNORE = -100
