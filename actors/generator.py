@@ -8,7 +8,6 @@ import asyncio
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.engine import Engine
@@ -40,7 +39,6 @@ class GeneratorActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and begin to serve."""
-        torch.set_num_threads(config.generator.threads)
         model = load_model(folder)
         self._engine = Engine(model, config.generator.max_concurrent, config.policy.max_context)
         self._receiver = WeightReceiver()

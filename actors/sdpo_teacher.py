@@ -37,7 +37,6 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and register the buffer that signals leave by."""
-        torch.set_num_threads(config.sdpo.threads)
         self._budget = config.trainer.microbatch_tokens
         self._model: Any = load_model(folder)
         self._receiver, self._buffer = WeightReceiver(), SendBuffer(FIRST_CAPACITY)

@@ -7,7 +7,6 @@ import asyncio
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.policy import load_model, load_tokenizer, save_policy
@@ -55,7 +54,6 @@ class TrainerActor(MeshActor):
             self.activity = f"warm start {step + 1}/{total}, loss {loss:.2f}"
 
         def work() -> Path:
-            # The whole mesh waits for the warm start, so it may use every core.
             return prepare_policy(config, make_task(config), report)
 
         self.activity = "preparing the policy"
@@ -66,7 +64,6 @@ class TrainerActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and make the optimizer."""
-        self._threads = config.trainer.threads
         self._tokenizer = load_tokenizer(folder)
         self._model: Any = load_model(folder)
         reference = load_model(folder).requires_grad_(False) if config.replay.on else None
@@ -86,7 +83,7 @@ class TrainerActor(MeshActor):
                 raise WrongVersion(signal.version, self.policy_version)
             self.activity = f"training step {batch.step + 1}"
             logits = None if signal is None else await read(signal.buffer)
-            metrics = await asyncio.to_thread(self._run, batch, logits)
+            metrics = await asyncio.to_thread(self._step.run, batch, logits)
             self.policy_version += 1
             self.activity = "idle"
             return metrics
@@ -103,9 +100,3 @@ class TrainerActor(MeshActor):
         """Write the policy in Hugging Face format."""
         async with self._order:
             await asyncio.to_thread(save_policy, self._model, self._tokenizer, folder)
-
-    def _run(self, batch: StepBatch, logits: torch.Tensor | None) -> dict[str, Any]:
-        # Torch counts threads per thread: the one that made the warm start would keep its own
-        # count, and sums in another order would end the repeatability of a run.
-        torch.set_num_threads(self._threads)
-        return self._step.run(batch, logits)

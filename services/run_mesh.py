@@ -5,7 +5,7 @@ What they do together is the controller's business; what happens when one dies, 
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class RunMesh:
     teacher: SpawnedActor | None
     replay: Service | None
     experts: SpawnedActor | None
-    token: str
+    token: str = field(repr=False)
 
     @classmethod
     async def start(cls, config: Config, host: MeshHost) -> "RunMesh":
@@ -51,8 +51,7 @@ class RunMesh:
         teacher = host.spawn("sdpo_teacher", SDPOTeacherActor, env=threads(config.sdpo.threads))
         server = host.spawn("expert_server", ExpertServerActor)
         trainer, generators, environments, replay, teacher_, experts = await together(
-            # The warm start uses every core, so the trainer's pool is not bounded at birth.
-            host.spawn("trainer", TrainerActor),
+            host.spawn("trainer", TrainerActor, env=threads(config.trainer.threads)),
             _pool(host, config, GeneratorActor, "generator", config.generator.replicas),
             _pool(host, config, EnvironmentActor, "environment", config.environment.replicas),
             _if(
@@ -120,7 +119,10 @@ def endpoints(config: Config, expert_url: str) -> list[TeacherEndpoint]:
 
 
 def threads(count: int) -> dict[str, str]:
-    """The environment of a process that computes with so many threads."""
+    """The environment of a process that computes with so many threads.
+
+    Torch counts threads per thread, so only the environment bounds all that an actor starts.
+    """
     return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
 
 
