@@ -5,6 +5,7 @@ run, after the config has been accepted, so that `check` loads neither torch nor
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -80,7 +81,18 @@ def _accepted(arguments: argparse.Namespace) -> Config:
     """The config, once its data has been read too; raises what `main` turns into one message."""
     config = load_config(arguments.config, arguments.set)
     make_task(config)
+    _check_keys(config)
     return config
+
+
+def _check_keys(config: Config) -> None:
+    for teacher in config.replay.teachers if config.replay.on else ():
+        name = teacher.api_key_env
+        if name is not None and not os.environ.get(name):
+            raise UsageError(
+                f"teacher {teacher.name!r} takes its key from the environment variable {name}, "
+                "which is not set: export it, or remove api_key_env if the teacher needs no key"
+            )
 
 
 def tree(arguments: argparse.Namespace) -> int:

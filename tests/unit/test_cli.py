@@ -68,6 +68,21 @@ def test_resume_is_refused_and_not_ignored(capsys: pytest.CaptureFixture[str]) -
     assert "--resume is not available yet" in capsys.readouterr().err
 
 
+def test_a_teacher_whose_key_is_not_set_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    teacher = (
+        'name = "far"\nkind = "openai"\nbase_url = "https://teacher.invalid/v1"\nmodel = "m"\n'
+        'api_key_env = "A_KEY_THAT_IS_NOT_SET"\n'
+    )
+    text = QUICKSTART.read_text().replace("\n[eval]", f"\n[[replay.teachers]]\n{teacher}\n[eval]")
+    config.write_text(text)
+    assert main(["check", str(config)]) == 2
+    assert "A_KEY_THAT_IS_NOT_SET" in capsys.readouterr().err
+    assert main(["check", str(config), "--set", "replay.beta=0"]) == 0
+
+
 def test_an_output_that_holds_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
