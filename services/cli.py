@@ -6,8 +6,10 @@ run, after the config has been accepted, so that `check` loads neither torch nor
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,9 +74,23 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
     with claimed(output):
         prepare_environment()  # Monarch reads it when the assembly imports it
-        from composer_mesh.services.assembly import train_command
+        with _interrupt_kept():
+            from composer_mesh.services.assembly import train_command
 
         return int(train_command(config, output, arguments.resume))
+
+
+@contextmanager
+def _interrupt_kept() -> Iterator[None]:
+    """Hold a Ctrl-C back until the block ends: an import may swallow a KeyboardInterrupt."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _accepted(arguments: argparse.Namespace) -> Config:
