@@ -19,7 +19,7 @@ from monarch.actor import HostMesh, ProcMesh, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.environment import without_noise
-from composer_mesh.mesh.supervision import Supervisor, call, cancel_and_wait
+from composer_mesh.mesh.supervision import Supervisor, call, cancel_and_wait, heard
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
@@ -182,11 +182,9 @@ class MeshHost:
 
     async def _stop_procs(self, procs: ProcMesh) -> None:
         stopping = procs.stop().as_asyncio()
+        stopping.add_done_callback(heard)  # a mesh that already died has nothing left to stop
         await asyncio.wait([stopping], timeout=self._stop_deadline_s)
-        if not stopping.done():
-            stopping.cancel()
-        elif not stopping.cancelled():
-            stopping.exception()  # a mesh that already died has nothing left to stop
+        stopping.cancel()
 
     async def _kill(self, pids: list[int]) -> None:
         for pid in pids:

@@ -79,7 +79,7 @@ async def call(reply: Future[T], deadline_s: float, actor: str, endpoint: str = 
     A deadline ends the waiting, not the work at the other end.
     """
     answer = reply.as_asyncio()
-    answer.add_done_callback(_heard)  # also when nobody waits any more
+    answer.add_done_callback(heard)  # also when nobody waits any more
     done, _ = await asyncio.wait([answer], timeout=deadline_s)
     if not done:
         answer.cancel()
@@ -96,7 +96,8 @@ async def call(reply: Future[T], deadline_s: float, actor: str, endpoint: str = 
         raise RemoteError(actor, endpoint, f"{type(error).__name__}: {error}") from error
 
 
-def _heard(answer: asyncio.Future[Any]) -> None:
+def heard(answer: asyncio.Future[Any]) -> None:
+    """Take note of how a future ended, so that asyncio does not complain that nobody did."""
     if not answer.cancelled():
         answer.exception()
 
