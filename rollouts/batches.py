@@ -22,7 +22,6 @@ class PolicySample:
     mask: list[bool]
     logprobs: list[float]
     advantage: float
-    oldest_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,6 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
         trace.action_mask(),
         logprobs,
         advantage,
-        trace.oldest_version(),
     )
 
 

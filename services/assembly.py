@@ -82,6 +82,8 @@ async def _until_interrupted(work: Coroutine[Any, Any, int]) -> int:
     try:
         return await task
     except asyncio.CancelledError:
+        if not received:
+            raise
         return 128 + received[0]
 
 
@@ -137,6 +139,7 @@ class Run:
         for actor in host.actors:
             self.event("actor_started", actor.name, f"process {actor.pid}")
         watching = asyncio.create_task(self._watch(mesh))
+        watching.add_done_callback(self._watch_ended)
         try:
             await self._train_on(mesh)
         finally:
@@ -191,6 +194,11 @@ class Run:
                 self.view.actors(actors)
                 self._write_status(state="running", actors=actors)
             await asyncio.sleep(STATUS_EVERY_S)
+
+    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """A status that can no longer be written is told; it is no reason to end the run."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self.event("status_stopped", "", f"{type(error).__name__}: {error}")
 
     def _write_status(self, **changes: Any) -> None:
         step = self.controller.step if self.controller else 0

@@ -69,7 +69,7 @@ def test_a_sample_has_one_mask_and_log_prob_for_each_id(
     sampled = [value for value, own in zip(sample.logprobs, sample.mask, strict=True) if own]
     assert sampled == [value for turn in trace.turns for value in turn.logprobs]
     assert {v for v, own in zip(sample.logprobs, sample.mask, strict=True) if not own} == {0.0}
-    assert (sample.trace_id, sample.advantage, sample.oldest_version) == ("a", advantage, 0)
+    assert (sample.trace_id, sample.advantage) == ("a", advantage)
 
 
 def test_sites_are_taken_round_by_round_over_the_traces(chat: ChatFormat) -> None:
