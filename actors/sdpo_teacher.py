@@ -11,6 +11,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
+from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.policy import load_model
 from composer_mesh.actors.signals import SignalHandle
 from composer_mesh.configs.schema import Config
@@ -26,7 +27,7 @@ FIRST_CAPACITY = 1 << 20
 class SDPOTeacherActor(MeshActor):
     """One process with a copy of the policy.
 
-    controller -- HintedView --> SDPOTeacherActor == logits by RDMA ==> trainer
+    controller -- HintedView --> SDPOTeacherActor == hidden states by RDMA ==> trainer
     """
 
     kind: ClassVar[str] = "sdpo_teacher"
@@ -53,29 +54,26 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def signal(self, views: list[HintedView]) -> SignalHandle:
-        """The teacher's logits for each target of the views, in their order.
+        """The teacher's hidden state for each target of the views, in their order.
 
         The handle is good until the next call: one step at a time reads it.
         """
         async with self._order:
             assert self.policy_version is not None
             self.activity = f"reading {len(views)} hinted contexts"
-            logits = await asyncio.to_thread(hinted_logits, self._model, views, self._budget)
-            buffer = await self._buffer.write(logits)
+            states = await asyncio.to_thread(hinted_states, self._model, views, self._budget)
+            buffer = await self._buffer.write(states)
             self.activity = "idle"
-            return SignalHandle(self.policy_version, len(logits), buffer)
+            return SignalHandle(self.policy_version, len(states), buffer)
 
 
-@torch.inference_mode()
-def hinted_logits(model: Any, views: list[HintedView], budget: int) -> Tensor:
-    """Logits [N, V] in float32 at the teacher rows of each view, in the views' order."""
+@torch.no_grad()
+def hinted_states(model: Any, views: list[HintedView], budget: int) -> Tensor:
+    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order."""
+    language_model = LanguageModel(model)
     rows: list[Tensor] = [torch.empty(0)] * len(views)
     for indices in microbatches([len(view.teacher_ids) for view in views], budget):
-        chunk = [torch.tensor(views[index].teacher_ids) for index in indices]
-        ids = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True)
-        lengths = torch.tensor([len(row) for row in chunk])
-        mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
-        logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        states = language_model.hidden([views[index].teacher_ids for index in indices])
         for row, index in enumerate(indices):
-            rows[index] = logits[row, views[index].teacher_rows].float()
+            rows[index] = states[row, views[index].teacher_rows]
     return torch.cat(rows)

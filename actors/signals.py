@@ -1,4 +1,4 @@
-"""The handle of a teacher signal: where its logits lie, and which weights made them.
+"""The handle of a teacher signal: where its hidden states lie, and which weights made them.
 
 Only the message; making and using signals is the actors' work.
 """
@@ -10,7 +10,10 @@ from composer_mesh.mesh.transport import BufferHandle
 
 @dataclass(frozen=True)
 class SignalHandle:
-    """Teacher logits `[tokens, vocabulary]`, float32: a row for each target of the views."""
+    """Teacher's last hidden states `[tokens, hidden size]`: a row for each target of the views.
+
+    The head of the same version makes them logits.
+    """
 
     version: int
     tokens: int

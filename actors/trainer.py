@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.policy import load_model, load_tokenizer, save_policy
 from composer_mesh.actors.signals import SignalHandle
-from composer_mesh.actors.train_step import ThreeChannelStep
+from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
@@ -35,7 +36,7 @@ class WrongVersion(RuntimeError):
 
 
 class TrainerActor(MeshActor):
-    """One process with the model, its optimizer and, for the replay channel, a frozen reference.
+    """One process with the model, its optimizer and, where a loss needs one, a frozen reference.
 
     controller -- StepBatch, SignalHandle --> TrainerActor -- WeightsHandle --> controller
     """
@@ -66,7 +67,9 @@ class TrainerActor(MeshActor):
         """Load the policy as version 0 and make the optimizer."""
         self._tokenizer = load_tokenizer(folder)
         self._model: Any = load_model(folder)
-        reference = load_model(folder).requires_grad_(False) if config.replay.on else None
+        LanguageModel(self._model).check_head()
+        frozen = needs_reference(config)
+        reference = load_model(folder).requires_grad_(False) if frozen else None
         self._step = ThreeChannelStep(self._model, reference, config)
         self._publisher = WeightPublisher(self._model)
         self.policy_version = 0
@@ -82,8 +85,8 @@ class TrainerActor(MeshActor):
             if signal is not None and signal.version != self.policy_version:
                 raise WrongVersion(signal.version, self.policy_version)
             self.activity = f"training step {batch.step + 1}"
-            logits = None if signal is None else await read(signal.buffer)
-            metrics = await asyncio.to_thread(self._step.run, batch, logits)
+            states = None if signal is None else await read(signal.buffer)
+            metrics = await asyncio.to_thread(self._step.run, batch, states)
             self.policy_version += 1
             self.activity = "idle"
             return metrics

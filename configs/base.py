@@ -3,8 +3,9 @@
 No section and no default stands here.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,3 +28,15 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+
+def by_type(default: str) -> Callable[[Any], str | None]:
+    """Which of several sections a table is, by its `type`; `default` where it names none."""
+
+    def tag(table: Any) -> str | None:
+        if isinstance(table, Section):
+            return str(getattr(table, "type", default))
+        found = table.get("type", default) if isinstance(table, dict) else None
+        return found if isinstance(found, str) else None
+
+    return tag

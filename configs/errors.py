@@ -30,6 +30,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "path_type": ("must be the path of a file or folder", "put it in quotes"),
     "tuple_type": ("must be a list of tables", "write [[{key}]] once for each entry"),
     "model_type": ("must be a table", "write [{key}] and its keys below"),
+    "dict_type": ("must be a table", "write [{key}] and its keys below"),
+    "bool_type": ("must be true or false", "write it without quotes"),
+    "union_tag_invalid": ("type must be one of {expected_tags}", "write one of these"),
+    "union_tag_not_found": ("must be a table with a type", 'write [{key}] and type = "…" below'),
 }
 
 
@@ -62,30 +66,57 @@ def dotted(path: Sequence[str | int]) -> str:
     return text.removeprefix(".")
 
 
-def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """The section whose key the last part of `path` is, None when there is no such section."""
-    section: type[BaseModel] | None = root
-    for part in path[:-1]:
-        if isinstance(part, int):
-            continue
-        field = section.model_fields.get(part) if section else None
-        section = _section_of(field.annotation) if field else None
-    return section
+def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
+    """Whether the schema has a key at this path; a table of free keys has every one."""
+    if path[-1] in keys_at(root, path):
+        return True
+    tables = [path[:end] for end in range(1, len(path)) if isinstance(path[end - 1], str)]
+    return any(_is_free_table(root, table) for table in tables)
+
+
+def keys_at(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """The keys that may stand where the last part of `path` does; none where no table is.
+
+    Where a table's `type` chooses among several sections, the keys of all of them.
+    """
+    keys = (key for section in _sections_at(root, path) for key in section.model_fields)
+    return list(dict.fromkeys(keys))
 
 
 def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
-    path, value, context = problem["loc"], problem["input"], dict(problem.get("ctx", {}))
+    path, value = _without_tags(root, problem["loc"]), problem["input"]
+    context = dict(problem.get("ctx", {}))
     kind = problem["type"]
     if kind == "extra_forbidden":
+        if owners := _owners(root, path):
+            return _key_of_another_type(path, value, problem["loc"], owners)
         return unknown_key(root, path, value)
     if kind == "missing":
-        return f"{dotted(path)} is not set but every run needs it: add {_how_to_add(path)}"
+        who = f"type {problem['loc'][-2]!r}" if len(path) < len(problem["loc"]) else "every run"
+        return f"{dotted(path)} is not set but {who} needs it: add {_how_to_add(path)}"
     if kind == "value_error":
         where = dotted(path)
         return f"{where}: {context['error']}" if where else str(context["error"])
     bound, repair = _TEXTS.get(kind, (problem["msg"], "correct it"))
     context["key"] = dotted(path)
     return f"{dotted(path)} = {shown(value)}: {bound.format(**context)}: {repair.format(**context)}"
+
+
+def _key_of_another_type(
+    path: Sequence[str | int], value: object, place: Sequence[str | int], owners: Sequence[str]
+) -> str:
+    key, chooser = dotted(path), dotted([*path[:-1], "type"])
+    return (
+        f"{key} = {shown(value)}: {chooser} {place[-2]!r} has no such key, only "
+        f"{', '.join(repr(owner) for owner in owners)} has: remove it or change {chooser}"
+    )
+
+
+def _owners(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """The types of the table at hand that have its last key."""
+    key = str(path[-1])
+    sections = _sections_at(root, path)
+    return [str(_tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
 
 
 def _how_to_add(path: Sequence[str | int]) -> str:
@@ -96,8 +127,7 @@ def _how_to_add(path: Sequence[str | int]) -> str:
 
 def _nearest(root: type[BaseModel], path: Sequence[str | int]) -> str:
     path = _up_to_the_unknown_part(root, path)
-    key, section = str(path[-1]), section_at(root, path)
-    siblings = list(section.model_fields) if section else []
+    key, siblings = str(path[-1]), keys_at(root, path)
     if near := difflib.get_close_matches(key, siblings, n=1):
         return f"did you mean {dotted([*path[:-1], near[0]])}?"
     if elsewhere := [name for name in _all_keys(root) if name.rsplit(".", 1)[-1] == key]:
@@ -111,24 +141,56 @@ def _up_to_the_unknown_part(
     root: type[BaseModel], path: Sequence[str | int]
 ) -> Sequence[str | int]:
     for end, part in enumerate(path, start=1):
-        section = section_at(root, path[:end])
-        if isinstance(part, str) and (section is None or part not in section.model_fields):
+        if isinstance(part, str) and not is_key(root, path[:end]):
             return path[:end]
     return path
+
+
+def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[str | int]:
+    """The path as the file has it: pydantic adds the `type` that chose a section."""
+    found: list[str | int] = []
+    sections = [root]
+    for part in path:
+        fields = [section.model_fields.get(str(part)) for section in sections]
+        if isinstance(part, str) and len(sections) > 1 and not any(fields):
+            sections = [s for s in sections if _tag(s) == part] or sections
+            continue
+        found.append(part)
+        if isinstance(part, str):
+            sections = [s for field in fields if field for s in _sections_of(field.annotation)]
+    return found
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
-        if child := _section_of(field.annotation):
+        for child in _sections_of(field.annotation):
             yield from _all_keys(child, f"{prefix}{name}.")
 
 
-def _section_of(annotation: object) -> type[BaseModel] | None:
-    """The section inside an annotation such as `Section` or `tuple[Section, ...]`."""
+def _sections_at(root: type[BaseModel], path: Sequence[str | int]) -> list[type[BaseModel]]:
+    """The sections that the last part of `path` may be a key of."""
+    sections = [root]
+    for part in path[:-1]:
+        if isinstance(part, str):
+            fields = [section.model_fields.get(part) for section in sections]
+            sections = [s for field in fields if field for s in _sections_of(field.annotation)]
+    return sections
+
+
+def _is_free_table(root: type[BaseModel], path: Sequence[str | int]) -> bool:
+    fields = (section.model_fields.get(str(path[-1])) for section in _sections_at(root, path))
+    return any(field and typing.get_origin(field.annotation) is dict for field in fields)
+
+
+def _sections_of(annotation: object) -> list[type[BaseModel]]:
+    """The sections inside an annotation such as `Section`, `tuple[Section, ...]` or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in typing.get_args(annotation):
-        if found := _section_of(inner):
-            return found
-    return None
+        return [annotation]
+    return [found for inner in typing.get_args(annotation) for found in _sections_of(inner)]
+
+
+def _tag(section: type[BaseModel]) -> str | None:
+    """The value of `type` that chooses this section."""
+    field = section.model_fields.get("type")
+    return next(iter(typing.get_args(field.annotation)), None) if field else None

@@ -15,7 +15,7 @@ from composer_mesh.configs.errors import (
     ConfigError,
     describe_all,
     dotted,
-    section_at,
+    is_key,
     shown,
     unknown_key,
 )
@@ -77,8 +77,7 @@ def _override(table: Table, text: str) -> str | None:
         return f"--set {text!r}: must be KEY.PATH=VALUE: write for example --set run.steps=3"
     # Digits are places in a list: replay.teachers.0.error_rate.
     path = [int(part) if part.isdecimal() else part for part in parts]
-    section = section_at(Config, path)
-    if section is None or path[-1] not in section.model_fields:
+    if not is_key(Config, path):
         return f"--set {unknown_key(Config, path, _value(value))}"
     try:
         _put(table, path, _value(value))

@@ -66,8 +66,20 @@ class ReplayConfig(Section):
     beta: NotNegative = 0.0
     """Weight of the replay loss in the total; 0 turns the channel off."""
 
+    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    """The preference loss; simpo needs no reference policy, so none is loaded for it."""
+
     dpo_beta: Positive = 0.1
-    """Strength of DPO's pull towards the frozen reference policy."""
+    """Strength of the pull of dpo and ipo towards the frozen reference policy."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Chance that a pair is the wrong way round (dpo, simpo)."""
+
+    simpo_beta: Positive = 2.0
+    """Scale of simpo's difference of average log-probs."""
+
+    simpo_gamma: NotNegative = 0.5
+    """Margin that simpo asks for: the authors' ratio of 0.25 times simpo_beta."""
 
     actors: Count = 2
     """Teacher-replay actors that ask in parallel."""

@@ -15,6 +15,7 @@ from composer_mesh.configs.base import (
     Section,
     Share,
 )
+from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
 
@@ -143,27 +144,22 @@ class ScheduleConfig(Section):
     """Policy versions a rollout may be behind the step that trains on it; 0 is synchronous."""
 
 
-class GrpoConfig(Section):
-    """The policy channel."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a token's probability ratio may fall below 1."""
-
-    clip_high: Positive = 0.28
-    """How far a token's probability ratio may rise above 1."""
-
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    """Reward minus the group's mean, divided by its standard deviation or not."""
-
-
 class SdpoConfig(Section):
     """The self-distillation channel: the same model, shown a hint at its error sites."""
 
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
 
+    wrapper: Literal["none", "taid", "entropy_opd"] = "none"
+    """"none": the generalized JSD; "taid": towards a target that moves from student to teacher
+    over the run; "entropy_opd": forward KL where the teacher is unsure, else reverse KL."""
+
     jsd_beta: Share = 0.5
     """Mixture weight of the generalized Jensen-Shannon divergence."""
+
+    entropy_opd_h_max: Positive | None = None
+    """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary where
+    not set."""
 
     temperature: Positive = 1.0
     """Temperature of both distributions in the divergence."""
@@ -217,8 +213,11 @@ class Config(Section):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """Rollouts per step and their age."""
 
-    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
-    """The policy channel."""
+    loss: LossConfig = Field(default_factory=GrpoLoss)
+    """The policy channel's loss."""
+
+    advantage: AdvantageConfig = Field(default_factory=GroupAdvantage)
+    """How rewards become advantages."""
 
     sdpo: SdpoConfig = Field(default_factory=SdpoConfig)
     """The self-distillation channel."""

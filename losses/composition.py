@@ -1,79 +1,10 @@
-"""Composition: the three channels of a step become one total.
+"""Composition: how the three channels become one number. The table of contents.
 
-    total = policy + alpha * sdpo + beta * replay
-
-A channel is off when its weight is 0 or it has no data (None). It is then no part of the graph
-and is reported as off, not as 0. Nothing here computes a channel or normalizes one.
+`channels` sums losses that exist; `harness` computes all three on one model and one batch, for
+tests and debugging. The trainer's own step uses only the former.
 """
 
-import math
-from dataclasses import dataclass
+from composer_mesh.losses.channels import CHANNELS, Composition, compose
+from composer_mesh.losses.harness import ComposedLoss, compose_loss
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from composer_mesh.losses.reductions import Number
-
-CHANNELS = ("policy", "sdpo", "replay")
-
-
-@dataclass(frozen=True)
-class Composition:
-    """The total to differentiate and each channel's own loss.
-
-    A channel's loss is unweighted and detached, and None where the channel is off.
-    """
-
-    total: Float[Tensor, ""]
-    policy: Float[Tensor, ""] | None
-    sdpo: Float[Tensor, ""] | None
-    replay: Float[Tensor, ""] | None
-
-    @property
-    def active(self) -> tuple[str, ...]:
-        """Names of the channels that are part of the total."""
-        return tuple(name for name in CHANNELS if getattr(self, name) is not None)
-
-    @property
-    def off(self) -> tuple[str, ...]:
-        """Names of the channels that are not."""
-        return tuple(name for name in CHANNELS if getattr(self, name) is None)
-
-    def metrics(self) -> dict[str, float | None]:
-        """The four `loss/…` keys of a step; a channel that is off is None."""
-        losses: dict[str, float | None] = {"loss/total": self.total.item()}
-        for name in CHANNELS:
-            loss: Tensor | None = getattr(self, name)
-            losses[f"loss/{name}"] = None if loss is None else loss.item()
-        return losses
-
-
-def compose(
-    policy: Float[Tensor, ""] | None,
-    sdpo: Float[Tensor, ""] | None,
-    replay: Float[Tensor, ""] | None,
-    *,
-    alpha: Number,
-    beta: Number,
-) -> Composition:
-    """Sum the channels that are on; without any, the total is a 0 that can be differentiated."""
-    sdpo = sdpo if _weight("alpha", alpha) > 0 else None
-    replay = replay if _weight("beta", beta) > 0 else None
-    weighted = [(1.0, policy), (alpha, sdpo), (beta, replay)]
-    on = [weight * loss for weight, loss in weighted if loss is not None]
-    total = sum(on[1:], start=on[0]) if on else torch.zeros((), requires_grad=True)
-    return Composition(total, _detached(policy), _detached(sdpo), _detached(replay))
-
-
-def _detached(loss: Float[Tensor, ""] | None) -> Float[Tensor, ""] | None:
-    return None if loss is None else loss.detach()
-
-
-def _weight(name: str, value: Number) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"{name} is {value} but a channel's weight has to be finite and >= 0:"
-            f" set {name} to 0 to switch the channel off"
-        )
-    return float(value)
+__all__ = ["CHANNELS", "ComposedLoss", "Composition", "compose", "compose_loss"]

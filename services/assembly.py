@@ -25,6 +25,7 @@ from composer_mesh.mesh.supervision import MeshError, Supervisor, cancel_and_wai
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import Task, make_task
+from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.curve import draw_reward_curve
@@ -174,7 +175,9 @@ class Run:
             self.view,
             self._saver(mesh),
         )
-        return Controller(config, task, Batcher(config, task, chat), ports)
+        return Controller(
+            config, task, Batcher(config, task, chat, make_advantages(config.advantage)), ports
+        )
 
     def _saver(self, mesh: RunMesh) -> Callable[[int], Awaitable[None]]:
         async def save(step: int) -> None:

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import torch
-
 from composer_mesh.configs.schema import Config
-from composer_mesh.losses.advantages import group_advantages
 from composer_mesh.rollouts.batches import (
     HintedSites,
     PolicySample,
@@ -23,6 +20,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.advantages import Advantages
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,13 @@ class Batcher:
     config: Config
     task: Task
     chat: ChatFormat
+    advantages: Advantages
 
     def batch(
         self, step: int, groups: Sequence[Sequence[Trace]], pairs: Sequence[PreferencePair]
     ) -> StepBatch:
         """The batch of a step. A channel that is off gets nothing."""
-        samples = [sample for group in groups for sample in self._samples(group)]
+        samples = self._samples(groups)
         sdpo, context = self.config.sdpo, self.config.policy.max_context
         # Sample by sample over the groups, so that each prompt has its share of the views.
         spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
@@ -51,7 +50,11 @@ class Batcher:
     def _answer(self, trace: Trace) -> str:
         return self.task.answer(self.task.episode(trace.split, trace.index))
 
-    def _samples(self, group: Sequence[Trace]) -> list[PolicySample]:
-        rewards = torch.tensor([trace.reward for trace in group])
-        advantages = group_advantages(rewards, self.config.grpo.advantage).tolist()
-        return [policy_sample(t, a) for t, a in zip(group, advantages, strict=True) if t.turns]
+    def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
+        found = zip(groups, self.advantages(groups), strict=True)
+        return [
+            policy_sample(trace, advantage)
+            for group, advantages in found
+            for trace, advantage in zip(group, advantages, strict=True)
+            if trace.turns
+        ]

@@ -24,6 +24,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.services.custom_functions import check_custom_functions
 from composer_mesh.services.run_directory import (
     RUNS,
     RunDirectoryError,
@@ -94,10 +95,14 @@ def _interrupt_kept() -> Iterator[None]:
 
 
 def _accepted(arguments: argparse.Namespace) -> Config:
-    """The config, once its data has been read too; raises what `main` turns into one message."""
+    """The config, once all that it names was found; raises what `main` turns into one message."""
     config = load_config(arguments.config, arguments.set)
     make_task(config)
     _check_keys(config)
+    try:
+        check_custom_functions(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     return config
 
 

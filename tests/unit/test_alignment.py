@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.sdpo_teacher import hinted_logits
+from composer_mesh.actors.sdpo_teacher import hinted_states
 from composer_mesh.rollouts.alignment import HintedView, MisalignedError, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import render_hint
@@ -144,7 +144,9 @@ def test_with_an_empty_hint_the_teacher_says_what_the_student_says(
 ) -> None:
     model, traces = build_model(1), [random_trace(rng, turns) for turns in (1, 3, 2)]
     pairs = views_of(traces, [])
-    teacher = hinted_logits(model, [view for _, view in pairs], budget)
+    states = hinted_states(model, [view for _, view in pairs], budget)
+    with torch.no_grad():
+        teacher = model.lm_head(states)
     student = torch.cat([student_logits(model, t)[view.student_rows] for t, view in pairs])
     torch.testing.assert_close(teacher, student, atol=1e-5, rtol=1e-5)
 
@@ -154,7 +156,7 @@ def test_a_hint_changes_what_the_teacher_says_and_a_longer_one_changes_it_again(
 ) -> None:
     model, trace = build_model(1), random_trace(rng, 2)
     said = [
-        hinted_logits(model, [view for _, view in views_of([trace], hint)], 4096)
+        hinted_states(model, [view for _, view in views_of([trace], hint)], 4096)
         for hint in ([], [5, 6], [5, 6, 9])
     ]
     assert said[0].shape == said[1].shape == said[2].shape
@@ -167,6 +169,6 @@ def test_the_teachers_rows_come_in_the_order_of_the_views(
 ) -> None:
     model, traces = build_model(1), [random_trace(rng, turns) for turns in (3, 1, 2)]
     views = [view for _, view in views_of(traces, [4, 4, 4])]
-    together = hinted_logits(model, views, 70)
-    alone = torch.cat([hinted_logits(model, [view], 70) for view in views])
+    together = hinted_states(model, views, 70)
+    alone = torch.cat([hinted_states(model, [view], 70) for view in views])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)

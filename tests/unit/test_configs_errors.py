@@ -22,8 +22,25 @@ BROKEN = {
     ),
     "key of another section": (
         ["trainer.clip_low=0.1"],
-        ["trainer.clip_low = 0.1", "unknown key", "did you mean grpo.clip_low?"],
+        ["trainer.clip_low = 0.1", "unknown key", "did you mean loss.clip_low?"],
     ),
+    "key of another loss": (
+        ["loss.tau_positive=0.2"],
+        ["loss.tau_positive = 0.2", "loss.type 'grpo' has no such key", "only 'sapo' has"],
+    ),
+    "unknown loss": (
+        ["loss.type=ppo"],
+        ["type must be one of 'grpo', 'cispo'", "write one of these"],
+    ),
+    "bound of a chosen loss": (
+        ["loss.type=cispo", "loss.clip_high=0.2"],
+        ["loss.clip_high = 0.2", "at least 1", "raise it to 1"],
+    ),
+    "custom loss without a path": (
+        ["loss.type=custom"],
+        ["loss.import_path is not set", "type 'custom' needs it", "under [loss]"],
+    ),
+    "number for a loss": (["loss=3"], ["loss = 3", "must be a table with a type", "[loss]"]),
     "path through a number": (
         ["run.steps.first=2"],
         ["run.steps.first = 2", "unknown key", "run.steps is not a table"],

@@ -24,6 +24,7 @@ from composer_mesh.rollouts.tasks import Episode, Session, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.replay import Replay
@@ -171,7 +172,12 @@ def controller_of(world: World, config: Config) -> Controller:
     ports = Ports(
         rollouts, replay if config.replay.on else None, world, world, world, world, world.save
     )
-    return Controller(config, world.task, Batcher(config, world.task, world.chat), ports)
+    return Controller(
+        config,
+        world.task,
+        Batcher(config, world.task, world.chat, make_advantages(config.advantage)),
+        ports,
+    )
 
 
 @pytest.fixture(params=[0, 1, 2])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.sdpo_teacher import hinted_logits
+from composer_mesh.actors.sdpo_teacher import hinted_states
 from composer_mesh.actors.train_step import ThreeChannelStep, learning_rate
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.policy import token_logprobs
@@ -107,7 +107,7 @@ def test_how_a_step_is_split_changes_neither_its_losses_nor_its_weights(
     batch = replace(batch, samples=[padded, *batch.samples[1:]])
     wide = [replace(pair, context_ids=long[: 60 + 30 * n]) for n, pair in enumerate(batch.pairs)]
     batch = replace(batch, pairs=wide)
-    signal = hinted_logits(build_model(2), batch.views, 4096)
+    signal = hinted_states(build_model(2), batch.views, 4096)
     split_model, split = make(**ALL_ON, trainer={"microbatch_tokens": budget, "lr": 1e-3})
     expected, found = whole.run(batch, signal), split.run(batch, signal)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -117,7 +117,7 @@ def test_how_a_step_is_split_changes_neither_its_losses_nor_its_weights(
 def test_all_channels_together_train_the_weighted_sum(make: Make, rng: random.Random) -> None:
     model, step = make(2, **ALL_ON)
     batch = batch_of(model, rng, pairs=4)
-    metrics = step.run(batch, hinted_logits(make(3)[0], batch.views, 4096))
+    metrics = step.run(batch, hinted_states(make(3)[0], batch.views, 4096))
     policy, sdpo, replay = (metrics[f"loss/{name}"] for name in ("policy", "sdpo", "replay"))
     assert policy is not None
     assert sdpo is not None
@@ -135,7 +135,7 @@ def test_the_weight_of_a_channel_scales_its_gradient(make: Make, rng: random.Ran
     model, _ = make(2)
     batch = flat(batch_of(model, rng, pairs=3))
     distil, prefer = replace(batch, pairs=[]), replace(batch, views=[])
-    signal = hinted_logits(make(3)[0], batch.views, 4096)
+    signal = hinted_states(make(3)[0], batch.views, 4096)
     norms = {}
     for weight in (0.25, 1.0):
         weighted = {"sdpo": {"alpha": weight}, "replay": {**ALL_ON["replay"], "beta": weight}}
@@ -240,7 +240,7 @@ def test_a_signal_of_another_batch_is_refused(make: Make, rng: random.Random) ->
     batch = batch_of(model, rng)
     rows = batch.sdpo_tokens
     with pytest.raises(ValueError, match=f"{rows - 1} rows but the views have {rows} tokens"):
-        step.run(batch, torch.zeros(rows - 1, 400))
+        step.run(batch, torch.zeros(rows - 1, model.config.hidden_size))
 
 
 def test_views_without_a_signal_are_refused(make: Make, rng: random.Random) -> None:
@@ -281,7 +281,7 @@ def test_distillation_brings_the_student_to_the_teacher(
 ) -> None:
     model, step = make(**ALL_ON)
     batch = flat(batch_of(model, rng, samples=4))
-    signal = hinted_logits(build_model(2), batch.views, 4096)
+    signal = hinted_states(build_model(2), batch.views, 4096)
     losses = [step.run(batch, signal)["loss/sdpo"] or 0.0 for _ in range(8)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.7 * losses[0]
@@ -294,7 +294,7 @@ def test_an_empty_hint_leaves_nothing_to_distil(make: Make, rng: random.Random) 
     unhinted = [view for view in batch.views if view.offset == 0 and view.trace_id in traces]
     assert unhinted
     batch = replace(batch, views=unhinted)
-    metrics = step.run(batch, hinted_logits(model, batch.views, 4096))
+    metrics = step.run(batch, hinted_states(model, batch.views, 4096))
     assert metrics["loss/sdpo"] == pytest.approx(0, abs=1e-8)
 
 
@@ -306,9 +306,9 @@ def test_each_view_meets_its_own_rows_of_the_signal(
     batch = batch_of(model, rng)
     order: list[HintedView] = batch.views[::-1]
     teacher = build_model(2)
-    one = step.run(batch, hinted_logits(teacher, batch.views, 4096))
+    one = step.run(batch, hinted_states(teacher, batch.views, 4096))
     _, again = make(**ALL_ON)
-    two = again.run(replace(batch, views=order), hinted_logits(teacher, order, 4096))
+    two = again.run(replace(batch, views=order), hinted_states(teacher, order, 4096))
     assert one["loss/sdpo"] == pytest.approx(two["loss/sdpo"], rel=1e-6)
 
 
@@ -319,7 +319,7 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_no_weight(
     batch = batch_of(model, rng)
     before = weights_of(model)
     with pytest.raises(RuntimeError, match="non-finite"):
-        step.run(batch, torch.full((batch.sdpo_tokens, model.config.vocab_size), math.nan))
+        step.run(batch, torch.full((batch.sdpo_tokens, model.config.hidden_size), math.nan))
     assert largest_change(before, weights_of(model)) == 0
 
 

@@ -1,0 +1,86 @@
+"""The replay channel of a step: preference pairs against the frozen reference, or without one.
+
+Axes: B pairs of a microbatch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.language_model import LanguageModel, padded
+from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.losses.preference import (
+    PreferenceLoss,
+    dpo_loss,
+    ipo_loss,
+    sequence_logprobs,
+    simpo_loss,
+)
+from composer_mesh.rollouts.batches import PairSample
+
+Sides = tuple[Tensor, Tensor]
+
+
+class ReplayChannel:
+    """The configured preference loss; only SimPO does without a reference."""
+
+    def __init__(self, config: ReplayConfig, reference: LanguageModel | None) -> None:
+        self._config, self._reference = config, reference
+
+    def loss(
+        self, model: LanguageModel, pairs: Sequence[PairSample], normalizer: int
+    ) -> PreferenceLoss:
+        """The loss of some pairs, over the number of pairs in the whole batch."""
+        config = self._config
+        (chosen, rejected), lengths = _answers(model, pairs), _lengths(pairs)
+        if config.loss == "simpo":
+            return simpo_loss(
+                chosen,
+                rejected,
+                *lengths,
+                beta=config.simpo_beta,
+                gamma=config.simpo_gamma,
+                label_smoothing=config.label_smoothing,
+                normalizer=normalizer,
+            )
+        if self._reference is None:
+            raise ValueError(f"{len(pairs)} pairs need a reference model: load one")
+        with torch.no_grad():
+            reference = _answers(self._reference, pairs)
+        sides = (chosen, rejected, *reference)
+        if config.loss == "ipo":
+            return ipo_loss(*sides, *lengths, beta=config.dpo_beta, normalizer=normalizer)
+        return dpo_loss(
+            *sides,
+            beta=config.dpo_beta,
+            label_smoothing=config.label_smoothing,
+            normalizer=normalizer,
+        )
+
+
+def needs_reference(config: ReplayConfig) -> bool:
+    """Whether the channel is on and reads the log-probs of the frozen initial policy."""
+    return config.on and config.loss != "simpo"
+
+
+def longest_tokens(pair: PairSample) -> int:
+    """Padded tokens of both sides of a pair."""
+    return 2 * (len(pair.context_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
+
+
+def _answers(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
+    """Summed log-probs [B] of the chosen and of the rejected answers."""
+    answers = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]
+    contexts = [p.context_ids for p in pairs] * 2
+    sequences = [context + answer for context, answer in zip(contexts, answers, strict=True)]
+    masks = [[False] * len(c) + [True] * len(a) for c, a in zip(contexts, answers, strict=True)]
+    mask = padded(masks)[:, 1:].bool()
+    logprobs = model.logprobs(model.hidden(sequences), padded(sequences), mask)
+    sums = sequence_logprobs(logprobs, mask)
+    return sums[: len(pairs)], sums[len(pairs) :]
+
+
+def _lengths(pairs: Sequence[PairSample]) -> Sides:
+    chosen = torch.tensor([len(pair.chosen_ids) for pair in pairs])
+    return chosen, torch.tensor([len(pair.rejected_ids) for pair in pairs])

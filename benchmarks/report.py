@@ -1,0 +1,65 @@
+"""What every benchmark prints and writes: a table, and with --json FILE its figures and ratios.
+
+Measures nothing itself.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the two arguments that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and ratios")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, within a minute")
+    return parser
+
+
+@dataclass
+class Report:
+    """The result of one benchmark; `ratios` are what its claims are about."""
+
+    name: str
+    figures: dict[str, float | str] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    def print_table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+    ) -> None:
+        """A table with the first column to the left and numbers to the right."""
+        table = Table(title=title, title_justify="left")
+        for place, column in enumerate(columns):
+            table.add_column(column, justify="right" if place else "left")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+
+    def finish(self, file: Path | None) -> None:
+        """Print the ratios and write the file, if one is asked for."""
+        for name, ratio in self.ratios.items():
+            print(f"{name} = {ratio:.4g}")
+        if file is not None:
+            content = {
+                "name": self.name,
+                "command": shlex.join(["python", *sys.argv]),
+                "commit": _commit(),
+                "figures": self.figures,
+                "ratios": self.ratios,
+            }
+            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,249 @@
+"""The policy channel: which loss trains on rewards, and how rewards become advantages.
+
+Each type of loss is a section of its own with just the options it has; `type` names it. What the
+options mean is written at the functions of `losses.policy` and `losses.advantages`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from composer_mesh.configs.base import NotNegative, Positive, Section, by_type
+
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+ImportPath = Annotated[str, Field(min_length=1)]
+
+
+class _RatioLoss(Section):
+    """What losses on the ratio of the policy to the one that sampled have in common."""
+
+    aggregation: Aggregation = "dapo"
+    """How token losses are summed: TRL's loss types."""
+
+    ratio_level: Literal["token", "sequence"] = "token"
+    """"token": a ratio for each token; "sequence": one for all tokens of a rollout, as in GSPO."""
+
+    kl_beta: NotNegative = 0.0
+    """Weight of the k3 KL to the frozen initial policy; 0 loads no reference for it."""
+
+    kl_importance: bool = False
+    """Whether the k3 KL is multiplied by the ratio, which makes its gradient unbiased."""
+
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """Sampler-mismatch correction. "none": the ratio is to the generator's own log-probs; else it
+    is to the trainer's, and tokens are weighted by trainer over generator."""
+
+    correction_maximum: Positive = 3.0
+    """Largest weight of the correction."""
+
+    correction_minimum: Positive | None = None
+    """Smallest weight of the correction; not set means none."""
+
+
+class GrpoLoss(_RatioLoss):
+    """GRPO's clipped surrogate, with DAPO's, Dr. GRPO's and GSPO's options."""
+
+    type: Literal["grpo"] = "grpo"
+    """The loss."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far a ratio may fall below 1."""
+
+    clip_high: Positive = 0.28
+    """How far a ratio may rise above 1."""
+
+    ratio_cap: Positive | None = None
+    """Bound of the unclipped ratio (TRL's delta); not set means none."""
+
+
+class CispoLoss(_RatioLoss):
+    """CISPO: REINFORCE weighted by a capped, constant ratio."""
+
+    type: Literal["cispo"]
+    """The loss."""
+
+    clip_high: Annotated[float, Field(ge=1)] = 5.0
+    """Largest ratio; an absolute cap, so not below 1."""
+
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Smallest ratio; not set means none."""
+
+
+class SapoLoss(_RatioLoss):
+    """SAPO: a soft gate on the ratio instead of a clip."""
+
+    type: Literal["sapo"]
+    """The loss."""
+
+    aggregation: Aggregation = "grpo"
+    """How token losses are summed: TRL's loss types."""
+
+    tau_positive: Positive = 1.0
+    """Steepness of the gate where the advantage is positive."""
+
+    tau_negative: Positive = 1.05
+    """Steepness of the gate elsewhere."""
+
+
+class PrimeRlLoss(Section):
+    """PRIME-RL's default: tokens whose probability moved too far are masked, and a squared KL."""
+
+    type: Literal["prime_rl"]
+    """The loss."""
+
+    mask_low: NotNegative = 0.2
+    """Largest fall of a token's probability, where its advantage is not positive."""
+
+    mask_high: NotNegative = 0.2
+    """Largest rise of a token's probability, where its advantage is positive."""
+
+    adv_tau: NotNegative = 1.0
+    """Weight of the policy gradient."""
+
+    kl_tau: NotNegative = 1e-3
+    """Weight of the squared log-ratio."""
+
+
+class DppoLoss(Section):
+    """DPPO: tokens outside a trust region by total variation or KL are masked."""
+
+    type: Literal["dppo"]
+    """The loss."""
+
+    aggregation: Aggregation = "dapo"
+    """How token losses are summed: TRL's loss types."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Binary total variation or binary KL."""
+
+    threshold: Positive | None = None
+    """Largest divergence of a token; 0.15 for tv and 0.05 for kl where not set."""
+
+    ratio_cap: Positive = 10.0
+    """Largest weight of a token."""
+
+
+class DecoupledPpoLoss(Section):
+    """AReaL's decoupled PPO: clipped against the trainer, weighted against the generator."""
+
+    type: Literal["decoupled_ppo"]
+    """The loss."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far a ratio may fall below 1."""
+
+    clip_high: Positive = 0.2
+    """How far a ratio may rise above 1."""
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss where the advantage is negative; not set means none."""
+
+    ratio_level: Literal["token", "sequence"] = "token"
+    """"token": a ratio for each token; "sequence": one for all tokens of a rollout."""
+
+    behaviour_weight_cap: Positive | None = 5.0
+    """Tokens whose behaviour weight is above this are dropped."""
+
+
+class ReinforceLoss(Section):
+    """REINFORCE: advantage times log-prob, for runs without lag."""
+
+    type: Literal["reinforce"]
+    """The loss."""
+
+    aggregation: Aggregation = "dapo"
+    """How token losses are summed: TRL's loss types."""
+
+
+class CustomLoss(Section):
+    """A function of yours, called once for each rollout with PRIME-RL's fields."""
+
+    type: Literal["custom"]
+    """The loss."""
+
+    import_path: ImportPath
+    """Where the function is: my_module.my_loss, looked up in the working directory too."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+    reference: bool = False
+    """Whether it reads ref_logprobs: the frozen initial policy's."""
+
+
+LossConfig = Annotated[
+    Annotated[GrpoLoss, Tag("grpo")]
+    | Annotated[CispoLoss, Tag("cispo")]
+    | Annotated[SapoLoss, Tag("sapo")]
+    | Annotated[PrimeRlLoss, Tag("prime_rl")]
+    | Annotated[DppoLoss, Tag("dppo")]
+    | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")]
+    | Annotated[ReinforceLoss, Tag("reinforce")]
+    | Annotated[CustomLoss, Tag("custom")],
+    Discriminator(by_type("grpo")),
+]
+
+
+class GroupAdvantage(Section):
+    """Rewards against the mean of their group."""
+
+    type: Literal["group"] = "group"
+    """How advantages are computed."""
+
+    scale: Literal["group", "batch", "none"] = "group"
+    """Whose standard deviation divides: the group's (GRPO), the step's, or none (Dr. GRPO)."""
+
+    std: Literal["unbiased", "population"] = "unbiased"
+    """The standard deviation's convention."""
+
+    eps: NotNegative = 1e-4
+    """Added to the standard deviation."""
+
+
+class RlooAdvantage(Section):
+    """Rewards against the mean of the others of their group."""
+
+    type: Literal["rloo"]
+    """How advantages are computed."""
+
+
+class MaxRlAdvantage(Section):
+    """Rewards against their group's mean, divided by it."""
+
+    type: Literal["max_rl"]
+    """How advantages are computed."""
+
+
+class ReinforcePlusPlusAdvantage(Section):
+    """Rewards whitened over all sampled tokens of the step."""
+
+    type: Literal["reinforce_plus_plus"]
+    """How advantages are computed."""
+
+    baseline: bool = True
+    """Whether the group's mean is taken off first."""
+
+
+class CustomAdvantage(Section):
+    """A function of yours, called with the step's groups of rollouts."""
+
+    type: Literal["custom"]
+    """How advantages are computed."""
+
+    import_path: ImportPath
+    """Where the function is: my_module.my_advantage, looked up in the working directory too."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+AdvantageConfig = Annotated[
+    Annotated[GroupAdvantage, Tag("group")]
+    | Annotated[RlooAdvantage, Tag("rloo")]
+    | Annotated[MaxRlAdvantage, Tag("max_rl")]
+    | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]
+    | Annotated[CustomAdvantage, Tag("custom")],
+    Discriminator(by_type("group")),
+]

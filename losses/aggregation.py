@@ -1,0 +1,109 @@
+"""Aggregation: how the terms of tokens become the loss of a step, and what to divide them by.
+
+Axes: B sequences (any number of leading axes, also none), T tokens. One sequence per row: "grpo"
+takes a mean over each row.
+
+Nothing here counts for the caller or knows how a step is cut into microbatches and ranks.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from composer_mesh.losses.logprobs import PolicyLoss, check_choice, masked_mean
+from composer_mesh.losses.reductions import Number, masked_sum, normalized_sum
+
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+
+def aggregate(
+    values: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+    kind: Aggregation,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """Terms of tokens to one scalar, in the units of the terms; an empty mask gives 0.
+
+        grpo                 sum over sequences of (the mean over the tokens of each) / normalizer
+        bnpo, dr_grpo, dapo  sum over all tokens / normalizer
+
+    `aggregation_normalizer` gives each kind's normalizer for a whole step. A sequence without a
+    token under the mask adds 0 to any of them. Aggregation types are TRL's `loss_type`
+    (`GRPOTrainer._compute_loss`); verl's `agg_loss` modes are the same sums:
+
+        token-mean               dapo, normalizer = tokens of the step
+        seq-mean-token-mean      grpo, normalizer = sequences with a token
+        seq-mean-token-sum       dr_grpo, normalizer = sequences with a token
+        seq-mean-token-sum-norm  dr_grpo, normalizer = sequences * horizon (older: horizon)
+
+    Raises ValueError for an unknown kind or a normalizer that is no count. Differs from upstream
+    where the mask is empty: verl gives NaN.
+    """
+    check_choice("aggregation", kind, AGGREGATIONS)
+    if kind == "grpo":
+        return normalized_sum(masked_mean(values, mask), normalizer)
+    return masked_sum(values, mask, normalizer)
+
+
+def aggregation_normalizer(
+    kind: Aggregation,
+    *,
+    sequences: int,
+    tokens: int,
+    max_completion_length: int | None = None,
+) -> int:
+    """What one optimizer step divides by, from its counts over all microbatches and ranks.
+
+        grpo        sequences                          DeepSeekMath, arXiv 2402.03300
+        bnpo, dapo  tokens                             DAPO, arXiv 2503.14476
+        dr_grpo     sequences * max_completion_length  Dr. GRPO, arXiv 2503.20783
+
+    `tokens` counts those under the mask, `sequences` all rows, also those without a token. The
+    losses of all microbatches and ranks then sum (not average) to the loss of the step.
+
+    TRL means the same for grpo, dr_grpo and dapo, in other words: its grpo, bnpo and dr_grpo take
+    the microbatch's own counts, divide by gradient_accumulation_steps and average over ranks,
+    and its dapo divides by num_items_in_batch / num_processes and averages over ranks. With equal
+    numbers of sequences in all microbatches these are the numbers above. TRL's bnpo differs
+    where microbatches differ in tokens: it averages their means, so that a token's weight depends
+    on its company. To get that, pass tokens of the microbatch * gradient_accumulation_steps (*
+    ranks) as normalizer of each.
+    """
+    check_choice("aggregation", kind, AGGREGATIONS)
+    if kind == "grpo":
+        return sequences
+    if kind != "dr_grpo":
+        return tokens
+    if max_completion_length is None or max_completion_length < 1:
+        raise ValueError(
+            f"max_completion_length is {max_completion_length} but dr_grpo divides by it: pass"
+            " the number of tokens that a completion may have, a constant of the run"
+        )
+    return sequences * max_completion_length
+
+
+def policy_loss(
+    terms: Float[Tensor, "*B T"],
+    *,
+    clipped: Bool[Tensor, "*B T"],
+    ratio: Float[Tensor, "*B T"],
+    log_ratio: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+    normalizer: Number,
+    kind: Aggregation,
+) -> PolicyLoss:
+    """A loss from its terms, with its figures aggregated alike."""
+    log_ratio = log_ratio.detach()
+
+    def mean(values: Tensor) -> Tensor:
+        return aggregate(values, mask, kind, normalizer)
+
+    return PolicyLoss(
+        loss=mean(terms),
+        clipped_fraction=mean(clipped.to(log_ratio.dtype)),
+        ratio_mean=mean(ratio.detach()),
+        kl_k3=mean(torch.expm1(log_ratio) - log_ratio),
+    )

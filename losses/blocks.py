@@ -1,0 +1,139 @@
+"""Scores of a linear head and their gradients, a block of rows at a time.
+
+What the fused losses share: a scratch that every block of scores passes through, and sums of
+gradients in float32 or better. Which loss the scores are for is not known here.
+
+Axes: N rows, H hidden size, V vocabulary, R rows of one block, C columns of the vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from composer_mesh.losses.reductions import Number
+
+# Numbers in a scratch of scores: 16 MiB in float32 on a CPU, whose caches like it small, and
+# 256 MiB on an accelerator, whose matrix units want many rows at once.
+CPU_BLOCK, ACCELERATOR_BLOCK = 1 << 22, 1 << 26
+# Numbers that elementwise passes over a scratch take at a time on a CPU: they stay in its cache.
+CPU_TILE = 1 << 17
+
+
+def default_block(hidden: Tensor) -> int:
+    """Numbers of a scratch on the device of the hidden states."""
+    return CPU_BLOCK if hidden.device.type == "cpu" else ACCELERATOR_BLOCK
+
+
+def tiles(*blocks: Float[Tensor, "R _"]) -> Iterator[tuple[Tensor, ...]]:
+    """Views of a few rows of each block, small enough for a CPU's cache; one view elsewhere."""
+    rows = max(1, len(blocks[0]))
+    if blocks[0].device.type == "cpu":
+        rows = max(1, CPU_TILE // max(block.shape[-1] for block in blocks))
+    return zip(*(block.split(rows) for block in blocks), strict=True)
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """A head whose scores are `(hidden @ weight.T + bias) / temperature`, in `dtype`."""
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, "V"] | None
+    temperature: Number
+    dtype: torch.dtype
+
+    def scores(
+        self, hidden: Float[Tensor, "N H"], block: int, *, rows: int | None = None
+    ) -> Iterator[tuple[slice, Float[Tensor, "R V"]]]:
+        """Each block of rows with its scores, in a scratch that the next block overwrites.
+
+        A block has `rows` rows, by default as many as `block` numbers hold, and at least one.
+        """
+        rows = rows or rows_per_block(len(self.weight), block)
+        shape = (min(rows, len(hidden)), len(self.weight))
+        scratch = hidden.new_empty(shape, dtype=self.dtype)
+        for start in range(0, len(hidden), rows):
+            place = slice(start, min(start + rows, len(hidden)))
+            out = scratch[: place.stop - place.start]
+            self._score(hidden[place], out)
+            yield place, out
+
+    def _score(self, hidden: Float[Tensor, "R H"], out: Float[Tensor, "R V"]) -> None:
+        for columns in self.columns():
+            product(hidden, self.weight[columns].T, out[:, columns])
+        if self.bias is not None:
+            out.add_(self.bias)
+        if self.temperature != 1:
+            out.div_(self.temperature)
+
+    def columns(self) -> Iterator[slice]:
+        """All columns at once, or as many as may be copied to another dtype at a time."""
+        count, hidden = self.weight.shape
+        step = count if self.weight.dtype == self.dtype else default_block(self.weight) // hidden
+        return (slice(start, start + step) for start in range(0, count, max(1, step)))
+
+
+class HeadGradients:
+    """Gradients of hidden states, weight and bias, summed over blocks; those that are wanted."""
+
+    def __init__(
+        self, head: LinearHead, hidden: Float[Tensor, "N H"], wanted: tuple[bool, ...]
+    ) -> None:
+        self.wanted = any(wanted)
+        self._head, self._hidden = head, hidden
+        sources = (hidden, head.weight, head.bias)
+        self._sums = [
+            torch.zeros_like(source, dtype=head.dtype) if want and source is not None else None
+            for source, want in zip(sources, wanted, strict=True)
+        ]
+
+    def add(self, rows: slice, pull: Float[Tensor, "R V"]) -> None:
+        """Take in the gradient of the loss by `hidden @ weight.T + bias` of these rows."""
+        of_hidden, of_weight, of_bias = self._sums
+        for columns in self._head.columns():
+            part = pull[:, columns]
+            if of_hidden is not None:
+                add_product(part, self._head.weight[columns], of_hidden[rows])
+            if of_weight is not None:
+                add_product(part.T, self._hidden[rows], of_weight[columns])
+        if of_bias is not None:
+            of_bias.add_(pull.sum(0))
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The sums, in the dtypes of what they are gradients of."""
+        hidden, weight, bias = self._sums
+        return (
+            None if hidden is None else hidden.to(self._hidden.dtype),
+            None if weight is None else weight.to(self._head.weight.dtype),
+            None if bias is None or self._head.bias is None else bias.to(self._head.bias.dtype),
+        )
+
+
+def rows_per_block(vocabulary: int, block: int) -> int:
+    """Rows whose scores fit a scratch of `block` numbers; at least one."""
+    return max(1, block // max(1, vocabulary))
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """`out = left @ right` with sums in the dtype of `out`."""
+    if left.dtype == right.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif _on_half_units(right, out):
+        out.copy_(torch.mm(left.to(right.dtype), right, out_dtype=out.dtype))
+    else:
+        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def add_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """`out += left @ right` with sums in the dtype of `out`."""
+    if _on_half_units(right, out):
+        out.add_(torch.mm(left.to(right.dtype), right, out_dtype=out.dtype))
+    else:
+        out.addmm_(left.to(out.dtype), right.to(out.dtype))
+
+
+def _on_half_units(right: Tensor, out: Tensor) -> bool:
+    """Whether an accelerator multiplies halves and sums them in float32; a CPU does not."""
+    return out.is_cuda and out.dtype == torch.float32 and right.dtype.itemsize == 2

@@ -1,0 +1,181 @@
+"""Loss functions of the user, called once a sequence.
+
+The interface is PRIME-RL's: a function `(inputs: LossInputs, **kwargs)` that returns an object with
+`loss`, a scalar SUM over the sequence's tokens, and `metrics`. What was written for PRIME-RL runs
+unchanged, also with its own `LossOutputs`, and also where PRIME-RL is not installed.
+
+Axes: T tokens of one sequence. Nothing here reads a config or knows what a loss means; how a
+function is found and called stands in `custom_function`, advantages in `custom_advantage`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from composer_mesh.losses.custom_function import (
+    CustomFunctionError,
+    Function,
+    attribute,
+    call_function,
+    check_signature,
+    load_function,
+    place_of,
+)
+from composer_mesh.losses.custom_types import LossInputs, LossOutputs
+from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+
+__all__ = [
+    "CustomFunctionError",
+    "LossInputs",
+    "LossOutputs",
+    "MetricSum",
+    "check_signature",
+    "custom_policy_loss",
+    "load_function",
+]
+
+
+@dataclass(frozen=True)
+class MetricSum:
+    """A user's metric as sum and count, so that those of microbatches and ranks can be added."""
+
+    total: float
+    count: int
+
+    def __add__(self, other: "MetricSum") -> "MetricSum":
+        return MetricSum(self.total + other.total, self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """Mean over all that was reported; 0 where nothing was."""
+        return self.total / max(self.count, 1)
+
+
+def custom_policy_loss(
+    function: Function,
+    name: str,
+    kwargs: Mapping[str, Any],
+    sequences: Sequence[LossInputs],
+    *,
+    normalizer: Number,
+    ids: Sequence[str] | None = None,
+) -> tuple[Float[Tensor, ""], dict[str, MetricSum]]:
+    """Sum of the function's losses over the sequences, over the normalizer; and its metrics.
+
+        loss = sum over sequences of function(inputs, **kwargs).loss / normalizer
+
+    `name` is the import path that errors say, `ids` the trace ids they say beside the index of the
+    sequence. `normalizer` is PRIME-RL's loss_scale, the trainable tokens of the whole step: a
+    function returns a sum, never a mean. A metric is averaged over the sequences that reported
+    it, a 1-D one over all their elements (`MetricSum.mean`).
+
+    A sequence with nothing under its mask is not shown to the function and counts 0, with a valid
+    graph. Non-finite content under no mask is shown as 0, other content there as it is. Only
+    `trainer_logprobs` gets a gradient. Half precision is shown, and summed, as float32.
+
+    Raises `CustomFunctionError`: before anything runs if the signature does not fit; if the
+    function raises (chained); if its loss is no finite floating scalar attached to the graph; if
+    a metric is no finite number. Without sequences the loss is a 0 that can be differentiated.
+
+    Source: prime-rl `trainer/rl/loss.py::compute_loss`, which checks nothing, calls the function
+    for empty masks too, and leaves metrics unreduced.
+    """
+    check_signature(function, name, kwargs)
+    if ids is not None and len(ids) != len(sequences):
+        raise ValueError(f"there are {len(ids)} ids for {len(sequences)} sequences: pass one each")
+    losses, metrics = list[Tensor](), dict[str, MetricSum]()
+    for index, sequence in enumerate(sequences):
+        place = place_of("sequence", index, ids[index] if ids else None)
+        inputs = _shown(name, place, sequence)
+        if not inputs.loss_mask.any():
+            losses.append(torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum())
+            continue
+        output = call_function(function, name, place, inputs, kwargs)
+        losses.append(_loss(name, place, output, inputs))
+        for key, found in _metrics(name, place, output).items():
+            metrics[key] = metrics[key] + found if key in metrics else found
+    total = torch.stack(losses) if losses else torch.zeros(1, requires_grad=True)
+    return normalized_sum(total, normalizer), metrics
+
+
+def _shown(name: str, place: str, sequence: LossInputs) -> LossInputs:
+    """The sequence as the function sees it, its shapes and types checked."""
+    mask = sequence.loss_mask
+    if mask.dtype != torch.bool:
+        raise CustomFunctionError(
+            name, place, f"loss_mask is {mask.dtype} but has to be bool: compare it with 0"
+        )
+
+    def shown(field_name: str) -> Tensor | None:
+        values: Tensor | None = getattr(sequence, field_name)
+        if values is None:
+            return None
+        if values.shape != mask.shape or not values.is_floating_point():
+            raise CustomFunctionError(
+                name,
+                place,
+                f"{field_name} is {values.dtype} of shape {tuple(values.shape)} but has to be"
+                f" floating, one number for each of the {tuple(mask.shape)} masks",
+            )
+        values = values if field_name == "trainer_logprobs" else values.detach()
+        values = at_least_float32(values)
+        return torch.where(mask | values.isfinite(), values, 0.0)
+
+    fields = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages")
+    return replace(sequence, **{key: shown(key) for key in (*fields, "loss_weights")})
+
+
+def _loss(name: str, place: str, output: object, inputs: LossInputs) -> Float[Tensor, ""]:
+    loss = attribute(name, place, output, "loss")
+    if not isinstance(loss, Tensor):
+        problem = f"its loss is a {type(loss).__name__} but has to be a scalar tensor"
+    elif loss.shape != ():
+        problem = f"its loss has shape {tuple(loss.shape)} but has to be a scalar: return its sum"
+    elif not loss.is_floating_point():
+        problem = f"its loss is {loss.dtype} but has to be floating: compute it from the log-probs"
+    elif not loss.isfinite():
+        problem = f"its loss is {loss.item()} but has to be finite: mask before exp and log"
+    elif inputs.trainer_logprobs.requires_grad and not loss.requires_grad:
+        problem = (
+            "its loss has no graph, so it would train nothing: compute it from"
+            " inputs.trainer_logprobs without detach, item or no_grad"
+        )
+    else:
+        return at_least_float32(loss)
+    raise CustomFunctionError(name, place, problem)
+
+
+def _metrics(name: str, place: str, output: object) -> dict[str, MetricSum]:
+    metrics = attribute(name, place, output, "metrics", {})
+    if not isinstance(metrics, Mapping):
+        raise CustomFunctionError(
+            name, place, f"its metrics are a {type(metrics).__name__} but have to be a dict"
+        )
+    return {str(key): _metric(name, place, key, value) for key, value in metrics.items()}
+
+
+def _metric(name: str, place: str, key: str, value: object) -> MetricSum:
+    """One metric of one sequence, checked."""
+    if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.dim() > 1):
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise CustomFunctionError(
+            name,
+            place,
+            f"its metric {key!r} is a {type(value).__name__}{shape} but has to be a number, a"
+            " scalar tensor or a 1-D tensor",
+        )
+    values = torch.as_tensor(value).detach().double().reshape(-1)
+    total = values.sum().item()
+    if not math.isfinite(total):
+        raise CustomFunctionError(
+            name,
+            place,
+            f"its metric {key!r} is {total} but has to be finite: guard a mean over nothing",
+        )
+    return MetricSum(total, values.numel())

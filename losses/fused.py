@@ -1,0 +1,296 @@
+"""Linear head and loss in one: from hidden states to log-probs or a divergence, block by block.
+
+The scores of a block of rows are gone before those of the next are made, so memory grows neither
+with rows nor with the vocabulary. Gradients are exact; the teacher gets none. Scores, sums and
+accumulated gradients are float32 or better, also where hidden states and heads are bfloat16.
+
+Axes: N rows (tokens under the mask), H hidden size, K hidden size of the teacher, V vocabulary,
+R rows of one block.
+
+Nothing here runs a model, selects rows or shifts: row n speaks about target n. Double backward is
+not supported. The idea is that of Liger's chunked losses and of PRIME-RL's fused head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from composer_mesh.losses.blocks import (
+    HeadGradients,
+    LinearHead,
+    default_block,
+    rows_per_block,
+    tiles,
+)
+from composer_mesh.losses.reductions import Number, normalized_sum
+
+RowLoss = Callable[[Float[Tensor, "R V"], Float[Tensor, "R V"], slice], Float[Tensor, ""]]
+"""A loss on the scores of a block: student's, teacher's, and which of the N rows these are."""
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    targets: Int[Tensor, "N"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: Number = 1.0,
+    block: int | None = None,
+) -> Float[Tensor, "N"]:
+    """Log-probability of each target under `softmax((hidden @ weight.T + bias) / temperature)`.
+
+    In nats, float32 or float64; equals `token_logprobs` on those scores. The forward keeps one
+    number a row and the backward makes the scores again: four matrix products for the naive three.
+    Rows whose gradient is 0, such as clipped tokens, cost nothing in the backward. `block` is the
+    size of the scratch in numbers, by default 2^22 on a CPU and 2^26 on an accelerator.
+    """
+    _check(temperature, block)
+    size = block or default_block(hidden)
+    found: Tensor = _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size)
+    return found
+
+
+def linear_jsd(
+    student_hidden: Float[Tensor, "N H"],
+    student_weight: Float[Tensor, "V H"],
+    teacher_hidden: Float[Tensor, "N K"],
+    teacher_weight: Float[Tensor, "V K"],
+    *,
+    beta: Number,
+    temperature: Number = 1.0,
+    normalizer: Number,
+    student_bias: Float[Tensor, "V"] | None = None,
+    teacher_bias: Float[Tensor, "V"] | None = None,
+    block: int | None = None,
+) -> Float[Tensor, ""]:
+    """Generalized JSD between two linear heads: `generalized_jsd` on their scores, summed.
+
+    Formula, endpoints and units are those of `generalized_jsd`; rows under no mask are not passed.
+    The teacher may have another hidden size, not another vocabulary. It gets no gradient, also
+    where its head is the student's own. Gradients are written out by hand and computed in the
+    forward, while the scores are there: four matrix products, as in the naive way.
+
+    Differs from `generalized_jsd`: scores have to be finite, so a padded vocabulary is a large
+    negative bias and not -inf.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(
+            f"beta is {beta} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
+        )
+    _check(temperature, block)
+    one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
+    rule = _JsdRule(beta, temperature, float(one))
+    student = (student_hidden, student_weight, student_bias)
+    teacher = (teacher_hidden, teacher_weight, teacher_bias)
+    size = block or default_block(student_hidden)
+    loss: Tensor = _LinearDivergence.apply(*student, *teacher, temperature, rule, size)
+    return loss
+
+
+def linear_distillation(
+    loss: RowLoss,
+    student_hidden: Float[Tensor, "N H"],
+    student_weight: Float[Tensor, "V H"],
+    teacher_hidden: Float[Tensor, "N K"],
+    teacher_weight: Float[Tensor, "V K"],
+    *,
+    student_bias: Float[Tensor, "V"] | None = None,
+    teacher_bias: Float[Tensor, "V"] | None = None,
+    block: int | None = None,
+) -> Float[Tensor, ""]:
+    """The sum over blocks of any loss on two rows of scores, such as TAID or SDPO's top-k.
+
+    `loss(student, teacher, rows)` gets the float32 or float64 scores of a block and its place among
+    the N rows, and returns a scalar: a sum over rows, already divided by its normalizer. Autograd
+    differentiates it block by block, so memory is that of the loss on `block` scores. It must not
+    keep the scores, whose memory the next block takes. The teacher's scores get no gradient.
+    """
+    _check(1.0, block)
+    student = (student_hidden, student_weight, student_bias)
+    teacher = (teacher_hidden, teacher_weight, teacher_bias)
+    size = block or default_block(student_hidden)
+    total: Tensor = _LinearDivergence.apply(*student, *teacher, 1.0, _autograd_rule(loss), size)
+    return total
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Log-probs of targets; keeps the log of each row's partition sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Number,
+        block: int,
+    ) -> Tensor:
+        head = LinearHead(weight, bias, temperature, _sum_dtype(hidden))
+        picked = targets.long().unsqueeze(-1)
+        chosen, log_z = hidden.new_empty((2, len(hidden), 1), dtype=head.dtype)
+        for rows, scores in head.scores(hidden, block):
+            torch.gather(scores, -1, picked[rows], out=chosen[rows])
+            for part, tile in tiles(log_z[rows], scores):
+                part.copy_(tile.logsumexp(-1, keepdim=True))
+        ctx.save_for_backward(hidden, weight, bias, picked, log_z)
+        ctx.temperature, ctx.block = temperature, block
+        return (chosen - log_z).squeeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, picked, log_z = ctx.saved_tensors
+        head = LinearHead(weight, bias, ctx.temperature, log_z.dtype)
+        active = gradient.ne(0).nonzero().squeeze(-1)
+        some, picked, log_z = hidden[active], picked[active], log_z[active]
+        factor = (gradient[active] / ctx.temperature).unsqueeze(-1)
+        gradients = HeadGradients(head, some, ctx.needs_input_grad[:3])
+        for rows, scores in head.scores(some, ctx.block):
+            for tile, normal, weigh in tiles(scores, log_z[rows], factor[rows]):
+                tile.sub_(normal).exp_().mul_(-weigh)
+            scores.scatter_add_(-1, picked[rows], factor[rows])
+            gradients.add(rows, scores)
+        of_some, of_weight, of_bias = gradients.result()
+        of_hidden = None
+        if of_some is not None:
+            of_hidden = torch.zeros_like(hidden).index_copy_(0, active, of_some)
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+Rule = Callable[[Tensor, Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+"""From a block's scores (student's, teacher's), its rows and whether gradients are wanted to the
+loss and its gradient by the student's scores before the temperature. May overwrite the scores."""
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """A sum over rows of what a rule says of two heads; its gradient is taken in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        temperature: Number,
+        rule: Rule,
+        block: int,
+    ) -> Tensor:
+        heads = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
+        ctx.save_for_backward(*heads)
+        ctx.rest = (temperature, rule, block, ctx.needs_input_grad[:3])
+        total, ctx.gradients = _divergence(*heads, *ctx.rest)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Handed over and scaled in place, as a head's gradient is large; a second backward through
+        # a retained graph makes it again.
+        gradients = ctx.gradients or _divergence(*ctx.saved_tensors, *ctx.rest)[1]
+        ctx.gradients = None
+        found = [None if part is None else part.mul_(gradient) for part in gradients]
+        return *found, *[None] * 6
+
+
+def _divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    temperature: Number,
+    rule: Rule,
+    block: int,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    dtype = _sum_dtype(hidden)
+    student = LinearHead(weight, bias, temperature, dtype)
+    teacher = LinearHead(teacher_weight, teacher_bias, temperature, dtype)
+    gradients = HeadGradients(student, hidden, wanted)
+    total = hidden.new_zeros((), dtype=dtype)
+    rows = rows_per_block(len(weight), block)
+    own_scores = student.scores(hidden, block, rows=rows)
+    other_scores = teacher.scores(teacher_hidden, block, rows=rows)
+    for (place, own), (_, others) in zip(own_scores, other_scores, strict=True):
+        value, pull = rule(own, others, place, gradients.wanted)
+        total += value
+        if pull is not None:
+            gradients.add(place, pull)
+    return total, gradients.result()
+
+
+@dataclass(frozen=True)
+class _JsdRule:
+    """The divergence of a block, and its gradient in the place of the student's scores.
+
+    With S and P the two distributions, M their mixture and e the student's own terms of the
+    divergence, the gradient by a score is (e - S sum(e)) / temperature.
+    """
+
+    beta: Number
+    temperature: Number
+    scale: float
+
+    def __call__(
+        self, own: Tensor, others: Tensor, _rows: slice, wanted: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        total = own.new_zeros(())
+        for s, p in tiles(own, others):
+            s.sub_(s.logsumexp(-1, keepdim=True))
+            p.sub_(p.logsumexp(-1, keepdim=True))
+            value, student, terms = self._terms(s, p)
+            total += value
+            if wanted:
+                student.mul_(terms.sum(-1, keepdim=True))
+                torch.sub(terms, student, out=s).mul_(self.scale / self.temperature)
+        return total * self.scale, own if wanted else None
+
+    def _terms(self, s: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum, S and e, from log S and log P."""
+        student, teacher = s.exp(), p.exp()
+        if self.beta == 0:
+            return (p.sub_(s) * teacher).sum(), student, teacher.neg_()
+        if self.beta == 1:
+            terms = p.neg_().add_(s).mul_(student)
+            return terms.sum(), student, terms
+        # 0 log 0 is 0: where the mixture underflows, both factors in front of its logarithm are 0.
+        mixture = torch.lerp(student, teacher, self.beta).clamp_min_(torch.finfo(s.dtype).tiny)
+        mixture.log_()
+        others = p.sub_(mixture).mul_(teacher).sum()
+        terms = s.sub_(mixture).mul_(student).mul_(1 - self.beta)
+        return self.beta * others + terms.sum(), student, terms
+
+
+def _autograd_rule(loss: RowLoss) -> Rule:
+    def rule(own: Tensor, others: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Any]:
+        if not wanted:
+            return loss(own, others, rows), None
+        with torch.enable_grad():
+            leaf = own.detach().requires_grad_()
+            value = loss(leaf, others, rows)
+        return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+    return rule
+
+
+def _sum_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _check(temperature: Number, block: int | None) -> None:
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature is {temperature} but has to be > 0: use 1.0 to switch it off"
+        )
+    if block is not None and block < 1:
+        raise ValueError(f"block is {block} but has to be >= 1: leave it out for the default")

@@ -1,0 +1,174 @@
+"""Advantages of whole rollouts: a rollout's reward against the others of its prompt.
+
+Axes: B prompts (any number of leading axes, also none), G rollouts of one prompt.
+
+`present` marks the rollouts that exist, for groups of unequal size; the others get 0 and what
+stands there, also NaN, is never read. Nothing here looks at tokens or knows why a rollout is
+missing: a failed rollout is left out by the caller, never scored as 0.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from composer_mesh.losses.reductions import Number, at_least_float32
+
+AdvantageKind = Literal["group_std", "group_mean"]
+Scale = Literal["group", "batch", "none"]
+Singleton = Literal["zero", "raw"]
+Std = Literal["unbiased", "population"]
+
+_SCALE_OF: dict[str, Scale] = {"group_std": "group", "group_mean": "none"}
+
+
+def group_advantages(
+    rewards: Float[Tensor, "*B G"],
+    kind: AdvantageKind = "group_std",
+    eps: Number = 1e-4,
+    *,
+    std: Std = "unbiased",
+    scale: Scale | None = None,
+    singleton: Singleton = "zero",
+    present: Bool[Tensor, "*B G"] | None = None,
+) -> Float[Tensor, "*B G"]:
+    """Rewards relative to their group, detached.
+
+        group_std   (r - mean) / (std + eps)    GRPO, arXiv 2402.03300
+        group_mean   r - mean                   Dr. GRPO, arXiv 2503.20783
+
+    `scale` names whose std divides, and wins over `kind`: "group" is group_std, "none" is
+    group_mean, "batch" divides the group-centred reward by the std of all rewards (TRL's
+    scale_rewards). `std` is "unbiased", over n - 1, or "population", over n.
+
+    A group of equal rewards gets exactly 0. So does a group of one, unless `singleton` is "raw":
+    then its mean counts as 0 and its std as 1, verl's convention.
+
+    Sources, by std and eps: TRL `GRPOTrainer` (unbiased, 1e-4; a NaN reward is `present` False
+    there), verl `compute_grpo_outcome_advantage` (unbiased, 1e-6, raw singletons), oat (unbiased,
+    1e-8), torchforge (unbiased, 1e-4), torchtitan (population, 1e-6), prime-rl (group_mean).
+    """
+    check_choice("kind", kind, ("group_std", "group_mean"))
+    check_choice("std", std, ("unbiased", "population"))
+    check_choice("singleton", singleton, ("zero", "raw"))
+    by = scale or _SCALE_OF[kind]
+    check_choice("scale", by, ("group", "batch", "none"))
+    values, present = select(rewards, present)
+    if values.numel() == 0:
+        return values
+    centred = centre(values, present, singleton)
+    if by == "none":
+        return centred
+    if by == "group":
+        deviation = _std(values, present, std, singleton)
+    else:
+        deviation = _std(values.flatten(), present.flatten(), std, singleton)
+    # Zero stays zero, whatever a std and an eps of 0 would make of it.
+    return torch.where(centred == 0, 0.0, centred / (deviation + eps))
+
+
+def rloo_advantages(
+    rewards: Float[Tensor, "*B G"],
+    *,
+    singleton: Singleton = "raw",
+    present: Bool[Tensor, "*B G"] | None = None,
+) -> Float[Tensor, "*B G"]:
+    """Rewards less the mean of the others of their group (RLOO, arXiv 2402.14740), detached.
+
+        r - mean of the other n - 1 = (r - mean) n / (n - 1)
+
+    Equal rewards get exactly 0. A group of one has no others: "raw" keeps its reward, as verl's
+    `compute_rloo_outcome_advantage` does, "zero" gives 0, as TRL's `RLOOTrainer` and verl's
+    vectorized form do. TRL's normalize_advantages is `grouped_normalization(_, eps=1e-4)` of this.
+    """
+    check_choice("singleton", singleton, ("zero", "raw"))
+    values, present = select(rewards, present)
+    if values.numel() == 0:
+        return values
+    # In the dtype of the rewards: a quotient of two counts would be float32.
+    count = present.sum(-1, keepdim=True, dtype=values.dtype)
+    leave_one_out = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
+    return centre(values, present, singleton) * leave_one_out
+
+
+def max_rl_advantages(
+    rewards: Float[Tensor, "*B G"], *, present: Bool[Tensor, "*B G"] | None = None
+) -> Float[Tensor, "*B G"]:
+    """Rewards relative to the mean of their group (max-RL, arXiv 2602.02710), detached.
+
+        (r - mean) / mean
+
+    For rewards >= 0, usually 0 or 1: a prompt that is solved in one of n tries weighs n times one
+    that always is. A group whose mean is 0 or less carries no signal and gets 0; so do equal
+    rewards and a group of one. Source: prime-rl `MaxRLAlgorithm.score_group`.
+    """
+    values, present = select(rewards, present)
+    if values.numel() == 0:
+        return values
+    mean = _mean(values, present)
+    scores = centre(values, present, "zero") / torch.where(mean > 0, mean, 1.0)
+    return torch.where(mean > 0, scores, 0.0)
+
+
+def remax_advantages(
+    rewards: Float[Tensor, "..."], greedy_rewards: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """Rewards less that of the greedy answer to the same prompt (ReMax), detached.
+
+        r - greedy    arXiv 2310.10505
+
+    `greedy_rewards` has the shape of `rewards`, or lacks its last axis: one greedy answer for all
+    G rollouts of a prompt. The form on token rewards is `remax_token_advantages`.
+    """
+    values, greedy = at_least_float32(rewards.detach()), at_least_float32(greedy_rewards.detach())
+    if greedy.shape == values.shape[:-1] and greedy.shape != values.shape:
+        greedy = greedy.unsqueeze(-1)
+    elif greedy.shape != values.shape:
+        raise ValueError(
+            f"greedy rewards have shape {tuple(greedy.shape)} but rewards {tuple(values.shape)}:"
+            " pass one for each rollout, or one for each prompt"
+        )
+    return values - greedy
+
+
+def select(rewards: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rewards with 0 where there is no rollout, and where there is one."""
+    values = at_least_float32(rewards.detach())
+    if present is None:
+        return values, torch.ones_like(values, dtype=torch.bool)
+    return torch.where(present, values, 0.0), present
+
+
+def _mean(values: Float[Tensor, "*B G"], present: Bool[Tensor, "*B G"]) -> Float[Tensor, "*B 1"]:
+    """Mean over the rollouts present; 0 where none is."""
+    return values.sum(-1, keepdim=True) / present.sum(-1, keepdim=True).clamp(min=1)
+
+
+def centre(
+    values: Float[Tensor, "*B G"], present: Bool[Tensor, "*B G"], singleton: Singleton
+) -> Float[Tensor, "*B G"]:
+    """Rewards less their group's mean: 0 for equal ones and absent ones, exactly."""
+    # The rounded mean of equal numbers may miss them, and 1 / eps would make that visible.
+    highest = torch.where(present, values, -torch.inf).amax(-1, keepdim=True)
+    lowest = torch.where(present, values, torch.inf).amin(-1, keepdim=True)
+    centred = torch.where(present & (highest != lowest), values - _mean(values, present), 0.0)
+    if singleton == "zero":
+        return centred
+    return torch.where(present.sum(-1, keepdim=True) == 1, values, centred)
+
+
+def _std(
+    values: Float[Tensor, "*B G"], present: Bool[Tensor, "*B G"], std: Std, singleton: Singleton
+) -> Float[Tensor, "*B 1"]:
+    """Standard deviation over the rollouts present; 1 for a group of one that is kept raw."""
+    count = present.sum(-1, keepdim=True)
+    squares = (centre(values, present, "zero") ** 2).sum(-1, keepdim=True)
+    deviation = (squares / (count - int(std == "unbiased")).clamp(min=1)).sqrt()
+    return torch.where(count == 1, 1.0, deviation) if singleton == "raw" else deviation
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        choices = ", ".join(repr(choice) for choice in known[:-1])
+        raise ValueError(f"{name} is {value!r}: use {choices} or {known[-1]!r}")

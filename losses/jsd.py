@@ -1,0 +1,137 @@
+"""Generalized Jensen-Shannon divergence between aligned next-token distributions.
+
+Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, N tokens under
+the mask.
+
+Student and teacher rows are already aligned, although their contexts differ in length: nothing
+here shifts, looks for the response or runs a model.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+
+
+def generalized_jsd(
+    student: Float[Tensor, "*B T V"],
+    teacher: Float[Tensor, "*B T V"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    beta: Number,
+    temperature: Number = 1.0,
+    element_clip: Number | None = None,
+    top_k: int | None = None,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """Generalized Jensen-Shannon divergence (GKD, arXiv 2306.13649), in nats per normalizer.
+
+        S = softmax(student / temperature)    P = softmax(teacher / temperature)
+        beta = 0      KL(P || S), forward: cover what the teacher does
+        0 < beta < 1  beta KL(P || M) + (1 - beta) KL(S || M),  M = (1 - beta) S + beta P
+        beta = 1      KL(S || P), reverse: avoid what the teacher does not do
+
+    Both tensors may be logits or log-probabilities, which are logits too; the temperature divides
+    both and the loss is not multiplied by its square. The endpoints are exact special cases and
+    not limits: the mixture term itself goes to 0 at either end. The teacher gets no gradient.
+
+    `element_clip` (OPSD's `token_clip`) is an upper bound on each (token, vocabulary entry) term
+    before anything is summed: a clipped term has no gradient and the loss can become negative,
+    since nothing bounds the negative terms. No term exceeds max(-log beta, -log(1 - beta)), so
+    from there on (0.7 at beta 0.5) the clip does nothing. `top_k` keeps the teacher's k likeliest
+    entries of each row and renormalizes both sides over them; k >= V keeps all.
+
+    Only rows under the mask are computed. Entries that are -inf on both sides (a padded
+    vocabulary) contribute 0; -inf on one side gives infinity where the divergence is infinite.
+    Upstream (TRL and OPSD, `generalized_jsd_loss`) gives NaN in both cases, computes in half
+    precision where the logits are, and OPSD also gives NaN for an empty mask, which is 0 here.
+    Their `batchmean` is the token count as normalizer, or B where they get no labels; OPSD's
+    `logits_are_probs` is log-probabilities passed here.
+    """
+    check_beta("beta", beta)
+    check_temperature(temperature)
+    s, p = student[mask], teacher.detach()[mask]
+    if top_k is not None:
+        s, p = _teacher_top_k(s, p, top_k)
+    terms = divergence_terms(row_logprobs(s, temperature), row_logprobs(p, temperature), beta)
+    return normalized_sum(clip_elements(terms, element_clip), normalizer)
+
+
+def row_logprobs(scores: Float[Tensor, "N V"], temperature: Number = 1.0) -> Float[Tensor, "N V"]:
+    """Log-softmax of each row over the temperature, at least in float32."""
+    return torch.log_softmax(at_least_float32(scores) / temperature, dim=-1)
+
+
+def divergence_terms(
+    s_log: Float[Tensor, "N V"], p_log: Float[Tensor, "N V"], beta: Number
+) -> Float[Tensor, "N V"]:
+    """Unreduced terms of `generalized_jsd` from normalized rows; their sum is the divergence.
+
+    Rows need not sum to 1: with buckets left out the terms are those of the entries given.
+    """
+    if beta == 0:
+        return kl_terms(p_log, s_log)
+    if beta == 1:
+        return kl_terms(s_log, p_log)
+    m_log = _log_mixture(s_log, p_log, beta)
+    return beta * kl_terms(p_log, m_log) + (1 - beta) * kl_terms(s_log, m_log)
+
+
+def kl_terms(p_log: Float[Tensor, "N V"], q_log: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    """Terms of KL(p || q); 0 where p is 0, whatever q is."""
+    difference = torch.where(p_log > -math.inf, p_log - q_log, 0.0)
+    return p_log.exp() * difference
+
+
+def clip_elements(terms: Float[Tensor, "N V"], limit: Number | None) -> Float[Tensor, "N V"]:
+    """Each term bounded from above, or as it is for None."""
+    if limit is None:
+        return terms
+    if not limit > 0:
+        raise ValueError(
+            f"element_clip is {limit} but has to be > 0: use 0.05, or None for no clip"
+        )
+    return terms.clamp(max=limit)
+
+
+def check_beta(name: str, value: Number) -> None:
+    """The interpolation between forward and reverse KL lies in [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ValueError(
+            f"{name} is {value} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
+        )
+
+
+def check_temperature(value: Number) -> None:
+    """Temperatures divide, so they are positive."""
+    if not value > 0:
+        raise ValueError(f"temperature is {value} but has to be > 0: use 1.0 to switch it off")
+
+
+def check_top_k(value: int) -> None:
+    """At least one entry of a row is kept."""
+    if not value >= 1:
+        raise ValueError(
+            f"top_k is {value} but has to be >= 1: use 100, or None for the whole vocabulary"
+        )
+
+
+def _teacher_top_k(
+    student: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"], top_k: int
+) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N K"]]:
+    check_top_k(top_k)
+    chosen, ids = teacher.topk(min(top_k, teacher.shape[-1]), dim=-1)
+    return student.gather(-1, ids), chosen
+
+
+def _log_mixture(
+    s_log: Float[Tensor, "N V"], p_log: Float[Tensor, "N V"], beta: Number
+) -> Float[Tensor, "N V"]:
+    """log((1 - beta) S + beta P), with a gradient also where both are 0."""
+    dead = (s_log == -math.inf) & (p_log == -math.inf)
+    student = torch.where(dead, 0.0, s_log + math.log1p(-beta))
+    teacher = torch.where(dead, 0.0, p_log + math.log(beta))
+    return torch.where(dead, -math.inf, torch.logaddexp(student, teacher))

@@ -1,0 +1,158 @@
+"""What every policy loss starts from: log-probs of sampled tokens, their ratios, their advantages.
+
+Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary.
+Position t of every tensor speaks about the same token: nothing here shifts, packs, counts or
+computes a loss.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from composer_mesh.losses.reductions import Number, at_least_float32
+
+RatioLevel = Literal["token", "sequence"]
+
+# exp(80) is finite in float32 and exp(89) is not; an infinite ratio has a NaN gradient even where
+# the clip discards it. In float64 exp(709) is the last finite one.
+LOG_RATIO_LIMIT = 80.0
+_LOG_RATIO_LIMIT_FLOAT64 = 700.0
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss and what it saw; every figure is aggregated as the loss is.
+
+    With the token count of the step as normalizer the figures of microbatches add up to the
+    means of the batch. All but `loss` are detached. `kl_k3` is r - 1 - log r of the loss' own
+    ratio r = policy / denominator and so estimates KL(denominator || policy), in nats.
+
+    `kl_reference` is the penalty's KL(policy || reference), None without a penalty;
+    `filtered_fraction` is the share of tokens that a rejection dropped or clamped, None where the
+    loss knows no rejection.
+    """
+
+    loss: Float[Tensor, ""]
+    clipped_fraction: Float[Tensor, ""]
+    ratio_mean: Float[Tensor, ""]
+    kl_k3: Float[Tensor, ""]
+    kl_reference: Float[Tensor, ""] | None = None
+    filtered_fraction: Float[Tensor, ""] | None = None
+
+
+def token_logprobs(
+    logits: Float[Tensor, "*B T V"], targets: Int[Tensor, "*B T"], temperature: Number = 1.0
+) -> Float[Tensor, "*B T"]:
+    """Log-probability of each target under `softmax(logits / temperature)`, in nats.
+
+    Aligned: `logits[..., t, :]` is the prediction of `targets[..., t]`; the caller has shifted.
+    A target under no mask must still be an id below V.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature is {temperature} but has to be > 0: use 1.0 to switch it off"
+        )
+    scores = at_least_float32(logits) / temperature
+    chosen = scores.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+    return chosen - scores.logsumexp(-1)
+
+
+def selected(values: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+    """The values under the mask in float32 at least, 0 elsewhere: no NaN gets past."""
+    return torch.where(mask, at_least_float32(values), 0.0)
+
+
+def masked_log_ratio(
+    logprobs: Float[Tensor, "*B T"],
+    old_logprobs: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+) -> Float[Tensor, "*B T"]:
+    """logprobs - old_logprobs under the mask, 0 elsewhere; the old ones get no gradient.
+
+    Beyond +-80 (+-700 in float64) the difference is held, so that its exponential stays finite.
+    """
+    # Selected before the subtraction: a NaN below the mask would reach the gradient through exp.
+    return bounded(selected(logprobs, mask) - selected(old_logprobs.detach(), mask))
+
+
+def bounded(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
+    """Log-ratios whose exponential is finite in their own precision."""
+    double = log_ratio.dtype == torch.float64
+    limit = _LOG_RATIO_LIMIT_FLOAT64 if double else LOG_RATIO_LIMIT
+    return log_ratio.clamp(-limit, limit)
+
+
+def masked_mean(values: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B 1"]:
+    """Mean over the masked tokens of each sequence; 0 for a sequence without any."""
+    total = torch.where(mask, values, 0.0).sum(-1, keepdim=True)
+    return total / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def importance_ratio(
+    log_ratio: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"], level: RatioLevel
+) -> Float[Tensor, "*B T"]:
+    """exp of each token's log-ratio, or of their mean over the sequence on each of its tokens.
+
+    The sequence's ratio is GSPO's (arXiv 2507.18071), a geometric mean over the masked tokens; its
+    gradient reaches all of them.
+    """
+    check_choice("ratio_level", level, ("token", "sequence"))
+    if level == "sequence":
+        log_ratio = masked_mean(log_ratio, mask).expand_as(log_ratio)
+    return log_ratio.exp()
+
+
+def per_token(
+    values: Float[Tensor, "..."], logprobs: Float[Tensor, "*B T"], name: str = "advantages"
+) -> Float[Tensor, "..."]:
+    """One number per sequence [*B] or [*B 1] made to broadcast over its tokens; detached.
+
+    One per token [*B T] stays what it is.
+    """
+    values = at_least_float32(values.detach())
+    if values.shape in (logprobs.shape, (*logprobs.shape[:-1], 1)):
+        return values
+    if values.shape == logprobs.shape[:-1]:
+        return values.unsqueeze(-1)
+    raise ValueError(
+        f"{name} have shape {tuple(values.shape)} but log-probs {tuple(logprobs.shape)}:"
+        " pass one number per sequence or one per token"
+    )
+
+
+def masked_advantages(
+    advantages: Float[Tensor, "..."], logprobs: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """Advantages of the tokens under the mask, 0 elsewhere; detached."""
+    return torch.where(mask, per_token(advantages, logprobs), 0.0)
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")
+
+
+def check_positive(name: str, value: Number | None, repair: str) -> None:
+    """Refuse a value that is not above 0; None is no value."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} is {value} but has to be > 0: {repair}")
+
+
+def check_not_negative(name: str, value: Number | None, repair: str) -> None:
+    """Refuse a value below 0, and NaN; None is no value."""
+    if value is not None and not value >= 0:
+        raise ValueError(f"{name} is {value} but has to be >= 0: {repair}")
+
+
+def check_clip(low: Number, high: Number) -> None:
+    """Refuse a clip range [1 - low, 1 + high] without 1 in it or with negative ratios."""
+    if not 0 <= low <= 1:
+        raise ValueError(
+            f"clip_low is {low} but has to be in [0, 1]: use 0.2, or 1 for no lower clip"
+        )
+    check_not_negative("clip_high", high, "use 0.2, or inf for no upper clip")

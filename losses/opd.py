@@ -1,0 +1,173 @@
+"""Entropy-aware on-policy distillation: forward KL where the teacher is unsure.
+
+Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, K entries of the
+teacher's top k, N tokens under the mask.
+
+Student and teacher rows are already aligned. `entropy_opd_loss` is the published method with its
+hard gate; `entropy_gated_kl` is a soft gate of this project's own, which exists in no upstream.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from composer_mesh.losses.jsd import check_temperature, check_top_k, kl_terms, row_logprobs
+from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT
+from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+
+
+def entropy_opd_loss(
+    student_logits: Float[Tensor, "*B T V"],
+    teacher_logits: Float[Tensor, "*B T V"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    targets: Int[Tensor, "*B T"],
+    old_logprobs: Float[Tensor, "*B T"] | None = None,
+    tau: Number = 0.8,
+    coef: Number = 1.0,
+    top_k: int = 16,
+    clip_low: Number = 0.2,
+    clip_high: Number = 0.2,
+    student_full_vocab: bool = True,
+    temperature: Number = 1.0,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """Entropy-aware on-policy distillation (arXiv 2603.07079), from the logits of both sides.
+
+    The loss of `entropy_opd_from_logprobs`, whose inputs are computed here: the teacher's entropy
+    is that of its whole distribution, P is renormalized over the teacher's top k, and S is the
+    student over the whole vocabulary (`student_full_vocab`) or renormalized over the same k.
+    `targets` are the sampled ids, `old_logprobs` the student's when it sampled them; None is the
+    student of now, so that every ratio is 1. The temperature divides both logits; k >= V keeps
+    all.
+    """
+    check_temperature(temperature)
+    check_top_k(top_k)
+    s = student_logits[mask]
+    s_log = row_logprobs(s, temperature)
+    t_log = row_logprobs(teacher_logits.detach()[mask], temperature)
+    ids = t_log.topk(min(top_k, t_log.shape[-1]), dim=-1).indices
+    s_top = s_log.gather(-1, ids)
+    chosen = targets[mask].long().unsqueeze(-1)
+    logprobs = s_log.gather(-1, chosen).squeeze(-1)
+    return entropy_opd_from_logprobs(
+        logprobs,
+        logprobs if old_logprobs is None else old_logprobs[mask],
+        t_log.gather(-1, chosen).squeeze(-1),
+        torch.ones_like(logprobs, dtype=torch.bool),
+        teacher_entropy=entropy(t_log),
+        student_topk_logprobs=s_top if student_full_vocab else s_top.log_softmax(-1),
+        teacher_topk_logprobs=t_log.gather(-1, ids).log_softmax(-1),
+        tau=tau,
+        coef=coef,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        normalizer=normalizer,
+    )
+
+
+def entropy_opd_from_logprobs(
+    logprobs: Float[Tensor, "*B T"],
+    old_logprobs: Float[Tensor, "*B T"],
+    teacher_logprobs: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    teacher_entropy: Float[Tensor, "*B T"],
+    student_topk_logprobs: Float[Tensor, "*B T K"],
+    teacher_topk_logprobs: Float[Tensor, "*B T K"],
+    tau: Number = 0.8,
+    coef: Number = 1.0,
+    clip_low: Number = 0.2,
+    clip_high: Number = 0.2,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """Entropy-aware on-policy distillation (arXiv 2603.07079), from what a teacher would send.
+
+        r    = exp(logprobs - old_logprobs)     A = constant(teacher_logprobs - old_logprobs)
+        pg   = sum over tokens of -min(r A, clip(r, 1 - low, 1 + high) A), over normalizer
+        soft = sum over tokens with H >= tau of KL(P || S), over normalizer + 1e-8
+        loss = pg + coef soft
+
+    The reverse KL of the sampled tokens stays on all tokens; where the teacher's entropy H (nats,
+    whole vocabulary) reaches tau, forward KL is added. P and S stand at the teacher's top k and
+    are taken as they are: the method has P renormalized over the k and S over the whole
+    vocabulary. Everything but `logprobs` and `student_topk_logprobs` is detached; `normalizer`
+    is the token count of the whole step.
+
+    Source: EOPD, `compute_policy_loss_on_policy_distill` (read in the fork CacheEOPD) with its
+    defaults; notes elsewhere about a sigmoid gate, tau = log 2 or k = 64 do not match the code.
+    Differs: an empty mask gives 0, not NaN; log-ratios beyond +-80 count as +-80.
+    """
+    _check(tau, coef, clip_low, clip_high)
+    new, old = at_least_float32(logprobs[mask]), at_least_float32(old_logprobs.detach()[mask])
+    advantage = at_least_float32(teacher_logprobs.detach()[mask]) - old
+    ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    pg = -torch.minimum(ratio * advantage, clipped * advantage)
+
+    p_log = at_least_float32(teacher_topk_logprobs.detach()[mask])
+    forward = kl_terms(p_log, at_least_float32(student_topk_logprobs[mask])).sum(-1)
+    unsure = teacher_entropy.detach()[mask] >= tau
+    soft = normalized_sum(torch.where(unsure, forward, 0.0), normalizer + 1e-8)
+    return normalized_sum(pg, normalizer) + coef * soft
+
+
+def entropy_gated_kl(
+    student: Float[Tensor, "*B T V"],
+    teacher: Float[Tensor, "*B T V"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    h_max: Number | None = None,
+    temperature: Number = 1.0,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """Forward and reverse KL, mixed by the teacher's entropy: our own variant, in no upstream.
+
+        w    = clamp(H(P) / h_max, 0, 1), constant
+        loss = sum over tokens of w KL(P || S) + (1 - w) KL(S || P), over normalizer
+
+    Where the teacher is sure, the student is drawn to its mode; where it is not, the student is
+    asked to cover it. H is in nats over the whole vocabulary; `h_max` defaults to log V, which
+    counts padding entries too and which real teachers rarely come near: a value near their
+    largest entropy opens the gate further. Logits or log-probabilities of both sides, divided by
+    the temperature; no gradient reaches the teacher or w. For the published method, which adds
+    forward KL behind a threshold to a policy gradient, see `entropy_opd_loss`.
+    """
+    check_temperature(temperature)
+    s_log = row_logprobs(student[mask], temperature)
+    p_log = row_logprobs(teacher.detach()[mask], temperature)
+    gate = (entropy(p_log) / _entropy_scale(h_max, p_log.shape[-1])).clamp(0, 1)
+    forward, reverse = kl_terms(p_log, s_log).sum(-1), kl_terms(s_log, p_log).sum(-1)
+    return normalized_sum(gate * forward + (1 - gate) * reverse, normalizer)
+
+
+def entropy(logprobs: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
+    """Entropy of normalized rows in nats; entries of -inf contribute 0."""
+    terms = torch.where(logprobs > -math.inf, logprobs, 0.0)
+    return -(logprobs.exp() * terms).sum(-1)
+
+
+def _entropy_scale(h_max: Number | None, vocabulary: int) -> float:
+    if h_max is None:
+        # One entry has no entropy to divide by, and none to divide.
+        return math.log(vocabulary) if vocabulary > 1 else 1.0
+    if not h_max > 0:
+        raise ValueError(f"h_max is {h_max} but has to be > 0 nats: use None for log V")
+    return h_max
+
+
+def _check(tau: Number, coef: Number, low: Number, high: Number) -> None:
+    if not tau >= 0:
+        raise ValueError(f"tau is {tau} but an entropy is >= 0 nats: use 0.8, or inf for no gate")
+    if not (math.isfinite(coef) and coef >= 0):
+        raise ValueError(f"coef is {coef} but has to be finite and >= 0: use 1.0")
+    if not 0 <= low <= 1:
+        raise ValueError(
+            f"clip_low is {low} but has to be in [0, 1]: use 0.2, or 1 for no lower clip"
+        )
+    if not high >= 0:
+        raise ValueError(
+            f"clip_high is {high} but has to be >= 0: use 0.2, or inf for no upper clip"
+        )

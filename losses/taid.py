@@ -1,0 +1,147 @@
+"""TAID: a teacher that starts at the student and moves away at the student's pace.
+
+Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, N tokens under
+the mask.
+
+The loss takes the position t as a number; the schedule moves t and knows no tensors. Nothing here
+counts steps or averages losses over ranks.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from composer_mesh.losses.jsd import check_temperature
+from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+
+
+def taid_loss(
+    student_logits: Float[Tensor, "*B T V"],
+    teacher_logits: Float[Tensor, "*B T V"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    t: Number,
+    temperature: Number = 1.0,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """Cross-entropy to the interpolated teacher of TAID (arXiv 2501.16937), in nats.
+
+        p_t  = softmax((1 - t) constant(student) + t teacher)
+        loss = -sum over tokens and entries of p_t log softmax(student), over normalizer
+
+    The logits are interpolated, not the probabilities, after the temperature divides both. It is
+    no divergence: at t = 0 it is the student's entropy with a gradient of 0, at t = 1 the
+    cross-entropy to the teacher, with gradient S - P per token. `normalizer` is the token count of
+    the whole step. Neither the teacher nor the student inside p_t gets a gradient.
+
+    Entries whose student logit is infinite contribute 0, also where p_t is positive. Source: TAID,
+    `TAID.compute_loss` and `forward_kl`. Differs: p_t and the log-softmax are at least float32
+    (upstream takes float64 down to float32); a vocabulary padded with -inf is right at t = 0 and
+    t = 1 too, and an empty mask gives 0, where upstream gives NaN.
+    """
+    if not 0 <= t <= 1:
+        raise ValueError(
+            f"t is {t} but has to be in [0, 1]: 0 is the student itself, 1 is the teacher"
+        )
+    check_temperature(temperature)
+    s = at_least_float32(student_logits[mask]) / temperature
+    p = at_least_float32(teacher_logits.detach()[mask]) / temperature
+    target = torch.softmax(_between(s.detach(), p, t), dim=-1)
+    logprobs = torch.where(torch.isinf(s), 0.0, torch.log_softmax(s, dim=-1))
+    return normalized_sum(-target * logprobs, normalizer)
+
+
+def _between(
+    student: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"], t: Number
+) -> Float[Tensor, "N V"]:
+    # 0 * -inf is NaN, so neither end reads the other side.
+    if t == 0:
+        return student
+    if t == 1:
+        return teacher
+    return (1 - t) * student + t * teacher
+
+
+@dataclass
+class TaidSchedule:
+    """Where t stands, and how a falling loss hurries it.
+
+        first update   remembers the loss; t stays t_start
+        then           change   = (previous - loss) / (previous + 1e-15)
+                       momentum = beta momentum + (1 - beta) change
+                       target   = t_start + (t_end - t_start) step / steps
+                       t        = min(t_end, max(target, t + alpha sigmoid(momentum) (1 - t)))
+        not adaptive   t = target, from the second update on, and never clipped
+
+    A step's loss is computed with `t` as it stands; then comes `update` with that loss (the mean
+    over the whole step), the optimizer steps done before it and those of the whole run.
+    Adaptive, t never falls. At momentum 0 the addition is alpha (1 - t) / 2, so with the default
+    alpha the linear target leads in runs of fewer than a few thousand steps.
+
+    Source: TAID, `TAID.update_t`, whose defaults these are. Differs: float64 instead of float32,
+    and a loss that is not finite is refused instead of making t NaN for good.
+    """
+
+    t_start: float = 0.4
+    t_end: float = 1.0
+    alpha: float = 5e-4
+    beta: float = 0.99
+    adaptive: bool = True
+    t: float = field(init=False)
+    _previous: float | None = field(init=False, default=None)
+    _momentum: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.t_start < 1:
+            raise ValueError(f"t_start is {self.t_start} but has to be in [0, 1): use 0.4")
+        if not self.t_start <= self.t_end <= 1:
+            raise ValueError(
+                f"t_end is {self.t_end} but has to be in [{self.t_start}, 1], since t only"
+                " rises: use 1.0"
+            )
+        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+            if not 0 <= value <= 1:
+                default = 5e-4 if name == "alpha" else 0.99
+                raise ValueError(f"taid {name} is {value} but has to be in [0, 1]: use {default}")
+        self.t = self.t_start
+
+    def update(self, loss: float, step: int, steps: int) -> float:
+        """Move t after a step with this loss, and return it."""
+        if not math.isfinite(loss):
+            raise ValueError(f"loss is {loss} but has to be finite: leave out the update")
+        if not 0 <= step <= steps or steps < 1:
+            raise ValueError(
+                f"step is {step} of {steps} but has to be in [0, steps], with steps >= 1:"
+                " pass the optimizer steps done and those of the whole run"
+            )
+        if self._previous is not None:
+            target = self.t_start + (self.t_end - self.t_start) * step / steps
+            hurried = self.t + self._addition(self._previous, loss)
+            self.t = min(self.t_end, max(target, hurried)) if self.adaptive else target
+        self._previous = float(loss)
+        return self.t
+
+    def state_dict(self) -> dict[str, float | None]:
+        """What a checkpoint needs; the settings are not part of it."""
+        return {"t": self.t, "previous_loss": self._previous, "momentum": self._momentum}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Continue where `state_dict` was taken."""
+        t, momentum = state["t"], state["momentum"]
+        if t is None or momentum is None:
+            raise ValueError(f"t is {t} and momentum {momentum} but both are numbers in a state")
+        self.t, self._momentum, self._previous = t, momentum, state["previous_loss"]
+
+    def _addition(self, previous: float, loss: float) -> float:
+        change = (previous - loss) / (previous + 1e-15)
+        self._momentum = self.beta * self._momentum + (1 - self.beta) * change
+        return self.alpha * _sigmoid(self._momentum) * (1 - self.t)
+
+
+def _sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)), without an overflow on either side."""
+    small = math.exp(-abs(x))
+    return (1.0 if x >= 0 else small) / (1 + small)

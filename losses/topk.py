@@ -1,0 +1,176 @@
+"""Distillation on a few entries of the vocabulary: SDPO's top-k with a bucket for the rest.
+
+Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, K entries kept
+per token, N tokens under the mask.
+
+Student and teacher rows are already aligned. Nothing here builds a teacher's context or keeps
+its weights.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from composer_mesh.losses.jsd import (
+    check_beta,
+    check_temperature,
+    check_top_k,
+    divergence_terms,
+)
+from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.sampled import importance_weights
+
+Choice = Literal["student", "teacher"]
+
+# SDPO lets the kept entries hold at most exp(-1e-7) of a row, so that the rest is never empty.
+MAX_LOG_KEPT = -1e-7
+MIN_LOG_TAIL = math.log(-math.expm1(MAX_LOG_KEPT))
+
+
+def sdpo_loss(
+    student_logits: Float[Tensor, "*B T V"],
+    teacher_logits: Float[Tensor, "*B T V"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    alpha: Number = 0.5,
+    top_k: int | None = 100,
+    tail: bool = True,
+    choice: Choice = "student",
+    targets: Int[Tensor, "*B T"] | None = None,
+    old_logprobs: Float[Tensor, "*B T"] | None = None,
+    is_clip: Number | None = 2.0,
+    weights: Float[Tensor, "*B T"] | None = None,
+    temperature: Number = 1.0,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """SDPO's self-distillation (arXiv 2601.20802), in nats per normalizer.
+
+        ids  = the student's top_k entries of each row (or the teacher's, by `choice`)
+        S, T = the probabilities of ids, and with `tail` one bucket for all others;
+               without, renormalized over ids
+        loss = sum over tokens of w * D(S, T), over normalizer
+
+    D is `generalized_jsd` at beta = alpha: 0 is KL(T || S), 1 is KL(S || T). `top_k` None or
+    >= V is the whole vocabulary. The temperature divides both logits first. With
+    `old_logprobs` (the student's when it sampled) and `targets` (the sampled ids), w is
+    `importance_weights` capped at `is_clip`; else 1. `weights` multiplies in further constants.
+    `normalizer` is the token count of the whole step. Teacher, w and the choice of ids get no
+    gradient.
+
+    Source: SDPO, `compute_self_distillation_loss` with the logits handling of its `dp_actor`; the
+    defaults are its README's. TRL's SDPO has the same terms, defaults alpha 1 and no tail, and
+    averages each sequence first. Differs: in float32 the tail is summed from the entries left
+    out, which gives what upstream gives in float64 (upstream's own float32 tail is rounding noise
+    once the top k hold nearly everything); its mass counts as at least 1e-7 here as there. Entries
+    that are -inf on both sides contribute 0, where upstream gives NaN. Upstream refuses an
+    `is_clip` without old log-probs; here, as in TRL, it is then unused.
+    """
+    check_beta("alpha", alpha)
+    check_temperature(temperature)
+    s = at_least_float32(student_logits[mask]) / temperature
+    t = at_least_float32(teacher_logits.detach()[mask]) / temperature
+    s_log, t_log = _shared_support(s, t, top_k, tail, choice)
+    per_token = divergence_terms(s_log, t_log, alpha).sum(-1)
+    if old_logprobs is not None:
+        sampled = _sampled_logprobs(s.detach(), targets, mask)
+        per_token = per_token * importance_weights(sampled, old_logprobs[mask], is_clip)
+    return _weighted_sum(per_token, weights, mask, normalizer)
+
+
+def topk_distillation(
+    student_logprobs: Float[Tensor, "*B T K"],
+    teacher_logprobs: Float[Tensor, "*B T K"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    alpha: Number,
+    tail: bool = True,
+    weights: Float[Tensor, "*B T"] | None = None,
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    """`sdpo_loss` from log-probs that somebody has gathered at the same K ids on both sides.
+
+    They are log-probabilities over the whole vocabulary, in nats. With `tail` the rest of each
+    row is one more bucket of 1 - sum(p), at least 1e-7; without, both sides are renormalized over
+    the K. `weights` are constants per token, as from `importance_weights`.
+
+    Source: SDPO, `compute_self_distillation_loss` with `distillation_topk`. Differs: the tail is
+    computed in float64. It is still a difference to 1: log-probs rounded to float32 know a tail
+    to about 1e-6, and where the rest matters below that, `sdpo_loss` on logits is exact.
+    """
+    check_beta("alpha", alpha)
+    s_log = _normalized(at_least_float32(student_logprobs[mask]), tail)
+    t_log = _normalized(at_least_float32(teacher_logprobs.detach()[mask]), tail)
+    per_token = divergence_terms(s_log, t_log, alpha).sum(-1)
+    return _weighted_sum(per_token, weights, mask, normalizer)
+
+
+def _shared_support(
+    s: Float[Tensor, "N V"],
+    t: Float[Tensor, "N V"],
+    top_k: int | None,
+    tail: bool,
+    choice: Choice,
+) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N K"]]:
+    """Log-probs of both sides over the entries chosen, with the tail bucket last."""
+    if choice not in ("student", "teacher"):
+        raise ValueError(f"choice is {choice!r}: use 'student' (SDPO) or 'teacher' (OPSD)")
+    if top_k is None:
+        return torch.log_softmax(s, dim=-1), torch.log_softmax(t, dim=-1)
+    check_top_k(top_k)
+    chooser = s.detach() if choice == "student" else t
+    ids = chooser.topk(min(top_k, s.shape[-1]), dim=-1).indices
+    return _on_support(s, ids, tail), _on_support(t, ids, tail)
+
+
+def _on_support(
+    scores: Float[Tensor, "N V"], ids: Int[Tensor, "N K"], tail: bool
+) -> Float[Tensor, "N L"]:
+    chosen = scores.gather(-1, ids)
+    if not tail:
+        return torch.log_softmax(chosen, dim=-1)
+    if scores.dtype == torch.float64:
+        return _normalized(chosen - scores.logsumexp(-1, keepdim=True), tail)
+    # A float32 difference to 1 is noise where the tail is small, so the others are summed.
+    logprobs = torch.log_softmax(scores, dim=-1)
+    rest = _log_mass(logprobs.scatter(-1, ids, -math.inf)).clamp(min=MIN_LOG_TAIL)
+    return torch.cat([logprobs.gather(-1, ids), rest], dim=-1)
+
+
+def _normalized(logprobs: Float[Tensor, "N K"], tail: bool) -> Float[Tensor, "N L"]:
+    if not tail:
+        return torch.log_softmax(logprobs, dim=-1)
+    kept = _log_mass(logprobs.double()).clamp(max=MAX_LOG_KEPT)
+    rest = torch.log(-torch.expm1(kept)).to(logprobs.dtype)
+    return torch.cat([logprobs, rest], dim=-1)
+
+
+def _log_mass(scores: Float[Tensor, "N V"]) -> Float[Tensor, "N 1"]:
+    """Log-sum-exp of each row; -inf, with a gradient of 0, where nothing is left to sum."""
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    mass = torch.where(empty, 0.0, scores).logsumexp(-1, keepdim=True)
+    return torch.where(empty, -math.inf, mass)
+
+
+def _sampled_logprobs(
+    scores: Float[Tensor, "N V"], targets: Int[Tensor, "*B T"] | None, mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "N"]:
+    if targets is None:
+        raise ValueError(
+            "old_logprobs are given but targets are None: pass the sampled ids, or no old_logprobs"
+        )
+    chosen = scores.gather(-1, targets[mask].long().unsqueeze(-1)).squeeze(-1)
+    return chosen - scores.logsumexp(-1)
+
+
+def _weighted_sum(
+    per_token: Float[Tensor, "N"],
+    weights: Float[Tensor, "*B T"] | None,
+    mask: Bool[Tensor, "*B T"],
+    normalizer: Number,
+) -> Float[Tensor, ""]:
+    if weights is not None:
+        per_token = per_token * weights.detach()[mask]
+    return normalized_sum(per_token, normalizer)

@@ -1,0 +1,108 @@
+"""From a step's groups of finished rollouts to one advantage for each, as the config says.
+
+The functions are in `losses.advantages`; groups may be of unequal size, where a rollout failed.
+
+Axes: P prompts, G rollouts of the largest group, T sampled tokens of the longest rollout.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.configs import losses as configs
+from composer_mesh.losses.advantages import (
+    group_advantages,
+    masked_whiten,
+    max_rl_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    rloo_advantages,
+)
+from composer_mesh.losses.custom_advantage import (
+    check_signature,
+    custom_advantages,
+    load_function,
+)
+from composer_mesh.rollouts.traces import Trace
+
+Groups = Sequence[Sequence[Trace]]
+Advantages = Callable[[Groups], list[list[float]]]
+
+
+def make_advantages(config: configs.AdvantageConfig) -> Advantages:
+    """The configured function of a step's groups; loads a custom one now."""
+    if isinstance(config, configs.CustomAdvantage):
+        function = load_function(config.import_path)
+        check_signature(function, config.import_path, config.kwargs)
+
+        def custom(groups: Groups) -> list[list[float]]:
+            shown = [[shown_rollout(trace) for trace in group] for group in groups]
+            ids = [[trace.trace_id for trace in group] for group in groups]
+            found = custom_advantages(function, config.import_path, config.kwargs, shown, ids=ids)
+            return [advantages.tolist() for advantages in found]
+
+        return custom
+    return lambda groups: _built_in(config, groups)
+
+
+def shown_rollout(trace: Trace) -> Mapping[str, Any]:
+    """What a custom advantage function may know of a rollout; `reward` is PRIME-RL's key."""
+    return {
+        "reward": trace.reward,
+        "trace_id": trace.trace_id,
+        "success": trace.success,
+        "turns": len(trace.turns),
+        "completion_len": trace.action_tokens(),
+        "error_sites": len(trace.error_sites),
+    }
+
+
+def _built_in(config: configs.AdvantageConfig, groups: Groups) -> list[list[float]]:
+    rewards, present = _padded([[trace.reward for trace in group] for group in groups])
+    found: Tensor
+    match config:
+        case configs.GroupAdvantage():
+            found = group_advantages(
+                rewards, eps=config.eps, std=config.std, scale=config.scale, present=present
+            )
+        case configs.RlooAdvantage():
+            found = rloo_advantages(rewards, present=present)
+        case configs.MaxRlAdvantage():
+            found = max_rl_advantages(rewards, present=present)
+        case configs.ReinforcePlusPlusAdvantage():
+            found = _whitened(config, rewards, present, groups)
+        case _:
+            raise AssertionError(f"the config has advantages nobody computes: {config.type}")
+    return [row[: len(group)].tolist() for row, group in zip(found, groups, strict=True)]
+
+
+def _whitened(
+    config: configs.ReinforcePlusPlusAdvantage, rewards: Tensor, present: Tensor, groups: Groups
+) -> Tensor:
+    """REINFORCE++ without discount: each token of a rollout has the same advantage [P, G]."""
+    mask = _token_mask(groups, rewards.shape)
+    if config.baseline:
+        return reinforce_plus_plus_baseline_advantages(rewards, mask, present=present)[..., 0]
+    return masked_whiten(rewards.unsqueeze(-1).expand_as(mask), mask)[..., 0]
+
+
+def _token_mask(groups: Groups, shape: torch.Size) -> Tensor:
+    """True at as many places [P, G, T] as a rollout has sampled tokens."""
+    counts = torch.zeros(shape, dtype=torch.long)
+    for row, group in enumerate(groups):
+        for column, trace in enumerate(group):
+            counts[row, column] = trace.action_tokens()
+    longest = max(1, int(counts.max()) if counts.numel() else 1)
+    return torch.arange(longest) < counts.unsqueeze(-1)
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """Rewards [P, G] of unequal groups, and where there is one."""
+    widest = max((len(row) for row in rows), default=0)
+    rewards = torch.zeros(len(rows), widest)
+    present = torch.zeros(len(rows), widest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        rewards[index, : len(row)] = torch.tensor(row)
+        present[index, : len(row)] = True
+    return rewards, present

@@ -1,0 +1,41 @@
+"""The user's own loss and advantage: found before anything starts, and findable in every process.
+
+What they are given and how their results are checked stands in `losses.custom`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from composer_mesh.configs.losses import CustomAdvantage, CustomLoss
+from composer_mesh.configs.schema import Config
+
+
+def check_custom_functions(config: Config) -> None:
+    """Import the configured functions and check their signatures; raises CustomFunctionError.
+
+    The working directory becomes part of the import path, here and in processes started later: its
+    modules come after installed ones. Without a custom function nothing is imported or changed.
+    """
+    sections = [
+        section
+        for section in (config.loss, config.advantage)
+        if isinstance(section, CustomLoss | CustomAdvantage)
+    ]
+    if not sections:
+        return
+    _find_modules_in(Path.cwd())
+    from composer_mesh.losses.custom_function import check_signature, load_function
+
+    for section in sections:
+        function = load_function(section.import_path)
+        check_signature(function, section.import_path, section.kwargs)
+
+
+def _find_modules_in(folder: Path) -> None:
+    for_children = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    if str(folder) not in for_children:
+        places = [place for place in (*for_children, str(folder)) if place]
+        os.environ["PYTHONPATH"] = os.pathsep.join(places)

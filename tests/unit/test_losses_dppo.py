@@ -1,0 +1,208 @@
+"""PRIME-RL's loss and DPPO against definitions written token by token."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_mesh.losses.policy import PolicyLoss, dppo_loss, prime_rl_ipo_loss, prime_rl_loss
+
+TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
+Drop = Callable[[float, float, float], bool]
+every_type = pytest.mark.parametrize("dtype", TOLERANCES)
+every_scale = pytest.mark.parametrize("scale", [0.5, 50.0])
+
+
+def batch(seed: int = 0, scale: float = 0.5, rows: int = 5, tokens: int = 8) -> list[Tensor]:
+    """Log-probs of policy and sampler, per-token advantages, weights and a mask, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=rng, dtype=torch.float64)
+
+    policy = -scale * uniform(rows, tokens)
+    sampling = -scale * uniform(rows, tokens)
+    advantages = torch.randn(rows, tokens, generator=rng, dtype=torch.float64)
+    advantages[:, :2] = 0.0
+    weights, mask = uniform(rows, tokens), torch.rand(rows, tokens, generator=rng) < 0.7
+    mask[:1] = False
+    return [policy.requires_grad_(), sampling, advantages, weights, mask]
+
+
+def binary_tv(p: float, q: float) -> float:
+    return abs(p - q)
+
+
+def binary_kl(p: float, q: float) -> float:
+    others = (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return q * (math.log(q) - math.log(p)) + others
+
+
+def moves_away(p: float, q: float, a: float) -> bool:
+    return p > q if a > 0 else p < q
+
+
+def prime_by_hand(values: list[Tensor], drop: Drop, adv_tau: float, kl_tau: float) -> Tensor:
+    policy, sampling, advantages, weights, mask = values
+    total = policy.sum() * 0
+    for b, t in mask.nonzero().tolist():
+        a, gap = advantages[b, t].item(), policy[b, t] - sampling[b, t]
+        keep = not drop(policy[b, t].exp().item(), sampling[b, t].exp().item(), a)
+        total = total + weights[b, t] * (kl_tau * gap**2 - keep * adv_tau * a * gap.exp())
+    return total
+
+
+def dppo_by_hand(values: list[Tensor], drop: Drop, cap: float) -> Tensor:
+    policy, sampling, advantages, _, mask = values
+    total = policy.sum() * 0
+    for b, t in mask.nonzero().tolist():
+        a, p, q = advantages[b, t].item(), policy[b, t].exp().item(), sampling[b, t].exp().item()
+        if not drop(p, q, a):
+            total = total - min(p / q, cap) * a * policy[b, t]
+    return total
+
+
+def agrees(
+    found: Callable[[list[Tensor]], PolicyLoss],
+    expected: Callable[[list[Tensor]], Tensor],
+    dtype: torch.dtype,
+    values: list[Tensor],
+) -> None:
+    # Decisions at a threshold are taken on the same numbers: those that float32 can hold.
+    rounded = [v.detach().to(dtype).double() if v.is_floating_point() else v for v in values]
+    wanted = expected([rounded[0].requires_grad_(), *rounded[1:]]) / 7
+    (slope,) = torch.autograd.grad(wanted, rounded[0])
+    cast = [v.detach().to(dtype) if v.is_floating_point() else v for v in rounded]
+    loss = found([cast[0].requires_grad_(), *cast[1:]]).loss
+    (gradient,) = torch.autograd.grad(loss, cast[0])
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(loss, wanted.to(dtype), rtol=rtol, atol=atol)
+    torch.testing.assert_close(gradient, slope.to(dtype), rtol=rtol, atol=atol)
+
+
+@every_type
+@every_scale
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.05, 0.1)])
+def test_the_prime_rl_loss_agrees_with_its_definition(
+    dtype: torch.dtype, scale: float, low: float, high: float
+) -> None:
+    options = {"mask_low": low, "mask_high": high, "adv_tau": 0.7, "kl_tau": 0.01}
+    agrees(
+        lambda v: prime_rl_loss(*v[:3], v[4], normalizer=7, loss_weights=v[3], **options),
+        lambda v: prime_by_hand(
+            v, lambda p, q, a: p - q > high if a > 0 else p - q < -low, 0.7, 0.01
+        ),
+        dtype,
+        batch(1, scale),
+    )
+
+
+@every_type
+@every_scale
+def test_the_symmetric_variant_drops_in_both_directions(dtype: torch.dtype, scale: float) -> None:
+    agrees(
+        lambda v: prime_rl_ipo_loss(*v[:3], v[4], normalizer=7, loss_weights=v[3]),
+        lambda v: prime_by_hand(v, lambda p, q, a: abs(p - q) > 0.1, 1.0, 1e-3),
+        dtype,
+        batch(2, scale),
+    )
+
+
+@every_type
+@every_scale
+@pytest.mark.parametrize("cap", [2.0, 10.0])
+@pytest.mark.parametrize(
+    ("kind", "size", "low", "high"),
+    [("tv", binary_tv, 0.15, None), ("kl", binary_kl, 0.05, None), ("tv", binary_tv, 0.1, 0.02)],
+)
+def test_dppo_agrees_with_its_definition(
+    dtype: torch.dtype, scale: float, cap: float, kind: Any, size: Any, low: float, high: Any
+) -> None:
+    def drop(p: float, q: float, a: float) -> bool:
+        bound = high if high is not None and a > 0 else low
+        return size(p, q) > bound and moves_away(p, q, a)
+
+    agrees(
+        lambda v: dppo_loss(
+            *v[:3],
+            v[4],
+            normalizer=7,
+            divergence=kind,
+            threshold=low,
+            threshold_high=high,
+            ratio_cap=cap,
+        ),
+        lambda v: dppo_by_hand(v, drop, cap),
+        dtype,
+        batch(3, scale),
+    )
+
+
+@pytest.mark.parametrize(("kind", "threshold"), [("tv", 0.15), ("kl", 0.05)])
+def test_the_default_thresholds_are_those_of_the_paper(kind: Any, threshold: float) -> None:
+    policy, sampling, advantages, _, mask = batch(4, 2.0)
+    default = dppo_loss(policy, sampling, advantages, mask, normalizer=7, divergence=kind)
+    stated = dppo_loss(
+        policy, sampling, advantages, mask, normalizer=7, divergence=kind, threshold=threshold
+    )
+    assert torch.equal(default.loss, stated.loss)
+    assert 0 < default.clipped_fraction.item() == stated.clipped_fraction.item()
+
+
+def test_the_penalty_also_pulls_back_the_tokens_that_are_dropped() -> None:
+    policy = torch.tensor([[-0.1]], requires_grad=True)
+    sampling, mask = torch.tensor([[-3.0]]), torch.ones(1, 1).bool()
+    found = prime_rl_loss(policy, sampling, torch.ones(1), mask, normalizer=1, kl_tau=0.5)
+    found.loss.backward()
+    assert found.clipped_fraction.item() == 1
+    assert policy.grad.item() == pytest.approx(2.9)
+
+
+def test_a_token_moving_back_towards_the_sampler_is_never_dropped_by_dppo() -> None:
+    policy, sampling = torch.tensor([[-3.0, -0.1]]), torch.tensor([[-0.1, -3.0]])
+    advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2).bool()
+    for kind in ("tv", "kl"):
+        found = dppo_loss(policy, sampling, advantages, mask, normalizer=1, divergence=kind)
+        assert found.clipped_fraction.item() == 0
+
+
+def test_dppo_without_a_cap_has_the_gradient_of_the_ratio() -> None:
+    policy, sampling, advantages, _, mask = batch(5, 1.0)
+    free = dppo_loss(policy, sampling, advantages, mask, normalizer=7, threshold=1, ratio_cap=None)
+    ratio = prime_rl_loss(
+        policy, sampling, advantages, mask, normalizer=7, mask_low=1, mask_high=1, kl_tau=0
+    )
+    slopes = [torch.autograd.grad(found.loss, policy)[0] for found in (free, ratio)]
+    torch.testing.assert_close(*slopes, rtol=1e-12, atol=1e-14)
+
+
+def test_a_token_at_the_threshold_stays() -> None:
+    policy, sampling = torch.zeros(1, 1), torch.full((1, 1), math.log(0.5))
+    mask = torch.ones(1, 1).bool()
+    for high, dropped in ((0.5, 0), (0.49, 1)):
+        found = prime_rl_loss(policy, sampling, torch.ones(1), mask, normalizer=1, mask_high=high)
+        assert found.clipped_fraction.item() == dropped
+
+
+@pytest.mark.parametrize(
+    ("loss", "changed", "message"),
+    [
+        (prime_rl_loss, {"mask_low": -0.1}, "mask_low is -0.1 but has to be >= 0: use 0.2"),
+        (prime_rl_loss, {"mask_high": math.nan}, "mask_high is nan but has to be >= 0"),
+        (prime_rl_loss, {"adv_tau": -1}, "adv_tau is -1 but has to be >= 0: use 1.0"),
+        (prime_rl_loss, {"kl_tau": -1}, "kl_tau is -1 but has to be >= 0: use 1e-3"),
+        (prime_rl_ipo_loss, {"threshold": -1}, "threshold is -1 but has to be >= 0: use 0.1"),
+        (dppo_loss, {"threshold": -1}, "threshold is -1 but has to be >= 0: use 0.15"),
+        (dppo_loss, {"threshold_high": -1}, "threshold_high is -1 but has to be >= 0"),
+        (dppo_loss, {"ratio_cap": 0}, "ratio_cap is 0 but has to be > 0: use 10.0"),
+    ],
+)
+def test_an_impossible_setting_is_named_with_its_bound(
+    loss: Callable[..., PolicyLoss], changed: dict[str, float], message: str
+) -> None:
+    policy, sampling, advantages, _, mask = batch()
+    with pytest.raises(ValueError, match=message):
+        loss(policy, sampling, advantages, mask, normalizer=5, **changed)

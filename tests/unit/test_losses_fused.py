@@ -1,0 +1,313 @@
+"""Head and loss in one: the same numbers and gradients as on whole scores, never made whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composer_mesh.losses.distillation import generalized_jsd, taid_loss
+from composer_mesh.losses.fused import linear_distillation, linear_jsd, linear_logprobs
+from composer_mesh.losses.policy import token_logprobs
+
+SIZES = [(1, 1, 2), (7, 3, 5), (13, 6, 31), (40, 4, 9)]
+BLOCKS = [1, 40, 10_000]
+BETAS = [0, 0.3, 0.5, 1]
+NORMALIZER = 3
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(sum(shape) for shape in shapes))
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [value.to(dtype).requires_grad_() for value in values]
+
+
+def rows_of(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bool)
+
+
+def whole_jsd(student: Tensor, teacher: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
+    mask = rows_of(len(student))
+    return generalized_jsd(
+        student, teacher, mask, beta=beta, temperature=temperature, normalizer=NORMALIZER
+    )
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 5e-5, "atol": 1e-5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("rows", "hidden", "vocabulary"), SIZES)
+def test_logprobs_and_gradients_are_those_of_whole_scores(
+    rows: int, hidden: int, vocabulary: int, block: int, dtype: torch.dtype
+) -> None:
+    inputs = leaves((rows, hidden), (vocabulary, hidden), (vocabulary,), dtype=dtype)
+    h, weight, bias = inputs
+    targets = torch.arange(rows) % vocabulary
+    pull = torch.linspace(-1, 2, rows, dtype=dtype)
+    for temperature in (1.0, 0.7):
+        expected = token_logprobs(h @ weight.T + bias, targets, temperature)
+        found = linear_logprobs(h, weight, targets, bias=bias, temperature=temperature, block=block)
+        torch.testing.assert_close(found, expected, **tolerance(dtype))
+        torch.testing.assert_close(
+            torch.autograd.grad(found @ pull, inputs),
+            torch.autograd.grad(expected @ pull, inputs),
+            **tolerance(dtype),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("rows", "hidden", "vocabulary"), SIZES)
+def test_the_divergence_and_its_gradients_are_those_of_whole_scores(
+    rows: int, hidden: int, vocabulary: int, beta: float, block: int, dtype: torch.dtype
+) -> None:
+    inputs = leaves((rows, hidden), (vocabulary, hidden), (vocabulary,), dtype=dtype)
+    h, weight, bias = inputs
+    teacher, head = leaves((rows, hidden + 2), (vocabulary, hidden + 2), dtype=dtype)
+    for temperature in (1.0, 1.7):
+        expected = whole_jsd(h @ weight.T + bias, teacher @ head.T, beta, temperature)
+        found = linear_jsd(
+            h,
+            weight,
+            teacher,
+            head,
+            student_bias=bias,
+            beta=beta,
+            temperature=temperature,
+            normalizer=NORMALIZER,
+            block=block,
+        )
+        torch.testing.assert_close(found, expected, **tolerance(dtype))
+        torch.testing.assert_close(
+            torch.autograd.grad(found, inputs),
+            torch.autograd.grad(expected, inputs),
+            **tolerance(dtype),
+        )
+
+
+def test_gradients_pass_a_numerical_check() -> None:
+    h, weight, bias = leaves((5, 3), (7, 3), (7,))
+    targets = torch.tensor([0, 6, 3, 3, 1])
+
+    def logprobs(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_logprobs(h, weight, targets, bias=bias, temperature=0.8, block=15)
+
+    assert torch.autograd.gradcheck(logprobs, (h, weight, bias))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradients_of_the_divergence_pass_a_numerical_check(beta: float) -> None:
+    h, weight, bias = leaves((5, 3), (7, 3), (7,))
+    teacher, head = (value.detach() for value in leaves((5, 4), (7, 4)))
+
+    def jsd(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_jsd(
+            h, weight, teacher, head, student_bias=bias, beta=beta, normalizer=2, block=15
+        )
+
+    assert torch.autograd.gradcheck(jsd, (h, weight, bias))
+
+
+@pytest.mark.parametrize("t", [0, 0.4, 1])
+def test_any_other_loss_gets_the_gradients_of_whole_scores(t: float) -> None:
+    inputs = leaves((13, 4), (17, 4))
+    h, weight = inputs
+    teacher, head = leaves((13, 6), (17, 6))
+
+    def taid(student: Tensor, teacher: Tensor, rows: slice | None = None) -> Tensor:
+        return taid_loss(student, teacher, rows_of(len(student)), t=t, normalizer=NORMALIZER)
+
+    expected = taid(h @ weight.T, teacher @ head.T)
+    found = linear_distillation(taid, h, weight, teacher, head, block=50)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs)
+    )
+
+
+def test_blocks_tell_a_loss_which_rows_they_are() -> None:
+    h, weight = leaves((7, 3), (5, 3))
+    weights = torch.linspace(0, 2, 7, dtype=torch.float64)
+
+    def weighted(student: Tensor, teacher: Tensor, rows: slice) -> Tensor:
+        return (student.logsumexp(-1) * weights[rows]).sum()
+
+    found = linear_distillation(weighted, h, weight, h, weight, block=10)
+    torch.testing.assert_close(found, ((h @ weight.T).logsumexp(-1) * weights).sum())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        self.numbers = max([self.numbers, *sizes])
+        return found
+
+
+def logprobs_step(h: Tensor, weight: Tensor, block: int) -> Tensor:
+    return linear_logprobs(h, weight, torch.arange(len(h)), block=block).sum()
+
+
+def jsd_step(h: Tensor, weight: Tensor, block: int) -> Tensor:
+    return linear_jsd(h, weight, h.detach(), weight, beta=0.5, normalizer=1, block=block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [logprobs_step, jsd_step])
+def test_no_tensor_grows_with_rows_times_vocabulary(
+    step: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    rows, vocabulary, hidden, block = 200, 300, 4, 1000
+    h, weight = leaves((rows, hidden), (vocabulary, hidden), dtype=dtype)
+    with LargestTensor() as largest:
+        step(h, weight, block).backward()
+    assert largest.numbers <= max(block, rows * hidden, vocabulary * hidden)
+
+
+@pytest.mark.parametrize("step", [logprobs_step, jsd_step])
+def test_bfloat16_inputs_are_summed_in_float32(step: Callable[..., Tensor]) -> None:
+    h, weight = leaves((60, 32), (200, 32), dtype=torch.bfloat16)
+    exact = [value.detach().float().requires_grad_() for value in (h, weight)]
+    found, expected = step(h, weight, 700), step(*exact, 700)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for half, full in zip(
+        torch.autograd.grad(found, [h, weight]), torch.autograd.grad(expected, exact), strict=True
+    ):
+        assert half.dtype == torch.bfloat16
+        torch.testing.assert_close(half, full.bfloat16(), rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("beta", BETAS)
+def test_extreme_scores_stay_finite_and_exact(beta: float, dtype: torch.dtype) -> None:
+    student = torch.tensor([[50.0, -50, 0], [-50, 50, 50], [0, 0, 0]], dtype=dtype)
+    teacher = torch.tensor([[-50.0, 50, 0], [50, 50, -50], [50, -50, 0]], dtype=dtype)
+    head = torch.eye(3, dtype=dtype)
+    student.requires_grad_()
+    found = linear_jsd(student, head, teacher, head, beta=beta, normalizer=NORMALIZER)
+    expected = whole_jsd(student, teacher, beta)
+    torch.testing.assert_close(found, expected, **tolerance(dtype))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, student),
+        torch.autograd.grad(expected, student),
+        **tolerance(dtype),
+    )
+
+
+def test_no_gradient_reaches_the_teacher() -> None:
+    h, weight, teacher, head = leaves((4, 3), (5, 3), (4, 3), (5, 3))
+    linear_jsd(h, weight, teacher, head, beta=0.5, normalizer=1).backward()
+    assert h.grad is not None
+    assert teacher.grad is None
+    assert head.grad is None
+
+
+def test_a_teacher_with_the_students_own_head_leaves_it_the_students_gradient() -> None:
+    h, weight, teacher = leaves((4, 3), (5, 3), (4, 3))
+    shared = torch.autograd.grad(
+        linear_jsd(h, weight, teacher, weight, beta=0.5, normalizer=1), weight
+    )
+    copied = torch.autograd.grad(
+        linear_jsd(h, weight, teacher, weight.detach().clone(), beta=0.5, normalizer=1), weight
+    )
+    torch.testing.assert_close(shared, copied)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_needs_no_gradient_gets_none(frozen: int) -> None:
+    inputs = leaves((4, 3), (5, 3))
+    inputs[frozen].requires_grad_(False)
+    h, weight = inputs
+    targets = torch.arange(4)
+    for loss in (
+        linear_logprobs(h, weight, targets).sum(),
+        linear_jsd(h, weight, h.detach() + 1, weight, beta=0.5, normalizer=1),
+    ):
+        loss.backward()
+    assert inputs[frozen].grad is None
+    assert inputs[1 - frozen].grad is not None
+
+
+@pytest.mark.parametrize("step", [logprobs_step, jsd_step])
+def test_no_rows_give_zero_with_a_graph(step: Callable[..., Tensor]) -> None:
+    h, weight = leaves((0, 3), (5, 3))
+    loss = step(h, weight, 10)
+    loss.backward()
+    assert loss.item() == 0
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("step", [logprobs_step, jsd_step])
+def test_losses_of_parts_add_up(step: Callable[..., Tensor]) -> None:
+    h, weight = leaves((9, 3), (11, 3))
+    whole = linear_jsd(h, weight, h.detach() + 1, weight, beta=0.3, normalizer=9)
+    parts = [
+        linear_jsd(p, weight, p.detach() + 1, weight, beta=0.3, normalizer=9) for p in h.split(4)
+    ]
+    torch.testing.assert_close(whole, torch.stack(parts).sum())
+
+
+def test_rows_without_a_gradient_are_left_out_of_the_backward() -> None:
+    h, weight = leaves((6, 3), (5, 3))
+    pull = torch.tensor([0.0, 1, 0, 0, -2, 0], dtype=torch.float64)
+    (linear_logprobs(h, weight, torch.zeros(6, dtype=torch.long)) * pull).sum().backward()
+    assert h.grad is not None
+    assert h.grad.abs().sum(-1).ne(0).tolist() == pull.ne(0).tolist()
+
+
+def test_a_second_backward_through_a_kept_graph_gives_the_same_gradient() -> None:
+    h, weight = leaves((6, 3), (5, 3))
+    loss = 0.25 * linear_jsd(h, weight, h.detach() + 1, weight, beta=0.5, normalizer=1)
+    first = torch.autograd.grad(loss, [h, weight], retain_graph=True)
+    kept = [value.clone() for value in first]
+    torch.testing.assert_close(torch.autograd.grad(loss, [h, weight]), tuple(kept))
+
+
+def test_equal_heads_and_states_diverge_by_nothing() -> None:
+    h, weight = leaves((6, 3), (5, 3))
+    for beta in BETAS:
+        loss = linear_jsd(h, weight, h.detach(), weight, beta=beta, normalizer=1)
+        assert loss.item() == pytest.approx(0, abs=1e-12)
+        for gradient in torch.autograd.grad(loss, [h, weight]):
+            assert gradient.abs().max().item() < 1e-12
+
+
+def test_half_and_half_is_bounded_by_log_2() -> None:
+    h, weight, teacher, head = (value * 20 for value in leaves((50, 3), (7, 3), (50, 3), (7, 3)))
+    loss = linear_jsd(h, weight, teacher, head, beta=0.5, normalizer=50)
+    assert 0 < loss.item() <= math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"beta": 1.5}, "beta is 1.5"),
+        ({"temperature": 0}, "temperature is 0"),
+        ({"normalizer": -1}, "normalizer is -1"),
+        ({"block": 0}, "block is 0"),
+    ],
+)
+def test_bad_values_are_refused(change: dict[str, float], message: str) -> None:
+    h, weight = leaves((2, 3), (5, 3))
+    with pytest.raises(ValueError, match=message):
+        linear_jsd(h, weight, h, weight, **{"beta": 0.5, "normalizer": 1, **change})  # type: ignore[arg-type]

@@ -1,0 +1,286 @@
+"""The GRPO family against definitions written token by token, and its aggregations."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from composer_mesh.losses.logprobs import check_choice
+from composer_mesh.losses.policy import (
+    PolicyLoss,
+    aggregate,
+    aggregation_normalizer,
+    cispo_loss,
+    grpo_loss,
+    sapo_loss,
+    token_logprobs,
+)
+
+KINDS = ["grpo", "bnpo", "dr_grpo", "dapo"]
+TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
+Term = Callable[[Tensor, float, Tensor], Tensor]
+
+
+def batch(
+    rows: int = 4, tokens: int = 6, seed: int = 0, scale: float = 0.6
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs of policy, old and reference, advantages, weights and a mask with an empty row."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    policy = -3 * torch.rand(rows, tokens, generator=rng, dtype=torch.float64)
+    old, reference = policy + scale * normal(rows, tokens), policy + scale * normal(rows, tokens)
+    mask = torch.rand(rows, tokens, generator=rng) < 0.7
+    mask[:1] = False
+    weights = normal(rows, tokens).abs()
+    return policy.requires_grad_(), old, reference, normal(rows), weights, mask
+
+
+def clipped(low: float, high: float, cap: float = math.inf) -> Term:
+    def term(r: Tensor, a: float, _: Tensor) -> Tensor:
+        held = min(max(r.item(), 1 - low), 1 + high)
+        free = r if r.item() < cap else torch.tensor(cap, dtype=r.dtype)
+        bound = r if held == r.item() else torch.tensor(held, dtype=r.dtype)
+        return -(free * a if free.item() * a < bound.item() * a else bound * a)
+
+    return term
+
+
+def truncated(cap: float, floor: float = 0.0) -> Term:
+    return lambda r, a, lp: -min(max(r.item(), floor), cap) * a * lp
+
+
+def gated(positive: float, negative: float) -> Term:
+    def term(r: Tensor, a: float, _: Tensor) -> Tensor:
+        tau = positive if a > 0 else negative
+        return -4 / tau * a / (1 + (-tau * (r - 1)).exp())
+
+    return term
+
+
+def by_hand(
+    term: Term,
+    values: tuple[Tensor, ...],
+    kind: str,
+    normalizer: float,
+    level: str = "token",
+    beta: float = 0.0,
+    importance: bool = False,
+) -> Tensor:
+    """The loss of a whole batch, one token at a time."""
+    policy, old, reference, advantages, weights, mask = values
+    total = policy.sum() * 0
+    for b in range(len(policy)):
+        on = [t for t in range(policy.shape[1]) if mask[b, t]]
+        row = policy.sum() * 0
+        mean = sum((policy[b, t] - old[b, t] for t in on), start=row) / max(1, len(on))
+        for t in on:
+            lp = policy[b, t]
+            r = (mean if level == "sequence" else lp - old[b, t]).exp()
+            k = (reference[b, t] - lp).exp()
+            kl = (k - 1 - k.log()) * (r if importance else 1)
+            row = row + term(r, advantages[b].item(), lp) * weights[b, t] + beta * kl
+        total = total + (row / max(1, len(on)) if kind == "grpo" else row)
+    return total / normalizer
+
+
+def agrees(
+    loss: Callable[..., PolicyLoss],
+    term: Term,
+    dtype: torch.dtype = torch.float64,
+    kind: str = "dapo",
+    seed: int = 0,
+    beta: float = 0.0,
+    **options: Any,
+) -> None:
+    values = batch(seed=seed)
+    level, importance = options.get("ratio_level", "token"), options.get("kl_importance", False)
+    expected = by_hand(term, values, kind, 7, level, beta, importance)
+    (slope,) = torch.autograd.grad(expected, values[0])
+    cast = [v.detach().to(dtype) if v.is_floating_point() else v for v in values]
+    policy, old, reference, advantages, weights, mask = cast
+    found = loss(
+        policy.requires_grad_(),
+        old,
+        advantages,
+        mask,
+        normalizer=7,
+        aggregation=kind,
+        kl_beta=beta,
+        reference_logprobs=reference,
+        sampling_weights=weights,
+        **options,
+    ).loss
+    found.backward()
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(found, expected.to(dtype), rtol=rtol, atol=atol)
+    torch.testing.assert_close(policy.grad, slope.to(dtype), rtol=rtol, atol=atol)
+
+
+every_type = pytest.mark.parametrize("dtype", TOLERANCES)
+every_level = pytest.mark.parametrize("level", ["token", "sequence"])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_type
+@every_kind
+@every_level
+@pytest.mark.parametrize(("beta", "importance"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_grpo_agrees_with_its_definition(
+    dtype: torch.dtype, kind: str, level: str, beta: float, importance: bool
+) -> None:
+    options = {"ratio_level": level, "kl_importance": importance, "clip_high": 0.28}
+    agrees(grpo_loss, clipped(0.2, 0.28), dtype, kind, 1, beta, **options)
+    agrees(grpo_loss, clipped(0.2, 0.28, 1.5), dtype, kind, 2, beta, ratio_cap=1.5, **options)
+
+
+@every_type
+@every_level
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_cispo_agrees_with_its_definition(dtype: torch.dtype, level: str, beta: float) -> None:
+    agrees(cispo_loss, truncated(1.3), dtype, "dapo", 3, beta, clip_high=1.3, ratio_level=level)
+    options = {"clip_low": 0.8, "clip_high": 1.2, "ratio_level": level}
+    agrees(cispo_loss, truncated(1.2, 0.8), dtype, "grpo", 4, beta, **options)
+
+
+@every_type
+@every_level
+@pytest.mark.parametrize("importance", [False, True])
+def test_sapo_agrees_with_its_definition(dtype: torch.dtype, level: str, importance: bool) -> None:
+    options = {"ratio_level": level, "kl_importance": importance}
+    agrees(sapo_loss, gated(1, 1.05), dtype, "grpo", 5, 0.3, **options)
+    taus = {"tau_positive": 0.5, "tau_negative": 3.0}
+    agrees(sapo_loss, gated(0.5, 3), dtype, "dapo", 6, 0.3, **taus, **options)
+
+
+def test_the_weights_of_the_sampler_correction_do_not_touch_the_penalty() -> None:
+    policy, old, reference, advantages, weights, mask = batch()
+    options = {"normalizer": 3, "kl_beta": 0.3, "reference_logprobs": reference}
+    found = grpo_loss(
+        policy, old, advantages, mask, sampling_weights=torch.zeros_like(weights), **options
+    )
+    assert found.loss.item() == pytest.approx(0.3 * found.kl_reference.item())
+    assert found.kl_reference.item() > 0
+
+
+def test_weights_may_be_one_per_sequence() -> None:
+    policy, old, _, advantages, _, mask = batch()
+    per_sequence = torch.tensor([1.0, 0.5, 0.0, 2.0], dtype=torch.float64)
+    shapes = (per_sequence, per_sequence.unsqueeze(-1), per_sequence.unsqueeze(-1).expand(4, 6))
+    found = [
+        grpo_loss(policy, old, advantages, mask, normalizer=3, sampling_weights=w).loss.item()
+        for w in shapes
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_penalty_of_weight_zero_needs_no_reference_and_is_not_reported() -> None:
+    policy, old, _, advantages, _, mask = batch()
+    assert grpo_loss(policy, old, advantages, mask, normalizer=3).kl_reference is None
+    with pytest.raises(ValueError, match=r"kl_beta is 0.1 but reference_logprobs is None: pass"):
+        grpo_loss(policy, old, advantages, mask, normalizer=3, kl_beta=0.1)
+
+
+def test_the_ratio_of_a_sequence_of_one_token_is_that_of_the_token() -> None:
+    policy, old, _, advantages, _, _ = batch(tokens=1)
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    one = grpo_loss(policy, old, advantages, mask, normalizer=4, ratio_level="sequence")
+    other = grpo_loss(policy, old, advantages, mask, normalizer=4)
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-12, atol=1e-14)
+
+
+def test_a_ratio_cap_beyond_the_clip_is_a_dual_clip() -> None:
+    policy, old = torch.zeros(1, 2, requires_grad=True), torch.tensor([[-4.0, 4.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    found = grpo_loss(policy, old, torch.tensor([-1.0]), mask, normalizer=1, ratio_cap=3.0)
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(3 + 0.8)
+    assert policy.grad.tolist() == [[0, 0]]
+
+
+def test_cispo_keeps_the_gradient_of_tokens_that_grpo_clips_away() -> None:
+    policy, old = torch.zeros(1, 1, requires_grad=True), torch.tensor([[-3.0]])
+    good, mask = torch.ones(1), torch.ones(1, 1, dtype=torch.bool)
+    (gone,) = torch.autograd.grad(grpo_loss(policy, old, good, mask, normalizer=1).loss, policy)
+    found = cispo_loss(policy, old, good, mask, normalizer=1)
+    (kept,) = torch.autograd.grad(found.loss, policy)
+    assert (gone.item(), kept.item()) == (0, -5)
+    assert found.clipped_fraction.item() == 1
+
+
+@every_kind
+def test_an_aggregation_of_ones_is_the_share_of_what_it_counts(kind: str) -> None:
+    mask = batch(rows=5, seed=3)[-1]
+    normalizer = aggregation_normalizer(
+        kind, sequences=5, tokens=int(mask.sum()), max_completion_length=10
+    )
+    found = aggregate(torch.ones(5, 6, dtype=torch.float64), mask, kind, normalizer).item()
+    share = {"grpo": int(mask.any(-1).sum()) / 5, "dr_grpo": int(mask.sum()) / 50}
+    assert found == pytest.approx(share.get(kind, 1.0))
+
+
+@given(seed=st.integers(0, 2**16), copies=st.integers(1, 4))
+@settings(max_examples=20, deadline=None)
+def test_a_sequence_weighs_the_same_at_any_length_under_grpo_only(seed: int, copies: int) -> None:
+    values = batch(rows=2, seed=seed)[0].detach()
+    mask = torch.ones_like(values, dtype=torch.bool)
+    longer = [x.repeat_interleave(copies, dim=-1) for x in (values, mask)]
+    short, long = aggregate(values, mask, "grpo", 2), aggregate(*longer, "grpo", 2)
+    torch.testing.assert_close(short, long, rtol=1e-12, atol=1e-14)
+    summed = aggregate(*longer, "dapo", 2)
+    torch.testing.assert_close(aggregate(values, mask, "dapo", 2) * copies, summed)
+
+
+def test_dr_grpo_needs_the_length_that_it_divides_by() -> None:
+    for length in (None, 0):
+        with pytest.raises(ValueError, match=f"max_completion_length is {length} but dr_grpo"):
+            aggregation_normalizer("dr_grpo", sequences=2, tokens=3, max_completion_length=length)
+
+
+@pytest.mark.parametrize(
+    ("loss", "changed", "message"),
+    [
+        (grpo_loss, {"kl_beta": -0.1}, "kl_beta is -0.1 but has to be >= 0: use 0"),
+        (grpo_loss, {"kl_beta": math.nan}, "kl_beta is nan"),
+        (cispo_loss, {"clip_high": 0.0}, "clip_high is 0.0 but has to be > 0: use 5.0"),
+        (cispo_loss, {"clip_low": -1.0}, "clip_low is -1.0 but has to be >= 0"),
+        (sapo_loss, {"tau_positive": 0.0}, "tau_positive is 0.0 but has to be > 0: use 1.0"),
+        (sapo_loss, {"tau_negative": -1.0}, "tau_negative is -1.0 but has to be > 0: use 1.05"),
+        (
+            grpo_loss,
+            {"sampling_weights": torch.ones(3)},
+            r"sampling_weights have shape \(3,\) but log-probs \(4, 6\)",
+        ),
+    ],
+)
+def test_an_impossible_setting_is_named_with_its_bound(
+    loss: Callable[..., PolicyLoss], changed: dict[str, Any], message: str
+) -> None:
+    policy, old, _, advantages, _, mask = batch()
+    with pytest.raises(ValueError, match=message):
+        loss(policy, old, advantages, mask, normalizer=5, **changed)
+
+
+def test_an_unknown_choice_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="aggregation is 'mean': use one of 'grpo', 'dapo'"):
+        check_choice("aggregation", "mean", ("grpo", "dapo"))
+    policy, old, _, advantages, _, mask = batch()
+    with pytest.raises(TypeCheckError):
+        grpo_loss(policy, old, advantages, mask, normalizer=5, aggregation="mean")
+
+
+def test_a_temperature_scales_the_logits_and_the_ratio_speaks_of_the_tempered_policy() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[0, 4, 2], [1, 1, 3]])
+    hot, scaled = token_logprobs(logits, targets, 2.0), token_logprobs(logits / 2.0, targets)
+    assert torch.equal(hot, scaled)
+    found = grpo_loss(hot, scaled, torch.ones(2), torch.ones(2, 3).bool(), normalizer=6)
+    assert found.ratio_mean.item() == 1

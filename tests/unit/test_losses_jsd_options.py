@@ -1,0 +1,144 @@
+"""The options of the generalized JSD: a clip on each term, and the teacher's top k alone."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_mesh.losses.distillation import divergence_terms, generalized_jsd, row_logprobs
+
+BETAS = [0.0, 0.3, 0.5, 1.0]
+FLOATS = [(torch.float64, 1e-9, 1e-11), (torch.float32, 5e-5, 2e-6)]
+
+
+def batch(seed: int = 0, scale: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Student logits, teacher logits and a mask of [3, 4] tokens over 6 entries, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    student, teacher = scale * torch.randn(2, 3, 4, 6, generator=rng, dtype=torch.float64)
+    return student.requires_grad_(), teacher, torch.rand(3, 4, generator=rng) < 0.7
+
+
+def terms_by_hand(s: Tensor, p: Tensor, beta: float) -> Tensor:
+    """Each entry's term of the divergence between two rows of probabilities."""
+    if beta == 0:
+        return p * (p.log() - s.log())
+    if beta == 1:
+        return s * (s.log() - p.log())
+    m = (1 - beta) * s + beta * p
+    return beta * p * (p.log() - m.log()) + (1 - beta) * s * (s.log() - m.log())
+
+
+def clipped_by_hand(
+    student: Tensor, teacher: Tensor, mask: Tensor, beta: float, clip: float, k: int
+) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for b, t in mask.nonzero().tolist():
+        kept = sorted(range(6), key=lambda v: -teacher[b, t, v].item())[:k]
+        s = (student[b, t] / 1.3).exp()[kept]
+        p = (teacher[b, t] / 1.3).exp()[kept]
+        terms = terms_by_hand(s / s.sum(), p / p.sum(), beta)
+        for term in terms.unbind():
+            total = total + (term if term.item() <= clip else clip)
+    return total
+
+
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), FLOATS)
+@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("clip", [0.02, math.inf])
+@pytest.mark.parametrize("beta", BETAS)
+def test_value_and_gradient_agree_with_the_definition(
+    beta: float, clip: float, k: int, dtype: torch.dtype, rtol: float, atol: float
+) -> None:
+    student, teacher, mask = batch(seed=4)
+    expected = clipped_by_hand(student, teacher, mask, beta, clip, k) / 5
+    (wanted,) = torch.autograd.grad(expected, student)
+    single = student.detach().to(dtype).requires_grad_()
+    found = generalized_jsd(
+        single,
+        teacher.to(dtype),
+        mask,
+        beta=beta,
+        temperature=1.3,
+        element_clip=clip,
+        top_k=k,
+        normalizer=5,
+    )
+    found.backward()
+    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(single.grad.double(), wanted, rtol=rtol, atol=atol)
+
+
+@given(beta=st.floats(0.01, 0.99), seed=st.integers(0, 2**16), scale=st.floats(0.1, 50))
+@settings(max_examples=40, deadline=None)
+def test_a_clip_above_every_possible_term_does_nothing(
+    beta: float, seed: int, scale: float
+) -> None:
+    student, teacher, mask = batch(seed, scale)
+    bound = max(-math.log(beta), -math.log(1 - beta)) + 1e-12
+    common = {"beta": beta, "normalizer": 3}
+    plain = generalized_jsd(student, teacher, mask, **common)
+    assert torch.equal(generalized_jsd(student, teacher, mask, element_clip=bound, **common), plain)
+
+
+def test_a_clipped_term_has_no_gradient_and_leaves_the_negative_ones() -> None:
+    student = torch.tensor([[0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[3.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([True])
+    found = generalized_jsd(student, teacher, mask, beta=0, element_clip=1e-3, normalizer=1)
+    found.backward()
+    p = teacher.softmax(-1)[0, 1].item()
+    assert found.item() == pytest.approx(1e-3 + p * math.log(p / 0.5))
+    assert found.item() < 0
+    # Only the second entry's term is left: -p log S_1, whose gradient is p (S - onehot).
+    torch.testing.assert_close(student.grad, p * torch.tensor([[0.5, -0.5]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_top_of_everything_is_everything(beta: float) -> None:
+    student, teacher, mask = batch()
+    plain = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    for k in (6, 1000):
+        kept = generalized_jsd(student, teacher, mask, beta=beta, top_k=k, normalizer=3)
+        torch.testing.assert_close(kept, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_entries_outside_the_teachers_top_k_do_not_count(beta: float) -> None:
+    student, teacher, mask = batch()
+    left_out = teacher < teacher.topk(3).values[..., -1:]
+    changed = torch.where(left_out, student + 5, student).detach().requires_grad_()
+    results = []
+    for scores in (student, changed):
+        loss = generalized_jsd(scores, teacher, mask, beta=beta, top_k=3, normalizer=3)
+        loss.backward()
+        results.append(loss)
+    torch.testing.assert_close(*results)
+    assert not changed.grad[left_out].any()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_terms_of_normalized_rows_add_up_to_the_divergence(beta: float) -> None:
+    student, teacher, mask = batch()
+    terms = divergence_terms(row_logprobs(student[mask]), row_logprobs(teacher[mask]), beta)
+    assert terms.shape == (int(mask.sum()), 6)
+    found = generalized_jsd(student, teacher, mask, beta=beta, normalizer=1)
+    torch.testing.assert_close(terms.sum(), found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"element_clip": 0.0}, "element_clip is 0.0 but has to be > 0"),
+        ({"element_clip": math.nan}, "element_clip is nan but has to be > 0"),
+        ({"top_k": 0}, "top_k is 0 but has to be >= 1"),
+        ({"normalizer": -1}, "normalizer is -1 but has to be a finite count"),
+    ],
+)
+def test_an_impossible_setting_is_named_with_its_bound(
+    changed: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generalized_jsd(*batch(), **{"beta": 0.5, "normalizer": 1, **changed})

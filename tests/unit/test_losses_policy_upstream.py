@@ -1,0 +1,69 @@
+"""Policy losses against values and gradients that the published code gave for the same inputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_mesh.losses import policy
+from composer_mesh.losses.policy import Rejection, sampling_weights
+
+GOLDEN = json.loads((Path(__file__).parent / "upstream" / "policy.json").read_text())
+TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
+TENSORS = ("reference_logprobs", "sampling_weights", "loss_weights")
+every_type = pytest.mark.parametrize("dtype", TOLERANCES)
+
+
+def tensors(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    found = {key: torch.tensor(value) for key, value in GOLDEN["batches"][name].items()}
+    exact = {
+        key: torch.tensor(value, dtype=dtype)
+        for key, value in GOLDEN["batches"][name].items()
+        if found[key].is_floating_point()
+    }
+    exact["logprobs"].requires_grad_()
+    return found | exact
+
+
+def options_of(case: dict[str, Any], batch: dict[str, Tensor]) -> dict[str, Any]:
+    options = {
+        name: batch[value] if name in TENSORS else value for name, value in case["options"].items()
+    }
+    if options.get("rejection") is not None:
+        options["rejection"] = Rejection(**options["rejection"])
+    return options
+
+
+def named(case: dict[str, Any]) -> str:
+    return f"{case['source'].split()[0]} {case.get('function', 'weights')} {case['batch']}"
+
+
+@every_type
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=named)
+def test_loss_and_gradient_are_those_of_the_published_code(
+    case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    batch = tensors(case["batch"], dtype)
+    loss = getattr(policy, case["function"])
+    arguments = [batch[name] for name in case["arguments"]]
+    found = loss(*arguments, **options_of(case, batch)).loss
+    found.backward()
+    rtol, atol = TOLERANCES[dtype]
+    gradient = torch.tensor(case["gradient"], dtype=dtype)
+    torch.testing.assert_close(found, torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=atol)
+    torch.testing.assert_close(batch["logprobs"].grad, gradient, rtol=rtol, atol=atol)
+
+
+@every_type
+@pytest.mark.parametrize("case", GOLDEN["weights"], ids=named)
+def test_sampling_weights_are_those_of_the_published_code(
+    case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    batch = tensors(case["batch"], dtype)
+    found = sampling_weights(batch["old"], batch["sampling"], batch["mask"], **case["options"])
+    rtol, atol = TOLERANCES[dtype]
+    expected = torch.tensor(case["weights"], dtype=dtype)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

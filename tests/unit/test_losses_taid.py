@@ -1,0 +1,186 @@
+"""TAID: the loss at both ends and between them, and the schedule that moves between them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_mesh.losses.distillation import TaidSchedule, generalized_jsd, taid_loss
+
+TIMES = [0, 0.0, 0.4, 0.9, 1.0, 1]
+FLOATS = [(torch.float64, 1e-9, 1e-11), (torch.float32, 5e-5, 2e-6)]
+
+
+def batch(seed: int = 0, scale: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Student logits, teacher logits and a mask of [3, 4] tokens over 6 entries, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    scores = scale * torch.randn(2, 3, 4, 6, generator=rng, dtype=torch.float64)
+    student, teacher = scores.clamp(-50, 50)
+    return student.requires_grad_(), teacher, torch.rand(3, 4, generator=rng) < 0.7
+
+
+@pytest.mark.parametrize("scale", [2.0, 50.0])
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), FLOATS)
+@pytest.mark.parametrize("t", TIMES)
+def test_value_and_gradient_agree_with_the_definition(
+    t: float, dtype: torch.dtype, rtol: float, atol: float, scale: float
+) -> None:
+    student, teacher, mask = batch(seed=2, scale=scale)
+    single = student.detach().to(dtype).requires_grad_()
+    teacher = teacher.to(dtype)
+    found = taid_loss(single, teacher, mask, t=t, temperature=1.5, normalizer=4)
+    found.backward()
+    value, gradient = 0.0, torch.zeros(3, 4, 6, dtype=torch.float64)
+    for b, i in mask.nonzero().tolist():
+        s, p = single[b, i].detach().double() / 1.5, teacher[b, i].double() / 1.5
+        mixed = (1 - t) * s + t * p
+        target = (mixed - mixed.max()).exp()
+        target = target / target.sum()
+        log_s = s - s.max() - (s - s.max()).exp().sum().log()
+        value -= (target * log_s).sum().item() / 4
+        gradient[b, i] = (log_s.exp() - target) / 1.5 / 4
+    assert found.item() == pytest.approx(value, rel=rtol, abs=atol)
+    torch.testing.assert_close(single.grad.double(), gradient, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_at_the_start_the_loss_is_the_students_entropy_and_does_not_pull(padding: int) -> None:
+    student, teacher, mask = padded(padding)
+    found = taid_loss(student, teacher, mask, t=0.0, normalizer=3)
+    found.backward()
+    entropy = torch.distributions.Categorical(logits=student.detach()[..., :6]).entropy()
+    assert found.item() == pytest.approx(entropy[mask].sum().item() / 3, rel=1e-12)
+    torch.testing.assert_close(student.grad, torch.zeros_like(student), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_at_the_end_the_loss_is_the_cross_entropy_to_the_teacher(padding: int) -> None:
+    student, teacher, mask = padded(padding)
+    found = taid_loss(student, teacher, mask, t=1.0, normalizer=3)
+    found.backward()
+    entropy = torch.distributions.Categorical(logits=teacher[..., :6]).entropy()[mask].sum() / 3
+    forward = generalized_jsd(student, teacher, mask, beta=0, normalizer=3)
+    torch.testing.assert_close(found, forward + entropy, rtol=1e-12, atol=1e-12)
+    pull = torch.where(mask[..., None], student.softmax(-1) - teacher.softmax(-1), 0.0) / 3
+    torch.testing.assert_close(student.grad, pull.detach(), rtol=1e-9, atol=1e-12)
+
+
+def padded(padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    student, teacher, mask = batch()
+    minus = torch.full((3, 4, padding), -math.inf, dtype=torch.float64)
+    wide = torch.cat([student.detach(), minus], -1)
+    return wide.requires_grad_(), torch.cat([teacher, minus], -1), mask
+
+
+@pytest.mark.parametrize("t", TIMES)
+def test_padding_the_vocabulary_changes_nothing(t: float) -> None:
+    student, teacher, mask = padded(2)
+    wide = taid_loss(student, teacher, mask, t=t, normalizer=3)
+    plain = taid_loss(student[..., :6], teacher[..., :6], mask, t=t, normalizer=3)
+    wide.backward()
+    torch.testing.assert_close(wide, plain, rtol=1e-12, atol=1e-14)
+    assert torch.isfinite(student.grad).all()
+
+
+def test_a_teacher_without_an_entry_of_the_student_asks_for_none_of_it() -> None:
+    student = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    teacher = torch.tensor([[0.0, -math.inf]])
+    for t in (0.5, 1.0):
+        found = taid_loss(student, teacher, torch.tensor([True]), t=t, normalizer=1)
+        assert found.item() == pytest.approx(-student.log_softmax(-1)[0, 0].item())
+
+
+@pytest.mark.parametrize("t", [-0.1, 1.1, math.nan])
+def test_a_time_outside_its_range_is_refused(t: float) -> None:
+    with pytest.raises(ValueError, match=r"t is .* but has to be in \[0, 1\]"):
+        taid_loss(*batch(), t=t, normalizer=1)
+
+
+def test_the_first_update_only_remembers_the_loss() -> None:
+    for adaptive in (True, False):
+        schedule = TaidSchedule(adaptive=adaptive)
+        assert schedule.update(2.0, 50, 100) == 0.4
+        assert schedule.update(2.0, 50, 100) >= 0.7
+
+
+def test_the_second_update_is_the_formula() -> None:
+    schedule = TaidSchedule(t_start=0.2, alpha=0.5, beta=0.9)
+    schedule.update(4.0, 0, 1000)
+    momentum = 0.1 * (4.0 - 1.0) / (4.0 + 1e-15)
+    expected = 0.2 + 0.5 / (1 + math.exp(-momentum)) * 0.8
+    assert schedule.update(1.0, 1, 1000) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_schedule_that_is_not_adaptive_is_a_line() -> None:
+    schedule = TaidSchedule(adaptive=False)
+    found = [schedule.update(1.0 / (1 + step), step, 10) for step in range(11)]
+    assert found[1:] == pytest.approx([0.4 + 0.06 * step for step in range(1, 11)])
+
+
+@given(losses=st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30), alpha=st.floats(0, 1))
+def test_an_adaptive_t_never_falls_and_never_passes_the_end(
+    losses: list[float], alpha: float
+) -> None:
+    schedule = TaidSchedule(t_start=0.1, t_end=0.9, alpha=alpha)
+    found = [schedule.update(loss, step, len(losses)) for step, loss in enumerate(losses)]
+    assert found == sorted(found)
+    assert all(0.1 <= t <= 0.9 for t in found)
+
+
+def test_a_faster_fall_of_the_loss_hurries_t() -> None:
+    slow, fast = TaidSchedule(alpha=0.1), TaidSchedule(alpha=0.1)
+    for step in range(20):
+        slow.update(5.0, step, 10**6)
+        fast.update(5.0 * 0.5**step, step, 10**6)
+    assert fast.t > slow.t
+
+
+def test_a_restored_schedule_continues_as_if_it_had_never_stopped() -> None:
+    losses = [3.0, 2.5, 2.7, 2.0, 1.9, 1.5]
+    whole, first = TaidSchedule(alpha=0.1), TaidSchedule(alpha=0.1)
+    expected = [whole.update(loss, step, 6) for step, loss in enumerate(losses)]
+    for step in range(3):
+        first.update(losses[step], step, 6)
+    second = TaidSchedule(alpha=0.1)
+    second.load_state_dict(first.state_dict())
+    assert [second.update(losses[step], step, 6) for step in range(3, 6)] == expected[3:]
+    fresh = TaidSchedule()
+    fresh.load_state_dict(TaidSchedule().state_dict())
+    assert fresh == TaidSchedule()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"t_start": 1.0}, r"t_start is 1.0 but has to be in \[0, 1\)"),
+        ({"t_end": 0.3}, r"t_end is 0.3 but has to be in \[0.4, 1\]"),
+        ({"alpha": 2.0}, r"alpha is 2.0 but has to be in \[0, 1\]: use 0.0005"),
+        ({"beta": -1.0}, r"beta is -1.0 but has to be in \[0, 1\]: use 0.99"),
+    ],
+)
+def test_an_impossible_schedule_is_named_with_its_bound(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaidSchedule(**settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "step", "steps", "message"),
+    [
+        (math.nan, 0, 10, "loss is nan but has to be finite"),
+        (1.0, 11, 10, r"step is 11 of 10 but has to be in \[0, steps\]"),
+        (1.0, 0, 0, "step is 0 of 0 but has to be in"),
+    ],
+)
+def test_an_impossible_update_is_refused_and_changes_nothing(
+    loss: float, step: int, steps: int, message: str
+) -> None:
+    schedule = TaidSchedule()
+    with pytest.raises(ValueError, match=message):
+        schedule.update(loss, step, steps)
+    assert schedule == TaidSchedule()
