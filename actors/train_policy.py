@@ -27,6 +27,7 @@ from composer_mesh.losses.custom import (
 from composer_mesh.losses.policy import (
     Aggregation,
     PolicyLoss,
+    Rejection,
     aggregation_normalizer,
     cispo_loss,
     decoupled_ppo_loss,
@@ -157,8 +158,9 @@ def policy_loss(loss: configs.LossConfig, tokens: Tokens, normalizer: int) -> Po
             return masked(now, then, advantages, mask, normalizer=normalizer, **_options(loss))
         case configs.DecoupledPpoLoss():
             # One update a batch: the policy at its start, which is now, is the proximal one.
+            options = _options(loss) | {"rejection": Rejection(**loss.rejection.model_dump())}
             return decoupled_ppo_loss(
-                now, now.detach(), then, advantages, mask, normalizer=normalizer, **_options(loss)
+                now, now.detach(), then, advantages, mask, normalizer=normalizer, **options
             )
         case configs.ReinforceLoss():
             return reinforce_loss(now, advantages, mask, normalizer=normalizer, **_options(loss))

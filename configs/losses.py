@@ -125,6 +125,28 @@ class DppoLoss(Section):
     """Largest weight of a token."""
 
 
+class RejectionConfig(Section):
+    """AReaL's rejection by trainer over generator; the default drops tokens weighted above 5."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Whether tokens are judged alone or all tokens of a rollout together."""
+
+    action: Literal["mask", "clamp"] = "mask"
+    """"mask": drop what is outside; "clamp": bound its weight."""
+
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio"
+    """What is compared with the bounds."""
+
+    agg: Literal["sum", "mean", "max"] = "mean"
+    """How the tokens of a rollout are judged together."""
+
+    upper: Positive = 5.0
+    """Upper bound."""
+
+    lower: Positive | None = None
+    """Lower bound; not set means none."""
+
+
 class DecoupledPpoLoss(Section):
     """AReaL's decoupled PPO: clipped against the trainer, weighted against the generator."""
 
@@ -143,8 +165,8 @@ class DecoupledPpoLoss(Section):
     ratio_level: Literal["token", "sequence"] = "token"
     """"token": a ratio for each token; "sequence": one for all tokens of a rollout."""
 
-    behaviour_weight_cap: Positive | None = 5.0
-    """Tokens whose behaviour weight is above this are dropped."""
+    rejection: RejectionConfig = Field(default_factory=RejectionConfig)
+    """Which tokens the trainer's weight over the generator drops or bounds."""
 
 
 class ReinforceLoss(Section):

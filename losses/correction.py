@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from composer_mesh.losses.checks import check_choice, check_not_negative, check_positive
 from composer_mesh.losses.logprobs import (
     bounded,
-    check_choice,
-    check_not_negative,
-    check_positive,
     masked_log_ratio,
     masked_mean,
     per_token,

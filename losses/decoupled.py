@@ -15,12 +15,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import aggregate, policy_loss
+from composer_mesh.losses.checks import check_choice, check_clip
 from composer_mesh.losses.grpo import clip_binds
 from composer_mesh.losses.logprobs import (
     PolicyLoss,
     RatioLevel,
-    check_choice,
-    check_clip,
     importance_ratio,
     masked_advantages,
     masked_log_ratio,

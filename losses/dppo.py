@@ -14,11 +14,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import Aggregation, policy_loss
+from composer_mesh.losses.checks import check_choice, check_not_negative, check_positive
 from composer_mesh.losses.logprobs import (
     PolicyLoss,
-    check_choice,
-    check_not_negative,
-    check_positive,
     masked_advantages,
     masked_log_ratio,
     per_token,

@@ -27,6 +27,7 @@ from composer_mesh.losses.blocks import (
     rows_per_block,
     tiles,
 )
+from composer_mesh.losses.checks import check_beta, check_temperature
 from composer_mesh.losses.reductions import Number, normalized_sum
 
 RowLoss = Callable[[Float[Tensor, "R V"], Float[Tensor, "R V"], slice], Float[Tensor, ""]]
@@ -78,10 +79,7 @@ def linear_jsd(
     Differs from `generalized_jsd`: scores have to be finite, so a padded vocabulary is a large
     negative bias and not -inf.
     """
-    if not 0 <= beta <= 1:
-        raise ValueError(
-            f"beta is {beta} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
-        )
+    check_beta("beta", beta)
     _check(temperature, block)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
     rule = _JsdRule(beta, temperature, float(one))
@@ -288,9 +286,6 @@ def _sum_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _check(temperature: Number, block: int | None) -> None:
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature} but has to be > 0: use 1.0 to switch it off"
-        )
+    check_temperature(temperature)
     if block is not None and block < 1:
         raise ValueError(f"block is {block} but has to be >= 1: leave it out for the default")

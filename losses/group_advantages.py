@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.reductions import Number, at_least_float32
 
 AdvantageKind = Literal["group_std", "group_mean"]
@@ -166,9 +167,3 @@ def _std(
     squares = (centre(values, present, "zero") ** 2).sum(-1, keepdim=True)
     deviation = (squares / (count - int(std == "unbiased")).clamp(min=1)).sqrt()
     return torch.where(count == 1, 1.0, deviation) if singleton == "raw" else deviation
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        choices = ", ".join(repr(choice) for choice in known[:-1])
-        raise ValueError(f"{name} is {value!r}: use {choices} or {known[-1]!r}")

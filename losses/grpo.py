@@ -18,13 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import Aggregation, aggregate, policy_loss
+from composer_mesh.losses.checks import check_clip, check_not_negative, check_positive
 from composer_mesh.losses.logprobs import (
     PolicyLoss,
     RatioLevel,
     bounded,
-    check_clip,
-    check_not_negative,
-    check_positive,
     importance_ratio,
     masked_advantages,
     masked_log_ratio,

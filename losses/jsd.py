@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from composer_mesh.losses.checks import check_beta, check_temperature, check_top_k
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 
 
@@ -95,28 +96,6 @@ def clip_elements(terms: Float[Tensor, "N V"], limit: Number | None) -> Float[Te
             f"element_clip is {limit} but has to be > 0: use 0.05, or None for no clip"
         )
     return terms.clamp(max=limit)
-
-
-def check_beta(name: str, value: Number) -> None:
-    """The interpolation between forward and reverse KL lies in [0, 1]."""
-    if not 0 <= value <= 1:
-        raise ValueError(
-            f"{name} is {value} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
-        )
-
-
-def check_temperature(value: Number) -> None:
-    """Temperatures divide, so they are positive."""
-    if not value > 0:
-        raise ValueError(f"temperature is {value} but has to be > 0: use 1.0 to switch it off")
-
-
-def check_top_k(value: int) -> None:
-    """At least one entry of a row is kept."""
-    if not value >= 1:
-        raise ValueError(
-            f"top_k is {value} but has to be >= 1: use 100, or None for the whole vocabulary"
-        )
 
 
 def _teacher_top_k(

@@ -5,7 +5,6 @@ Position t of every tensor speaks about the same token: nothing here shifts, pac
 computes a loss.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from composer_mesh.losses.checks import check_choice, check_temperature
 from composer_mesh.losses.reductions import Number, at_least_float32
 
 RatioLevel = Literal["token", "sequence"]
@@ -52,10 +52,7 @@ def token_logprobs(
     Aligned: `logits[..., t, :]` is the prediction of `targets[..., t]`; the caller has shifted.
     A target under no mask must still be an id below V.
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature} but has to be > 0: use 1.0 to switch it off"
-        )
+    check_temperature(temperature)
     scores = at_least_float32(logits) / temperature
     chosen = scores.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
     return chosen - scores.logsumexp(-1)
@@ -129,30 +126,3 @@ def masked_advantages(
 ) -> Float[Tensor, "*B T"]:
     """Advantages of the tokens under the mask, 0 elsewhere; detached."""
     return torch.where(mask, per_token(advantages, logprobs), 0.0)
-
-
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Refuse a value that is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")
-
-
-def check_positive(name: str, value: Number | None, repair: str) -> None:
-    """Refuse a value that is not above 0; None is no value."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} is {value} but has to be > 0: {repair}")
-
-
-def check_not_negative(name: str, value: Number | None, repair: str) -> None:
-    """Refuse a value below 0, and NaN; None is no value."""
-    if value is not None and not value >= 0:
-        raise ValueError(f"{name} is {value} but has to be >= 0: {repair}")
-
-
-def check_clip(low: Number, high: Number) -> None:
-    """Refuse a clip range [1 - low, 1 + high] without 1 in it or with negative ratios."""
-    if not 0 <= low <= 1:
-        raise ValueError(
-            f"clip_low is {low} but has to be in [0, 1]: use 0.2, or 1 for no lower clip"
-        )
-    check_not_negative("clip_high", high, "use 0.2, or inf for no upper clip")

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from composer_mesh.losses.jsd import check_temperature, check_top_k, kl_terms, row_logprobs
+from composer_mesh.losses.checks import check_clip, check_temperature, check_top_k
+from composer_mesh.losses.jsd import kl_terms, row_logprobs
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 
@@ -163,11 +164,4 @@ def _check(tau: Number, coef: Number, low: Number, high: Number) -> None:
         raise ValueError(f"tau is {tau} but an entropy is >= 0 nats: use 0.8, or inf for no gate")
     if not (math.isfinite(coef) and coef >= 0):
         raise ValueError(f"coef is {coef} but has to be finite and >= 0: use 1.0")
-    if not 0 <= low <= 1:
-        raise ValueError(
-            f"clip_low is {low} but has to be in [0, 1]: use 0.2, or 1 for no lower clip"
-        )
-    if not high >= 0:
-        raise ValueError(
-            f"clip_high is {high} but has to be >= 0: use 0.2, or inf for no upper clip"
-        )
+    check_clip(low, high)

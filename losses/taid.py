@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.jsd import check_temperature
+from composer_mesh.losses.checks import check_temperature
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 
 

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.group_advantages import Singleton, centre, check_choice, select
+from composer_mesh.losses.checks import check_choice
+from composer_mesh.losses.group_advantages import Singleton, centre, select
 from composer_mesh.losses.normalization import masked_whiten
 from composer_mesh.losses.reductions import Number, at_least_float32
 

@@ -14,12 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from composer_mesh.losses.jsd import (
-    check_beta,
-    check_temperature,
-    check_top_k,
-    divergence_terms,
-)
+from composer_mesh.losses.checks import check_beta, check_temperature, check_top_k
+from composer_mesh.losses.jsd import divergence_terms
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 from composer_mesh.losses.sampled import importance_weights
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from composer_mesh.losses.logprobs import check_choice
+from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.policy import (
     PolicyLoss,
     aggregate,
@@ -270,7 +270,7 @@ def test_an_impossible_setting_is_named_with_its_bound(
 
 
 def test_an_unknown_choice_is_named_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="aggregation is 'mean': use one of 'grpo', 'dapo'"):
+    with pytest.raises(ValueError, match="aggregation is 'mean': use 'grpo' or 'dapo'"):
         check_choice("aggregation", "mean", ("grpo", "dapo"))
     policy, old, _, advantages, _, mask = batch()
     with pytest.raises(TypeCheckError):
