@@ -4,9 +4,9 @@ Each type of loss is a section of its own with just the options it has; `type` n
 options mean is written at the functions of `losses.policy` and `losses.advantages`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from composer_mesh.configs.base import NotNegative, Positive, Section, by_type
 
@@ -40,6 +40,18 @@ class _RatioLoss(Section):
 
     correction_minimum: Positive | None = None
     """Smallest weight of the correction; not set means none."""
+
+    @model_validator(mode="after")
+    def _weights_have_room(self) -> Self:
+        if (
+            self.correction_minimum is not None
+            and self.correction_minimum > self.correction_maximum
+        ):
+            raise ValueError(
+                f"correction_minimum is {self.correction_minimum} but correction_maximum is "
+                f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
+            )
+        return self
 
 
 class GrpoLoss(_RatioLoss):
@@ -145,6 +157,20 @@ class RejectionConfig(Section):
 
     lower: Positive | None = None
     """Lower bound; not set means none."""
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Self:
+        if self.action == "clamp" and self.metric != "ratio":
+            raise ValueError(
+                f"action is 'clamp' but metric is {self.metric!r}, and only a ratio is a weight "
+                "that can be bounded: set metric to 'ratio' or action to 'mask'"
+            )
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError(
+                f"lower is {self.lower} but upper is {self.upper}, so nothing would be left: "
+                "lower it below upper"
+            )
+        return self
 
 
 class DecoupledPpoLoss(Section):

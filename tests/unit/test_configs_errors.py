@@ -40,6 +40,18 @@ BROKEN = {
         ["loss.type=custom"],
         ["loss.import_path is not set", "type 'custom' needs it", "under [loss]"],
     ),
+    "rejection that leaves nothing": (
+        ["loss.type=decoupled_ppo", "loss.rejection.lower=9.0"],
+        ["lower is 9.0", "upper is 5.0", "lower it below upper"],
+    ),
+    "clamp of a KL": (
+        ["loss.type=decoupled_ppo", "loss.rejection={action='clamp', metric='kl_k2'}"],
+        ["action is 'clamp'", "'kl_k2'", "set metric to 'ratio'"],
+    ),
+    "correction without room": (
+        ["loss.correction=token_mask", "loss.correction_minimum=4.0"],
+        ["correction_minimum is 4.0", "correction_maximum is 3.0", "lower correction_minimum"],
+    ),
     "number for a loss": (["loss=3"], ["loss = 3", "must be a table with a type", "[loss]"]),
     "path through a number": (
         ["run.steps.first=2"],
