@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from composer_mesh.rollouts.hint_prompts import HINT_WRITER, reworded
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message
 
@@ -39,25 +40,37 @@ class UnknownExpert(LookupError):
 
 
 class ExpertPanel:
-    """The experts of one run on one task. Stateless after construction, so threads may share it."""
+    """The experts of one run on one task. Stateless after construction, so threads may share it.
 
-    def __init__(self, task: ExpertTask, seed: int, experts: Sequence[Expert]) -> None:
+    `writes_hints` serves the builtin hint writer beside them.
+    """
+
+    def __init__(
+        self,
+        task: ExpertTask,
+        seed: int,
+        experts: Sequence[Expert],
+        *,
+        writes_hints: bool = False,
+    ) -> None:
         for expert in experts:
             if not 0 <= expert.error_rate <= 1:
                 raise ValueError(
                     f"error_rate of {expert.name!r} is {expert.error_rate}: give a share in [0, 1]"
                 )
-        self._task, self._seed = task, seed
+        self._task, self._seed, self._writes_hints = task, seed, writes_hints
         self._experts = {expert.name: expert for expert in experts}
         if len(self._experts) != len(experts):
             raise ValueError(f"{len(experts)} experts share names: give each its own")
 
     @property
     def names(self) -> list[str]:
-        return list(self._experts)
+        return [*self._experts, *([HINT_WRITER] if self._writes_hints else [])]
 
     def action(self, name: str, messages: list[Message]) -> str:
         """The expert's action text; the task's own error where it cannot read the messages."""
+        if self._writes_hints and name == HINT_WRITER:
+            return reworded(messages)
         expert = self._expert(name)
         rng = random.Random(f"{self._seed}:{name}:{fingerprint(messages)}")
         if rng.random() < expert.error_rate:

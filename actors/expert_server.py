@@ -16,7 +16,7 @@ from composer_mesh.rollouts.tasks import make_task
 
 
 class ExpertServerActor(MeshActor):
-    """One per run, and only where a run has builtin teachers.
+    """One per run, and only where a run has builtin teachers or the builtin hint writer.
 
     controller -- load --> ExpertServerActor <== HTTP on 127.0.0.1 == TeacherReplayActors
     """
@@ -33,7 +33,9 @@ class ExpertServerActor(MeshActor):
         Waits until the task is read and the port is bound. Replaces what an earlier `load` began.
         """
         task = await asyncio.to_thread(make_task, config)
-        server = ExpertServer(ExpertPanel(task, config.run.seed, experts), token)
+        hints = config.sdpo.on and config.sdpo.hints.has_builtin_writer
+        panel = ExpertPanel(task, config.run.seed, experts, writes_hints=hints)
+        server = ExpertServer(panel, token)
         await self._close_server()
         self._server = server.start()
         self.activity = f"serving {len(experts)} experts"

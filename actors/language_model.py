@@ -15,6 +15,7 @@ from torch import Tensor
 from composer_mesh.losses.fused import linear_logprobs
 
 PROBE_IDS = 3
+PROBE_SCALE = 1e3
 PROBE_TOLERANCE = 1e-3
 
 
@@ -52,10 +53,18 @@ class LanguageModel:
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Raise `UnsupportedHead` unless head and hidden states give the model's own logits."""
+        """Raise `UnsupportedHead` unless head and hidden states give the model's own logits.
+
+        For the comparison the head speaks a thousand times louder: a cap is nearly the identity
+        on the small logits of an untrained model.
+        """
         ids = torch.arange(PROBE_IDS)[None]
-        own = self.model(input_ids=ids, use_cache=False).logits.float()
-        apart = self._head(self.hidden(ids.tolist())).float()
+        louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_SCALE)
+        try:
+            own = self.model(input_ids=ids, use_cache=False).logits.float()
+            apart = self._head(self.hidden(ids.tolist())).float()
+        finally:
+            louder.remove()
         difference = float((own - apart).abs().max())
         if not difference <= PROBE_TOLERANCE * max(1.0, float(own.abs().max())):
             raise UnsupportedHead(type(self.model).__name__, difference)

@@ -1,33 +1,42 @@
-"""The SDPO teacher actor: the same weights, shown a hint, say how they would have answered.
+"""The SDPO teacher actor: the policy, shown a hint, says how it would have answered.
 
-It runs forwards only. Where hints go is `rollouts.alignment`; the loss is the trainer's.
+It runs forwards only. Where hints go is `rollouts.alignment`; whose weights they are, `teaching`;
+the loss is the trainer's.
 """
 
 import asyncio
+import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.policy import load_model
-from composer_mesh.actors.signals import SignalHandle
+from composer_mesh.actors.signals import (
+    HeadHandle,
+    SignalHandle,
+    StepOver,
+    pack,
+    view_keys,
+)
+from composer_mesh.actors.slots import SlotPool
+from composer_mesh.actors.teaching import TeacherModel, hinted_states  # noqa: F401  TEMPORARY
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.transport import SendBuffer
-from composer_mesh.mesh.weights import WeightReceiver, WeightsHandle
+from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.weights import WeightPublisher, WeightReceiver, WeightsHandle
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.packing import microbatches
 
 FIRST_CAPACITY = 1 << 20
+SLOTS = 2
+"""Signals that may wait to be read: one is computed while the one before travels."""
 
 
 class SDPOTeacherActor(MeshActor):
-    """One process with a copy of the policy.
+    """One process with the teacher's weights; several share the tokens of a step.
 
-    controller -- HintedView --> SDPOTeacherActor == hidden states by RDMA ==> trainer
+    controller -- HintedView --> SDPOTeacherActor == signals by RDMA ==> trainer
     """
 
     kind: ClassVar[str] = "sdpo_teacher"
@@ -37,43 +46,84 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy as version 0 and register the buffer that signals leave by."""
-        self._budget = config.trainer.microbatch_tokens
-        self._model: Any = load_model(folder)
-        self._receiver, self._buffer = WeightReceiver(), SendBuffer(FIRST_CAPACITY)
+        """Load the policy as version 0 and register the buffers that signals leave by."""
+        budget = config.trainer.microbatch_tokens
+        model = await asyncio.to_thread(load_model, folder)
+        self._teacher = TeacherModel(model, config.sdpo, budget)
+        self._receiver = WeightReceiver()
+        self._slots = SlotPool(SLOTS, FIRST_CAPACITY)
+        self._head_buffer = SendBuffer(FIRST_CAPACITY)
         self.policy_version = 0
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
-        """Take a published version over; returns it. Waits for a signal under way."""
+        """Follow the trainer to a published version; returns it. Waits for a signal under way."""
         async with self._order:
             staged = await self._receiver.receive(handle)
-            staged.apply(self._model)
+            self._teacher.absorb(handle.version, staged.apply)
             self.policy_version = handle.version
             return handle.version
 
     @concurrent_endpoint
-    async def signal(self, views: list[HintedView]) -> SignalHandle:
-        """The teacher's hidden state for each target of the views, in their order.
+    async def signal(
+        self, step: int, views: list[HintedView], choice: BufferHandle | None = None
+    ) -> SignalHandle:
+        """The configured signal for each target of the views, in their order.
 
-        The handle is good until the next call: one step at a time reads it.
+        `choice` is where the student's top k ids lie, for signals that need them. Waits for a free
+        buffer: the handle is good until `release`, or until a later step begins. Requests are
+        served one at a time, in order.
         """
+        ticket = await self._slots.acquire(step)
+        try:
+            async with self._order:
+                self.activity = f"reading {len(views)} hinted contexts"
+                asked = None if choice is None else await read(choice)
+                began = time.perf_counter()
+                tensors = await asyncio.to_thread(self._teacher.signal, views, asked)
+                took = time.perf_counter() - began
+                layout, packed = pack(tensors)
+                buffer = await self._slots.write(ticket, packed)
+                self.activity = "idle"
+                version = self._teacher.version
+            if buffer is None:
+                raise StepOver(step)
+            return SignalHandle(version, view_keys(views), ticket, layout, buffer, took)
+        except BaseException:
+            await self._slots.release(ticket)
+            raise
+
+    @concurrent_endpoint
+    async def release(self, ticket: int) -> None:
+        """The signal was read; its memory may be written again."""
+        await self._slots.release(ticket)
+
+    @concurrent_endpoint
+    async def head(self) -> HeadHandle:
+        """The head that belongs to hidden states of this version. Good until the next version."""
         async with self._order:
-            assert self.policy_version is not None
-            self.activity = f"reading {len(views)} hinted contexts"
-            states = await asyncio.to_thread(hinted_states, self._model, views, self._budget)
-            buffer = await self._buffer.write(states)
-            self.activity = "idle"
-            return SignalHandle(self.policy_version, len(states), buffer)
+            head = self._teacher.head()
+            tensors: dict[str, Tensor] = {"weight": head.weight}
+            if head.bias is not None:
+                tensors["bias"] = head.bias
+            layout, packed = pack(tensors)
+            buffer = await self._head_buffer.write(packed)
+            return HeadHandle(self._teacher.version, layout, buffer)
 
+    @concurrent_endpoint
+    async def state(self) -> list[WeightsHandle]:
+        """All the teacher's weights, for a replacement to adopt. Good until the next call."""
+        async with self._order:
+            version = self._teacher.version
+            self._publishers = [WeightPublisher(model) for model in self._teacher.models]
+            return [await publisher.publish(version) for publisher in self._publishers]
 
-@torch.no_grad()
-def hinted_states(model: Any, views: list[HintedView], budget: int) -> Tensor:
-    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order."""
-    language_model = LanguageModel(model)
-    rows: list[Tensor] = [torch.empty(0)] * len(views)
-    for indices in microbatches([len(view.teacher_ids) for view in views], budget):
-        states = language_model.hidden([views[index].teacher_ids for index in indices])
-        for row, index in enumerate(indices):
-            rows[index] = states[row, views[index].teacher_rows]
-    return torch.cat(rows)
+    @concurrent_endpoint
+    async def adopt(self, handles: list[WeightsHandle]) -> int:
+        """Become what another teacher is; returns the version."""
+        async with self._order:
+            for model, handle in zip(self._teacher.models, handles, strict=True):
+                staged = await self._receiver.receive(handle)
+                staged.apply(model)
+            self._teacher.version = self.policy_version = handles[0].version
+            return handles[0].version

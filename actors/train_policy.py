@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.language_model import LanguageModel, padded
+from composer_mesh.actors.ranks import Ranks
 from composer_mesh.configs import losses as configs
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
@@ -24,6 +25,7 @@ from composer_mesh.losses.custom import (
     custom_policy_loss,
     load_function,
 )
+from composer_mesh.losses.logprobs import masked_log_ratio
 from composer_mesh.losses.policy import (
     Aggregation,
     PolicyLoss,
@@ -86,14 +88,22 @@ class PolicyChannel:
             return self._custom(self._loss, tokens, samples, count)
         found = policy_loss(self._loss, tokens, self._normalizer(batch))
         figures["policy/clipped_fraction"] += float(found.clipped_fraction)
-        if found.kl_reference is not None:
-            figures["policy/kl_reference"] += float(found.kl_reference)
+        for name in ("kl_reference", "filtered_fraction"):
+            if (figure := getattr(found, name)) is not None:
+                figures[f"policy/{name}"] += float(figure)
         return found.loss
 
-    def take_custom_metrics(self) -> Figures:
+    def begin_step(self) -> None:
+        """Forget what a custom function reported in the step before."""
+        self._custom_metrics = {}
+
+    def custom_means(self, ranks: Ranks) -> Figures:
         """Means of what a custom function reported in this step, as `policy/custom/…`."""
-        found, self._custom_metrics = self._custom_metrics, {}
-        return {f"policy/custom/{name}": metric.mean for name, metric in found.items()}
+        totals: dict[str, MetricSum] = {}
+        for metrics in ranks.gather(self._custom_metrics):
+            for name, metric in metrics.items():
+                totals[name] = totals[name] + metric if name in totals else metric
+        return {f"policy/custom/{name}": metric.mean for name, metric in totals.items()}
 
     def _normalizer(self, batch: StepBatch) -> int:
         kind: Aggregation = getattr(self._loss, "aggregation", "dapo")
@@ -215,7 +225,7 @@ def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:
 
 def _sampler_kl(tokens: Tokens, count: int) -> float:
     """KL(generator || trainer) of the sampled tokens by the k3 estimate: their mismatch."""
-    log_ratio = torch.where(tokens.mask, tokens.logprobs.detach() - tokens.sampling, 0.0)
+    log_ratio = masked_log_ratio(tokens.logprobs.detach(), tokens.sampling, tokens.mask)
     return float(masked_sum(torch.expm1(log_ratio) - log_ratio, tokens.mask, count))
 
 

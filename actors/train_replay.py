@@ -64,11 +64,6 @@ def needs_reference(config: ReplayConfig) -> bool:
     return config.on and config.loss != "simpo"
 
 
-def longest_tokens(pair: PairSample) -> int:
-    """Padded tokens of both sides of a pair."""
-    return 2 * (len(pair.context_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
-
-
 def _answers(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
     """Summed log-probs [B] of the chosen and of the rejected answers."""
     answers = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]

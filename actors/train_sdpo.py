@@ -1,24 +1,80 @@
-"""The SDPO channel of a step: the student's rows of each view against the teacher's.
+"""The SDPO channel of a step: the student's rows of each view against the teacher's signal.
 
-The teacher's hidden states are of the trainer's own version, so the trainer's head scores both.
+Which loss a signal allows is decided here; the functions are in `losses`. Where signals come from
+is a port: a teacher in the same process or an inbox that teachers of the mesh fill.
 
-Axes: N hinted response tokens, H hidden size.
+Axes: N hinted response tokens, H hidden size, K entries of the top k.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.configs.schema import Config, SdpoConfig
-from composer_mesh.losses.distillation import TaidSchedule, entropy_gated_kl, taid_loss
-from composer_mesh.losses.fused import linear_distillation, linear_jsd
+from composer_mesh.actors.signals import Head, Signal
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.losses.blocks import LinearHead, default_block
+from composer_mesh.losses.distillation import (
+    TaidSchedule,
+    entropy_gated_kl,
+    sampled_reverse_kl,
+    taid_loss,
+    topk_distillation,
+)
+from composer_mesh.losses.fused import (
+    linear_distillation,
+    linear_jsd,
+    linear_logprobs,
+    linear_scores,
+)
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import PolicySample
 
-RowsByTrace = dict[str, list[tuple[HintedView, Tensor]]]
+Choose = Callable[[], Tensor]
+
+
+class SignalSource(Protocol):
+    """Gives the signal for the views of one microbatch; may wait.
+
+    `choose` makes the student's top k ids [N, K], for sources that the config asks to need them.
+    """
+
+    def take(self, microbatch: int, views: Sequence[HintedView], choose: Choose, /) -> Signal: ...
+
+
+@dataclass
+class StudentRows:
+    """The student's hidden states [N, H] for the targets of some views, in their order."""
+
+    model: LanguageModel
+    hidden: Tensor
+    targets: Tensor
+    temperature: float
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        hidden: Tensor,
+        rows: Sequence[int],
+        views: Sequence[HintedView],
+        temperature: float,
+    ) -> "StudentRows":
+        """`rows[i]` is the row of `hidden` [B, T, H] that the trace of `views[i]` lies in."""
+        parts = [hidden[row, view.student_rows] for row, view in zip(rows, views, strict=True)]
+        targets = torch.tensor([target for view in views for target in view.targets])
+        return cls(model, torch.cat(parts), targets, temperature)
+
+    @torch.no_grad()
+    def top_k(self, top_k: int) -> Tensor:
+        """The student's most likely ids [N, K]."""
+        head = LinearHead(self.model.weight, self.model.bias, 1.0, torch.float32)
+        kept = min(top_k, len(self.model.weight))
+        blocks = head.scores(self.hidden, default_block(self.hidden))
+        return torch.cat([scores.topk(kept, dim=-1).indices.int() for _, scores in blocks])
 
 
 class SdpoChannel:
@@ -29,23 +85,13 @@ class SdpoChannel:
         self._steps = config.run.steps
         self.taid = TaidSchedule()
 
-    def loss(
-        self,
-        model: LanguageModel,
-        samples: Sequence[PolicySample],
-        hidden: Tensor,
-        views: RowsByTrace,
-        normalizer: int,
-    ) -> Tensor | None:
-        """The loss of the samples' views, over all hinted tokens of the batch; None without any."""
-        student, teacher = [], []
-        for row, sample in enumerate(samples):
-            for view, signal in views.get(sample.trace_id, []):
-                student.append(hidden[row, view.student_rows])
-                teacher.append(signal)
-        if not student:
-            return None
-        return self._distil(model, torch.cat(student), torch.cat(teacher), normalizer)
+    @property
+    def temperature(self) -> float:
+        return self._config.temperature
+
+    @property
+    def top_k(self) -> int:
+        return self._config.top_k
 
     def finish_step(self, loss: float | None, step: int) -> dict[str, float]:
         """Move TAID's schedule after a step (0-based) that had this loss; its figures."""
@@ -55,46 +101,58 @@ class SdpoChannel:
         self.taid.update(loss, step, self._steps)
         return {"sdpo/taid_t": used}
 
-    def _distil(
-        self, model: LanguageModel, student: Tensor, teacher: Tensor, normalizer: int
+    def loss(self, rows: StudentRows, signal: Signal, normalizer: int) -> Tensor:
+        """The loss of the rows, over all hinted tokens of the batch."""
+        tensors = signal.tensors
+        if self._config.signal == "sampled":
+            return self._sampled(rows, tensors["logprobs"], normalizer)
+        if self._config.signal == "topk":
+            return self._top_k(rows, tensors["ids"], tensors["logprobs"], normalizer)
+        if self._config.signal == "full":
+            return self._whole(rows, tensors["logits"], None, normalizer)
+        own = Head(rows.model.weight, rows.model.bias)
+        return self._whole(rows, tensors["states"], signal.head or own, normalizer)
+
+    def _whole(
+        self, rows: StudentRows, teacher: Tensor, head: Head | None, normalizer: int
     ) -> Tensor:
-        config, heads = self._config, {"student_bias": model.bias, "teacher_bias": model.bias}
+        """From the teacher's whole distribution: its states and head, or its scores."""
+        config, student = self._config, rows.model
+        weight = None if head is None else head.weight
+        biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}
+        shared: dict[str, Any] = {"temperature": config.temperature, "normalizer": normalizer}
         if config.wrapper == "none":
-            return linear_jsd(
-                student,
-                model.weight,
-                teacher,
-                model.weight,
-                beta=config.jsd_beta,
-                temperature=config.temperature,
-                normalizer=normalizer,
-                **heads,
-            )
+            shared |= {"beta": config.jsd_beta, **biases}
+            return linear_jsd(rows.hidden, student.weight, teacher, weight, **shared)
 
         def rows_loss(own: Tensor, others: Tensor, _rows: slice) -> Tensor:
-            mask = torch.ones(len(own), dtype=torch.bool, device=own.device)
-            shared = {"temperature": config.temperature, "normalizer": normalizer}
+            mask = torch.ones_like(own[:, 0], dtype=torch.bool)
             if config.wrapper == "taid":
                 return taid_loss(own, others, mask, t=self.taid.t, **shared)
             return entropy_gated_kl(own, others, mask, h_max=config.entropy_opd_h_max, **shared)
 
-        return linear_distillation(rows_loss, student, model.weight, teacher, model.weight, **heads)
-
-
-def signals_by_trace(views: Sequence[HintedView], signal: Tensor | None) -> RowsByTrace:
-    """Each view with its rows of the signal [N, H], by the trace that it belongs to."""
-    found: RowsByTrace = defaultdict(list)
-    if signal is not None:
-        for view, rows in zip(views, _split(views, signal), strict=True):
-            found[view.trace_id].append((view, rows))
-    return found
-
-
-def _split(views: Sequence[HintedView], signal: Tensor) -> Iterator[Tensor]:
-    counts = [len(view.targets) for view in views]
-    if sum(counts) != len(signal):
-        raise ValueError(
-            f"the signal has {len(signal)} rows but the views have {sum(counts)} tokens: build "
-            "both from the same batch"
+        return linear_distillation(
+            rows_loss, rows.hidden, student.weight, teacher, weight, **biases
         )
-    return iter(signal.split(counts))
+
+    def _top_k(self, rows: StudentRows, ids: Tensor, teacher: Tensor, normalizer: int) -> Tensor:
+        def rows_loss(scores: Tensor, place: slice) -> Tensor:
+            student = (scores / rows.temperature).log_softmax(-1).gather(-1, ids[place].long())
+            return topk_distillation(
+                student,
+                teacher[place],
+                torch.ones_like(student[:, 0], dtype=torch.bool),
+                alpha=self._config.jsd_beta,
+                normalizer=normalizer,
+            )
+
+        model = rows.model
+        return linear_scores(rows_loss, rows.hidden, model.weight, bias=model.bias)
+
+    def _sampled(self, rows: StudentRows, teacher: Tensor, normalizer: int) -> Tensor:
+        model = rows.model
+        student = linear_logprobs(
+            rows.hidden, model.weight, rows.targets, bias=model.bias, temperature=rows.temperature
+        )
+        mask = torch.ones_like(student, dtype=torch.bool)
+        return sampled_reverse_kl(student, teacher, mask, normalizer=normalizer)

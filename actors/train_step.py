@@ -2,11 +2,10 @@
 
 It knows a model, its frozen reference and an optimizer; not where batches and teacher signals come
 from. What a channel's loss is stands in `train_policy`, `train_sdpo` and `train_replay`. Each is
-divided by its own count over the whole step, so microbatches just add up.
-
-Axes: N hinted response tokens, H hidden size.
+divided by its own count over the whole step, so microbatches and ranks just add up.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,28 +13,41 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors import train_policy, train_replay
+from composer_mesh.actors.inbox import SignalsLost
 from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.train_policy import Figures, PolicyChannel, new_figures
-from composer_mesh.actors.train_replay import ReplayChannel, longest_tokens
-from composer_mesh.actors.train_sdpo import SdpoChannel, signals_by_trace
+from composer_mesh.actors.train_replay import ReplayChannel
+from composer_mesh.actors.train_sdpo import SdpoChannel, SignalSource, StudentRows
 from composer_mesh.configs.schema import Config, TrainerConfig
 from composer_mesh.losses.composition import compose
-from composer_mesh.rollouts.batches import PairSample, StepBatch
+from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.packing import microbatches
+from composer_mesh.rollouts.step_plan import Microbatch, RankPlan, pair_tokens, plan_step
+
+CHANNELS = ("policy", "sdpo", "replay")
 
 
 @dataclass
 class _Sums:
-    """Running sums over the microbatches of one step; None while a channel has no data."""
+    """Running sums over the microbatches of one step; a channel without data has none."""
 
-    policy: Tensor | None = None
-    sdpo: Tensor | None = None
-    replay: Tensor | None = None
+    losses: dict[str, float] = field(default_factory=dict)
     figures: Figures = field(default_factory=new_figures)
 
     def add(self, channel: str, loss: Tensor) -> None:
-        before = getattr(self, channel)
-        setattr(self, channel, loss.detach() + (0.0 if before is None else before))
+        self.losses[channel] = self.losses.get(channel, 0.0) + loss.detach().double().item()
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence["_Sums"]) -> "_Sums":
+        """The sums of all ranks, in their order."""
+        total = cls()
+        for part in parts:
+            for channel, loss in part.losses.items():
+                total.losses[channel] = total.losses.get(channel, 0.0) + loss
+            for name, figure in part.figures.items():
+                total.figures[name] += figure
+        return total
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
@@ -58,8 +70,10 @@ def needs_reference(config: Config) -> bool:
 class ThreeChannelStep:
     """Owns the optimizer of one model; `reference` is frozen, None where no channel needs one."""
 
-    def __init__(self, model: Any, reference: Any | None, config: Config) -> None:
-        self._model, self._config = LanguageModel(model), config
+    def __init__(
+        self, model: Any, reference: Any | None, config: Config, ranks: Ranks | None = None
+    ) -> None:
+        self._model, self._config, self._ranks = LanguageModel(model), config, ranks or Ranks()
         frozen = None if reference is None else LanguageModel(reference)
         self._policy = PolicyChannel(config, frozen)
         self._sdpo = SdpoChannel(config)
@@ -72,36 +86,70 @@ class ThreeChannelStep:
             weight_decay=trainer.weight_decay,
         )
 
-    def run(self, batch: StepBatch, signal: Tensor | None) -> dict[str, float | None]:
+    def plan(self, batch: StepBatch) -> RankPlan:
+        """This rank's share of a step."""
+        budget = self._config.trainer.microbatch_tokens
+        return plan_step(batch, budget, self._ranks.size)[self._ranks.rank]
+
+    def run(self, batch: StepBatch, source: SignalSource | None) -> dict[str, float | None]:
         """One update; returns the step's `loss/…`, `policy/…` and `tokens/…` metrics.
 
-        `signal` holds the teacher's hidden states [N, H] for the tokens of `batch.views`, in their
-        order, made with the weights that this step trains.
+        `source` gives the teacher's signal for the views of each microbatch. When it raises
+        `SignalsLost`, on any rank, the step begins again without the SDPO channel.
         """
-        if self._config.sdpo.on and batch.views and signal is None:
+        if isinstance(source, Tensor):  # TEMPORARY until tests pass sources
+            source = _Given(self, batch, source)
+        if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
-        sums = _Sums()
+        lost = False
+        try:
+            sums = self._accumulate(batch, source)
+        except SignalsLost:
+            lost = True
+        if self._ranks.any(lost):
+            sums = self._accumulate(batch, None)
+        sums = _Sums.of_ranks(self._ranks.gather(sums))
+        if lost:
+            sums.figures["sdpo/lost_steps"] = 1
+        norm, rate = self._update(batch.step)
+        return self._metrics(batch, sums, norm, rate)
+
+    def _accumulate(self, batch: StepBatch, source: SignalSource | None) -> _Sums:
+        """Gradients of this rank's share, from nothing."""
+        sums, plan = _Sums(), self.plan(batch)
         self._optimizer.zero_grad(set_to_none=True)
-        self._train_traces(batch, signal, sums)
-        if self._config.replay.on and batch.pairs:
-            self._train_pairs(batch.pairs, sums)
+        self._policy.begin_step()
+        for index, microbatch in enumerate(plan.microbatches):
+            self._train_traces(index, microbatch, batch, source, sums)
+        if self._config.replay.on:
+            self._train_pairs(batch, plan.pairs, sums)
+        return sums
+
+    def _update(self, step: int) -> tuple[float, float]:
+        parameters = list(self._model.model.parameters())
+        self._ranks.sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(
-            self._model.model.parameters(), self._config.trainer.grad_clip, error_if_nonfinite=True
+            parameters, self._config.trainer.grad_clip, error_if_nonfinite=True
         )
-        rate = learning_rate(self._config.trainer, batch.step, self._config.run.steps)
+        rate = learning_rate(self._config.trainer, step, self._config.run.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        return self._metrics(batch, sums, float(norm), rate)
+        return float(norm), rate
 
     def _metrics(
         self, batch: StepBatch, sums: _Sums, norm: float, rate: float
     ) -> dict[str, float | None]:
         alpha, beta = self._config.sdpo.alpha, self._config.replay.beta
-        total = compose(sums.policy, sums.sdpo, sums.replay, alpha=alpha, beta=beta)
-        distilled = None if sums.sdpo is None else float(sums.sdpo)
-        sums.figures.update(self._policy.take_custom_metrics())
-        sums.figures.update(self._sdpo.finish_step(distilled, batch.step))
+        losses = {
+            name: torch.tensor(sums.losses[name], dtype=torch.float64)
+            for name in CHANNELS
+            if name in sums.losses
+        }
+        channels = (losses.get(name) for name in CHANNELS)
+        total = compose(*channels, alpha=alpha, beta=beta)
+        sums.figures.update(self._policy.custom_means(self._ranks))
+        sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
         return {
             **total.metrics(),
             **dict(sorted(sums.figures.items())),
@@ -110,26 +158,69 @@ class ThreeChannelStep:
             "tokens/trained": batch.action_tokens,
         }
 
-    def _train_traces(self, batch: StepBatch, signal: Tensor | None, sums: _Sums) -> None:
-        views = signals_by_trace(batch.views, signal)
-        lengths = [len(sample.ids) for sample in batch.samples]
-        for indices in microbatches(lengths, self._config.trainer.microbatch_tokens):
-            samples = [batch.samples[index] for index in indices]
-            hidden = self._model.hidden([sample.ids for sample in samples])
-            loss = self._policy.loss(self._model, samples, hidden, batch, sums.figures)
-            sums.add("policy", loss)
-            sdpo = self._sdpo.loss(self._model, samples, hidden, views, batch.sdpo_tokens)
-            if sdpo is not None:
-                sums.add("sdpo", sdpo)
-                loss = loss + self._config.sdpo.alpha * sdpo
-            loss.backward()
+    def _train_traces(
+        self,
+        index: int,
+        microbatch: Microbatch,
+        batch: StepBatch,
+        source: SignalSource | None,
+        sums: _Sums,
+    ) -> None:
+        samples = [batch.samples[place] for place in microbatch.samples]
+        hidden = self._model.hidden([sample.ids for sample in samples])
+        loss = self._policy.loss(self._model, samples, hidden, batch, sums.figures)
+        sums.add("policy", loss)
+        if source is not None and microbatch.views:
+            sdpo = self._distil(index, microbatch, samples, hidden, batch, source)
+            sums.add("sdpo", sdpo)
+            loss = loss + self._config.sdpo.alpha * sdpo
+        loss.backward()
 
-    def _train_pairs(self, pairs: list[PairSample], sums: _Sums) -> None:
-        longest = [longest_tokens(pair) for pair in pairs]
-        budget = max(self._config.trainer.microbatch_tokens, max(longest))
+    def _distil(
+        self,
+        index: int,
+        microbatch: Microbatch,
+        samples: Sequence[PolicySample],
+        hidden: Tensor,
+        batch: StepBatch,
+        source: SignalSource,
+    ) -> Tensor:
+        views = [batch.views[place] for place in microbatch.views]
+        places = {sample.trace_id: row for row, sample in enumerate(samples)}
+        rows = StudentRows.of(
+            self._model,
+            hidden,
+            [places[view.trace_id] for view in views],
+            views,
+            self._sdpo.temperature,
+        )
+        signal = source.take(index, views, lambda: rows.top_k(self._sdpo.top_k))
+        return self._sdpo.loss(rows, signal, batch.sdpo_tokens)
+
+    def _train_pairs(self, batch: StepBatch, places: Sequence[int], sums: _Sums) -> None:
+        pairs = [batch.pairs[place] for place in places]
+        longest = [pair_tokens(pair) for pair in pairs]
+        budget = max([self._config.trainer.microbatch_tokens, *longest])
         for indices in microbatches(longest, budget):
             chunk = [pairs[index] for index in indices]
-            result = self._replay.loss(self._model, chunk, len(pairs))
+            result = self._replay.loss(self._model, chunk, len(batch.pairs))
             sums.add("replay", result.loss)
             sums.figures["replay/accuracy"] += float(result.accuracy)
             (self._config.replay.beta * result.loss).backward()
+
+
+class _Given:  # TEMPORARY
+    def __init__(self, step: Any, batch: StepBatch, states: Tensor) -> None:
+        counts = [len(view.targets) for view in batch.views]
+        if sum(counts) != len(states):
+            raise ValueError(
+                f"the signal has {len(states)} rows but the views have {sum(counts)} tokens: build "
+                "both from the same batch"
+            )
+        rows = dict(zip([id(v) for v in batch.views], states.split(counts), strict=True))
+        self._rows = rows
+
+    def take(self, index: int, views: Any, choose: Any) -> Any:
+        from composer_mesh.actors.signals import Signal
+
+        return Signal({"states": torch.cat([self._rows[id(view)] for view in views])})

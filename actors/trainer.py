@@ -4,6 +4,7 @@ Losses are in `train_step`; who gets a version and when is the controller's deci
 """
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,32 +12,32 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.policy import load_model, load_tokenizer, save_policy
-from composer_mesh.actors.signals import SignalHandle
+from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.signals import HeadHandle, SignalHandle
+from composer_mesh.actors.sources import InlineSource, LostSource, MeshSource
+from composer_mesh.actors.teaching import TeacherModel, blend_from
 from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.transport import read
+from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.mesh.weights import WeightPublisher, WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.tasks import make_task
 
+Source = InlineSource | MeshSource | LostSource
 
-class WrongVersion(RuntimeError):
-    """A teacher signal was made with other weights than the ones it shall train."""
 
-    def __init__(self, signal: int, trainer: int) -> None:
-        super().__init__(signal, trainer)
+@dataclass(frozen=True)
+class TrainReply:
+    """The metrics of a step, which all ranks agree on, and this rank's own figures."""
 
-    def __str__(self) -> str:
-        return (
-            f"the SDPO signal is of version {self.args[0]} but the trainer is at {self.args[1]}: "
-            "let the teacher pull before it is asked"
-        )
+    metrics: dict[str, Any]
+    figures: dict[str, float]
 
 
 class TrainerActor(MeshActor):
-    """One process with the model, its optimizer and, where a loss needs one, a frozen reference.
+    """One rank: the model, its optimizer and, where a loss needs one, a frozen reference.
 
     controller -- StepBatch, SignalHandle --> TrainerActor -- WeightsHandle --> controller
     """
@@ -45,6 +46,7 @@ class TrainerActor(MeshActor):
 
     def __init__(self) -> None:
         self._order = asyncio.Lock()
+        self._ranks = Ranks()
 
     @concurrent_endpoint
     async def prepare(self, config: Config) -> Path:
@@ -63,6 +65,17 @@ class TrainerActor(MeshActor):
         return folder
 
     @concurrent_endpoint
+    async def meeting_point(self) -> int:
+        """Open the port at which all ranks meet."""
+        self._store, port = Ranks.serve()
+        return port
+
+    @concurrent_endpoint
+    async def connect(self, rank: int, size: int, port: int, deadline_s: float) -> None:
+        """Become one of several ranks, before `load`. Waits for all the others."""
+        self._ranks = await asyncio.to_thread(Ranks.connect, rank, size, port, deadline_s)
+
+    @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and make the optimizer."""
         self._tokenizer = load_tokenizer(folder)
@@ -70,26 +83,70 @@ class TrainerActor(MeshActor):
         LanguageModel(self._model).check_head()
         frozen = needs_reference(config)
         reference = load_model(folder).requires_grad_(False) if frozen else None
-        self._step = ThreeChannelStep(self._model, reference, config)
+        self._step = ThreeChannelStep(self._model, reference, config, self._ranks)
         self._publisher = WeightPublisher(self._model)
+        self._config = config.sdpo
+        self._signals = MeshSource(config.sdpo, config.run.deadline_s)
+        self._teacher: TeacherModel | None = None
+        if config.sdpo.on and config.sdpo.placement == "inline":
+            budget = config.trainer.microbatch_tokens
+            self._teacher = TeacherModel(self._model, config.sdpo, budget, follows=True)
         self.policy_version = 0
 
     @concurrent_endpoint
-    async def train(self, batch: StepBatch, signal: SignalHandle | None) -> dict[str, Any]:
-        """One optimizer step: version v becomes v + 1. Waits for the signal's bytes and the step.
+    async def train(self, batch: StepBatch, teachers: int = 0) -> TrainReply:
+        """One optimizer step: version v becomes v + 1. Waits for signals and for other ranks.
 
-        Steps run one at a time, in the order of the calls.
+        Steps run one at a time, in the order of the calls. The signals of a step come by
+        `take_signal` from so many teachers, before or after this call.
         """
         async with self._order:
             assert self.policy_version is not None
-            if signal is not None and signal.version != self.policy_version:
-                raise WrongVersion(signal.version, self.policy_version)
             self.activity = f"training step {batch.step + 1}"
-            states = None if signal is None else await read(signal.buffer)
-            metrics = await asyncio.to_thread(self._step.run, batch, states)
+            source = await self._source(batch, teachers)
+            metrics = await asyncio.to_thread(self._step.run, batch, source)
             self.policy_version += 1
+            if self._teacher is not None:
+                self._teacher.absorb(self.policy_version, blend_from(self._model))
             self.activity = "idle"
-            return metrics
+            return TrainReply(metrics, {} if source is None else source.figures())
+
+    async def _source(self, batch: StepBatch, teachers: int) -> Source | None:
+        assert self.policy_version is not None
+        if not (self._config.on and batch.views):
+            return None
+        if self._teacher is not None:
+            return InlineSource(self._teacher, self._config, self.policy_version)
+        if not teachers:
+            return LostSource()
+        plan = self._step.plan(batch)
+        await self._signals.begin(batch, plan, teachers, self.policy_version)
+        return self._signals
+
+    @concurrent_endpoint
+    async def take_signal(
+        self, step: int, microbatch: int, part: int, handle: SignalHandle
+    ) -> None:
+        """Read one teacher's part of a microbatch's signal. Waits until training comes near it.
+
+        When this returns the teacher may write the signal's memory again.
+        """
+        await self._signals.deliver(step, microbatch, part, handle)
+
+    @concurrent_endpoint
+    async def take_head(self, handle: HeadHandle) -> None:
+        """Read the head that the teachers' hidden states belong to."""
+        await self._signals.take_head(handle)
+
+    @concurrent_endpoint
+    async def student_choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
+        """Where the student's top k ids for one teacher's part lie. Waits for its forward."""
+        return await self._signals.choice(step, microbatch, part)
+
+    @concurrent_endpoint
+    async def lose_signals(self, step: int, reason: str) -> None:
+        """No more signals of this step will come: it is trained without the SDPO channel."""
+        await self._signals.lose(step, reason)
 
     @concurrent_endpoint
     async def publish(self) -> WeightsHandle:

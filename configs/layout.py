@@ -11,7 +11,13 @@ from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config
 
 ActorKind = Literal[
-    "trainer", "generator", "environment", "sdpo_teacher", "teacher_replay", "expert_server"
+    "trainer",
+    "generator",
+    "environment",
+    "sdpo_teacher",
+    "hint_writer",
+    "teacher_replay",
+    "expert_server",
 ]
 RDMA = "RDMA buffers (ibverbs where present, TCP otherwise)"
 MESSAGES = "Monarch messages"
@@ -85,8 +91,8 @@ class MeshPlan:
 
 def plan_mesh(config: Config) -> MeshPlan:
     """What `config` will start; the same config always gives the same plan."""
-    actors = (*_ring(config), *_sdpo(config), *_replay(config.replay))
-    return MeshPlan(actors, _transports(actors, config.replay), _channels(config))
+    actors = (*_ring(config), *_sdpo(config), *_hints(config), *_replay(config), *_experts(config))
+    return MeshPlan(actors, _transports(actors, config), _channels(config))
 
 
 def _ring(config: Config) -> tuple[ActorRow, ...]:
@@ -113,30 +119,46 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
 
 
 def _sdpo(config: Config) -> tuple[ActorRow, ...]:
-    if not config.sdpo.on:
+    if not config.sdpo.has_own_actors:
         return ()
     role = "reads the hint at error sites, hands over its signal"
-    return (ActorRow("sdpo_teacher", role, replicas=1, threads=config.sdpo.threads),)
+    replicas, threads = config.sdpo.replicas, config.sdpo.threads
+    return (ActorRow("sdpo_teacher", role, replicas=replicas, threads=threads),)
 
 
-def _replay(replay: ReplayConfig) -> tuple[ActorRow, ...]:
+def _hints(config: Config) -> tuple[ActorRow, ...]:
+    if not config.asks_for_hints:
+        return ()
+    role = "asks a language model to word hints, within its budget"
+    return (ActorRow("hint_writer", role, replicas=1, threads=1),)
+
+
+def _replay(config: Config) -> tuple[ActorRow, ...]:
+    replay = config.replay
     if not replay.on:
         return ()
     role = f"asks {replay.ask} of {len(replay.teachers)} teachers about frozen states"
-    pool = ActorRow("teacher_replay", role, replicas=replay.actors, threads=1)
-    if not replay.has_builtin_teachers:
-        return (pool,)
-    return (pool, ActorRow("expert_server", "serves the builtin teachers", replicas=1, threads=1))
+    return (ActorRow("teacher_replay", role, replicas=replay.actors, threads=1),)
 
 
-def _transports(actors: tuple[ActorRow, ...], replay: ReplayConfig) -> tuple[TransportRow, ...]:
+def _experts(config: Config) -> tuple[ActorRow, ...]:
+    if not config.serves_experts:
+        return ()
+    return (ActorRow("expert_server", "serves the builtin teachers", replicas=1, threads=1),)
+
+
+def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[TransportRow, ...]:
     kinds = [row.kind for row in actors]
     pullers = tuple(kind for kind in kinds if kind in ("generator", "sdpo_teacher"))
     rows = [TransportRow("weights", "trainer", pullers, RDMA)]
     if "sdpo_teacher" in kinds:
         rows.append(TransportRow("teacher signals", "sdpo_teacher", ("trainer",), RDMA))
     if "teacher_replay" in kinds:
-        rows.append(TransportRow("frozen states", "teacher_replay", _addresses(replay), CHAT))
+        states = _addresses(config.replay)
+        rows.append(TransportRow("frozen states", "teacher_replay", states, CHAT))
+    if (asked := config.sdpo.hints.asked) is not None and "hint_writer" in kinds:
+        address = asked.base_url or "expert_server"
+        rows.append(TransportRow("errors and hints", "hint_writer", (address,), CHAT))
     rows.append(TransportRow("requests and handles", "controller", tuple(kinds), MESSAGES))
     return tuple(rows)
 

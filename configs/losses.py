@@ -42,7 +42,17 @@ class _RatioLoss(Section):
     """Smallest weight of the correction; not set means none."""
 
     @model_validator(mode="after")
-    def _weights_have_room(self) -> Self:
+    def _options_have_an_effect(self) -> Self:
+        if self.kl_importance and self.kl_beta == 0:
+            raise ValueError(
+                "kl_importance is true but kl_beta is 0, so there is no KL to multiply: set kl_beta "
+                "above 0 or remove kl_importance"
+            )
+        if self.correction_minimum is not None and self.correction == "none":
+            raise ValueError(
+                f"correction_minimum is {self.correction_minimum} but correction is 'none', which "
+                "has no weights: set correction or remove correction_minimum"
+            )
         if (
             self.correction_minimum is not None
             and self.correction_minimum > self.correction_maximum
@@ -68,6 +78,15 @@ class GrpoLoss(_RatioLoss):
 
     ratio_cap: Positive | None = None
     """Bound of the unclipped ratio (TRL's delta); not set means none."""
+
+    @model_validator(mode="after")
+    def _cap_lies_above_the_clip(self) -> Self:
+        if self.ratio_cap is not None and self.ratio_cap <= 1 + self.clip_high:
+            raise ValueError(
+                f"ratio_cap is {self.ratio_cap} but clip_high lets ratios grow to "
+                f"{1 + self.clip_high:g}: raise ratio_cap above that"
+            )
+        return self
 
 
 class CispoLoss(_RatioLoss):
@@ -152,10 +171,10 @@ class RejectionConfig(Section):
     agg: Literal["sum", "mean", "max"] = "mean"
     """How the tokens of a rollout are judged together."""
 
-    upper: Positive = 5.0
-    """Upper bound."""
+    upper: float = 5.0
+    """Upper bound; above 0, but for kl_k1, which has a sign."""
 
-    lower: Positive | None = None
+    lower: float | None = None
     """Lower bound; not set means none."""
 
     @model_validator(mode="after")
@@ -164,6 +183,15 @@ class RejectionConfig(Section):
             raise ValueError(
                 f"action is 'clamp' but metric is {self.metric!r}, and only a ratio is a weight "
                 "that can be bounded: set metric to 'ratio' or action to 'mask'"
+            )
+        if self.metric != "kl_k1" and self.upper <= 0:
+            raise ValueError(
+                f"upper is {self.upper} but metric {self.metric!r} is never below 0, so nothing "
+                "would be left: raise upper above 0"
+            )
+        if self.metric == "ratio" and self.lower is not None and self.lower <= 0:
+            raise ValueError(
+                f"lower is {self.lower} but ratios are above 0: raise it, or remove it for no bound"
             )
         if self.lower is not None and self.lower > self.upper:
             raise ValueError(

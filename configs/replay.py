@@ -100,6 +100,15 @@ class ReplayConfig(Section):
     """The teachers, in the order in which they are asked."""
 
     @model_validator(mode="after")
+    def _smoothing_has_an_effect(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing > 0:
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing} but loss is 'ipo', which has none: "
+                "remove it, or set loss to 'dpo' or 'simpo'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_pair_is_possible(self) -> Self:
         if self.agreement_threshold > self.ask:
             raise ValueError(

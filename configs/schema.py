@@ -18,6 +18,7 @@ from composer_mesh.configs.base import (
 from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.configs.sdpo import SdpoConfig
 
 LARGEST_SEED = 2**31 - 1
 
@@ -127,8 +128,11 @@ class TrainerConfig(Section):
     microbatch_tokens: Count = 4096
     """Tokens, padding included, that one forward and backward pass holds."""
 
+    ranks: Count = 1
+    """Trainer processes that share each step's samples and sum their gradients."""
+
     threads: Count = 1
-    """CPU threads of the trainer."""
+    """CPU threads of each trainer process."""
 
 
 class ScheduleConfig(Section):
@@ -142,38 +146,6 @@ class ScheduleConfig(Section):
 
     max_lag: Annotated[int, Field(ge=0)] = 1
     """Policy versions a rollout may be behind the step that trains on it; 0 is synchronous."""
-
-
-class SdpoConfig(Section):
-    """The self-distillation channel: the same model, shown a hint at its error sites."""
-
-    alpha: NotNegative = 0.0
-    """Weight of the SDPO loss in the total; 0 turns the channel off."""
-
-    wrapper: Literal["none", "taid", "entropy_opd"] = "none"
-    """"none": the generalized JSD; "taid": towards a target that moves from student to teacher
-    over the run; "entropy_opd": forward KL where the teacher is unsure, else reverse KL."""
-
-    jsd_beta: Share = 0.5
-    """Mixture weight of the generalized Jensen-Shannon divergence."""
-
-    entropy_opd_h_max: Positive | None = None
-    """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary where
-    not set."""
-
-    temperature: Positive = 1.0
-    """Temperature of both distributions in the divergence."""
-
-    max_sites_per_step: Count = 32
-    """Error sites that the teacher sees in one optimizer step."""
-
-    threads: Count = 1
-    """CPU threads of the SDPO teacher."""
-
-    @property
-    def on(self) -> bool:
-        """Whether the channel takes part in the run."""
-        return self.alpha > 0
 
 
 class EvalConfig(Section):
@@ -227,6 +199,17 @@ class Config(Section):
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
+
+    @property
+    def asks_for_hints(self) -> bool:
+        """Whether a model words the hints of the SDPO channel."""
+        return self.sdpo.on and self.sdpo.hints.asked is not None
+
+    @property
+    def serves_experts(self) -> bool:
+        """Whether the run itself answers for a teacher or for the hint writer."""
+        builtin_writer = self.sdpo.on and self.sdpo.hints.has_builtin_writer
+        return builtin_writer or (self.replay.on and self.replay.has_builtin_teachers)
 
     @model_validator(mode="after")
     def _conversations_fit(self) -> Self:

@@ -111,6 +111,15 @@ class HeadGradients:
         )
 
 
+def given_scores(
+    scores: Float[Tensor, "N V"], temperature: Number, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[slice, Float[Tensor, "R V"]]]:
+    """Blocks of scores that exist already, as copies."""
+    for start in range(0, len(scores), rows):
+        place = slice(start, min(start + rows, len(scores)))
+        yield place, scores[place].to(dtype, copy=True).div_(temperature)
+
+
 def rows_per_block(vocabulary: int, block: int) -> int:
     """Rows whose scores fit a scratch of `block` numbers; at least one."""
     return max(1, block // max(1, vocabulary))

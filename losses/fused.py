@@ -1,8 +1,9 @@
 """Linear head and loss in one: from hidden states to log-probs or a divergence, block by block.
 
-The scores of a block of rows are gone before those of the next are made, so memory grows neither
-with rows nor with the vocabulary. Gradients are exact; the teacher gets none. Scores, sums and
-accumulated gradients are float32 or better, also where hidden states and heads are bfloat16.
+The scores of a block of rows are gone before those of the next are made, so what is needed beside
+inputs and gradients does not grow with rows times vocabulary. Gradients are exact; the teacher gets
+none. Scores, sums and accumulated gradients are float32 or better, also where hidden states and
+heads are bfloat16: then gradients take float32 sums of their own size while they are made.
 
 Axes: N rows (tokens under the mask), H hidden size, K hidden size of the teacher, V vocabulary,
 R rows of one block.
@@ -24,6 +25,7 @@ from composer_mesh.losses.blocks import (
     HeadGradients,
     LinearHead,
     default_block,
+    given_scores,
     rows_per_block,
     tiles,
 )
@@ -32,6 +34,9 @@ from composer_mesh.losses.reductions import Number, normalized_sum
 
 RowLoss = Callable[[Float[Tensor, "R V"], Float[Tensor, "R V"], slice], Float[Tensor, ""]]
 """A loss on the scores of a block: student's, teacher's, and which of the N rows these are."""
+
+ScoresLoss = Callable[[Float[Tensor, "R V"], slice], Float[Tensor, ""]]
+"""A loss on the student's scores of a block alone."""
 
 
 def linear_logprobs(
@@ -60,7 +65,7 @@ def linear_jsd(
     student_hidden: Float[Tensor, "N H"],
     student_weight: Float[Tensor, "V H"],
     teacher_hidden: Float[Tensor, "N K"],
-    teacher_weight: Float[Tensor, "V K"],
+    teacher_weight: Float[Tensor, "V K"] | None,
     *,
     beta: Number,
     temperature: Number = 1.0,
@@ -72,8 +77,9 @@ def linear_jsd(
     """Generalized JSD between two linear heads: `generalized_jsd` on their scores, summed.
 
     Formula, endpoints and units are those of `generalized_jsd`; rows under no mask are not passed.
-    The teacher may have another hidden size, not another vocabulary. It gets no gradient, also
-    where its head is the student's own. Gradients are written out by hand and computed in the
+    The teacher may have another hidden size, not another vocabulary; without a weight, what is
+    passed as its hidden states are its scores, K = V. It gets no gradient, also where its head is
+    the student's own. Gradients are written out by hand and computed in the
     forward, while the scores are there: four matrix products, as in the naive way.
 
     Differs from `generalized_jsd`: scores have to be finite, so a padded vocabulary is a large
@@ -86,7 +92,9 @@ def linear_jsd(
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
-    loss: Tensor = _LinearDivergence.apply(*student, *teacher, temperature, rule, size)
+    loss: Tensor = _LinearDivergence.apply(
+        *student, *teacher, temperature, rule, size, torch.is_grad_enabled()
+    )
     return loss
 
 
@@ -95,7 +103,7 @@ def linear_distillation(
     student_hidden: Float[Tensor, "N H"],
     student_weight: Float[Tensor, "V H"],
     teacher_hidden: Float[Tensor, "N K"],
-    teacher_weight: Float[Tensor, "V K"],
+    teacher_weight: Float[Tensor, "V K"] | None,
     *,
     student_bias: Float[Tensor, "V"] | None = None,
     teacher_bias: Float[Tensor, "V"] | None = None,
@@ -106,13 +114,38 @@ def linear_distillation(
     `loss(student, teacher, rows)` gets the float32 or float64 scores of a block and its place among
     the N rows, and returns a scalar: a sum over rows, already divided by its normalizer. Autograd
     differentiates it block by block, so memory is that of the loss on `block` scores. It must not
-    keep the scores, whose memory the next block takes. The teacher's scores get no gradient.
+    keep the scores, whose memory the next block takes. The teacher's scores get no gradient;
+    without a weight, what is passed as its hidden states are its scores.
     """
     _check(1.0, block)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
-    total: Tensor = _LinearDivergence.apply(*student, *teacher, 1.0, _autograd_rule(loss), size)
+    total: Tensor = _LinearDivergence.apply(
+        *student, *teacher, 1.0, _autograd_rule(loss), size, torch.is_grad_enabled()
+    )
+    return total
+
+
+def linear_scores(
+    loss: ScoresLoss,
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    block: int | None = None,
+) -> Float[Tensor, ""]:
+    """The sum over blocks of any loss on the rows' own scores; the rest is `linear_distillation`.
+
+    For losses whose teacher is known by less than a distribution, such as its top k entries.
+    """
+    nothing = hidden.new_empty(len(hidden), 0)
+    student, rule = (hidden, weight, bias), _autograd_rule(lambda own, _, rows: loss(own, rows))
+    size = block or default_block(hidden)
+    _check(1.0, block)
+    total: Tensor = _LinearDivergence.apply(
+        *student, nothing, None, None, 1.0, rule, size, torch.is_grad_enabled()
+    )
     return total
 
 
@@ -166,6 +199,10 @@ Rule = Callable[[Tensor, Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 loss and its gradient by the student's scores before the temperature. May overwrite the scores."""
 
 
+# Inside a Function's forward, inputs look as if they needed gradients also under no_grad.
+NO_GRADIENTS = (False, False, False)
+
+
 class _LinearDivergence(torch.autograd.Function):
     """A sum over rows of what a rule says of two heads; its gradient is taken in the forward."""
 
@@ -176,15 +213,16 @@ class _LinearDivergence(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         teacher_hidden: Tensor,
-        teacher_weight: Tensor,
+        teacher_weight: Tensor | None,
         teacher_bias: Tensor | None,
         temperature: Number,
         rule: Rule,
         block: int,
+        grad: bool,
     ) -> Tensor:
         heads = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
         ctx.save_for_backward(*heads)
-        ctx.rest = (temperature, rule, block, ctx.needs_input_grad[:3])
+        ctx.rest = (temperature, rule, block, ctx.needs_input_grad[:3] if grad else NO_GRADIENTS)
         total, ctx.gradients = _divergence(*heads, *ctx.rest)
         return total
 
@@ -196,7 +234,7 @@ class _LinearDivergence(torch.autograd.Function):
         gradients = ctx.gradients or _divergence(*ctx.saved_tensors, *ctx.rest)[1]
         ctx.gradients = None
         found = [None if part is None else part.mul_(gradient) for part in gradients]
-        return *found, *[None] * 6
+        return *found, *[None] * 7
 
 
 def _divergence(
@@ -204,7 +242,7 @@ def _divergence(
     weight: Tensor,
     bias: Tensor | None,
     teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
     temperature: Number,
     rule: Rule,
@@ -213,12 +251,15 @@ def _divergence(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     dtype = _sum_dtype(hidden)
     student = LinearHead(weight, bias, temperature, dtype)
-    teacher = LinearHead(teacher_weight, teacher_bias, temperature, dtype)
     gradients = HeadGradients(student, hidden, wanted)
     total = hidden.new_zeros((), dtype=dtype)
     rows = rows_per_block(len(weight), block)
     own_scores = student.scores(hidden, block, rows=rows)
-    other_scores = teacher.scores(teacher_hidden, block, rows=rows)
+    if teacher_weight is None:
+        other_scores = given_scores(teacher_hidden, temperature, dtype, rows)
+    else:
+        teacher = LinearHead(teacher_weight, teacher_bias, temperature, dtype)
+        other_scores = teacher.scores(teacher_hidden, block, rows=rows)
     for (place, own), (_, others) in zip(own_scores, other_scores, strict=True):
         value, pull = rule(own, others, place, gradients.wanted)
         total += value

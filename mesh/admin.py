@@ -67,10 +67,18 @@ class AdminUnreachable(ConnectionError):
     """The admin server of a run does not answer."""
 
 
+_address_of_this_process: list[str] = []
+
+
 async def start_admin(host: MeshHost) -> str:
-    """Start the admin server of this run on the loopback interface and return its address."""
-    url = await asyncio.to_thread(_start_quietly, host.mesh)
-    return url.replace("//localhost:", "//127.0.0.1:")
+    """The address of the admin server of this process, on the loopback interface.
+
+    Monarch starts one in a process and no second; runs that follow each other share it.
+    """
+    if not _address_of_this_process:
+        url = await asyncio.to_thread(_start_quietly, host.mesh)
+        _address_of_this_process.append(url.replace("//localhost:", "//127.0.0.1:"))
+    return _address_of_this_process[0]
 
 
 def _start_quietly(mesh: HostMesh) -> str:

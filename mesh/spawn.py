@@ -19,7 +19,14 @@ from monarch.actor import HostMesh, ProcMesh, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.environment import without_noise
-from composer_mesh.mesh.supervision import Supervisor, call, cancel_and_wait, heard
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    FaultPolicy,
+    Supervisor,
+    call,
+    cancel_and_wait,
+    heard,
+)
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
@@ -30,7 +37,10 @@ MONARCH_S = 2.0
 
 @dataclass(frozen=True, eq=False)
 class SpawnedActor:
-    """A living actor: its name in this run, its kind, the reference to call it by, its process."""
+    """An actor: its name in this run, its kind, the reference to call it by, its process.
+
+    `death` is done once it is known to be gone; None where nobody supervises.
+    """
 
     name: str
     kind: str
@@ -38,13 +48,19 @@ class SpawnedActor:
     pid: int
     actor_class: type[MeshActor]
     procs: ProcMesh = field(repr=False)
+    death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has noticed its end."""
+        return self.death is None or not self.death.done()
 
     async def call(
         self, endpoint: str, *args: Any, deadline_s: float = 120.0, **kwargs: Any
     ) -> Any:
         """Call one endpoint. Waits for its answer, at most `deadline_s`."""
         reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
-        return await call(reply, deadline_s, self.name, endpoint)
+        return await call(reply, deadline_s, self.name, endpoint, self.death)
 
 
 class MeshHost:
@@ -93,6 +109,7 @@ class MeshHost:
         actor_class: type[MeshActor],
         *args: Any,
         env: Mapping[str, str] | None = None,
+        policy: FaultPolicy = FaultPolicy.ESCALATE,
         **kwargs: Any,
     ) -> SpawnedActor:
         """Start one process named `name` with one actor in it. Waits until the actor answers."""
@@ -100,7 +117,7 @@ class MeshHost:
         self._starting.add(name)
         procs = self.mesh.spawn_procs(name=name, bootstrap_command=self._command(name, env))
         try:
-            spawned = await self._start(procs, name, actor_class, args, kwargs)
+            spawned = await self._start(procs, name, actor_class, policy, args, kwargs)
         except BaseException:
             await self._abandon(name, procs)
             raise
@@ -125,17 +142,19 @@ class MeshHost:
         procs: ProcMesh,
         name: str,
         actor_class: type[MeshActor],
+        policy: FaultPolicy,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> SpawnedActor:
         ref = procs.spawn(name, actor_class, *args, **kwargs)
         mesh_name: str = await call(ref._name, self._start_deadline_s, name, "spawn")
+        death: asyncio.Future[ActorDied] | None = None
         if self.supervisor is not None:
-            self.supervisor.watch(mesh_name, name)
+            death = self.supervisor.watch(mesh_name, name, policy)
         about: dict[str, Any] = await call(
             ref.describe.call_one(), self._start_deadline_s, name, "describe"
         )
-        return SpawnedActor(name, about["kind"], ref, about["pid"], actor_class, procs)
+        return SpawnedActor(name, about["kind"], ref, about["pid"], actor_class, procs, death)
 
     def _check(self, name: str, actor_class: type[MeshActor]) -> None:
         if name in self._spawned or name in self._starting:

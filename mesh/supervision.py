@@ -73,16 +73,26 @@ class RemoteError(MeshError):
         return f"{self.actor}.{self.endpoint} failed:\n{self.text.rstrip()}"
 
 
-async def call(reply: Future[T], deadline_s: float, actor: str, endpoint: str = "call") -> T:
+async def call(
+    reply: Future[T],
+    deadline_s: float,
+    actor: str,
+    endpoint: str = "call",
+    death: asyncio.Future[ActorDied] | None = None,
+) -> T:
     """Await the answer of an endpoint. Waits at most `deadline_s`, and raises the errors above.
 
-    A deadline ends the waiting, not the work at the other end.
+    A deadline ends the waiting, not the work at the other end. `death` ends the waiting too: what
+    was sent to a process that is gone may never be answered.
     """
     answer = reply.as_asyncio()
     answer.add_done_callback(heard)  # also when nobody waits any more
-    done, _ = await asyncio.wait([answer], timeout=deadline_s)
-    if not done:
+    either: list[asyncio.Future[Any]] = [answer] if death is None else [answer, death]
+    await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    if not answer.done():
         answer.cancel()
+        if death is not None and death.done():
+            raise ActorDied(death.result().actor, death.result().reason)
         raise DeadlineExceeded(actor, endpoint, deadline_s)
     try:
         return answer.result()
@@ -132,17 +142,23 @@ def reason_of(report: str) -> str:
 
 
 class FaultPolicy(Enum):
-    """What a fault of an actor leads to; there is one answer as yet."""
+    """What a fault of an actor leads to.
+
+    ESCALATE ends the run. OWNER leaves it to whoever spawned the actor, who hears of it by its
+    calls and by `SpawnedActor.death`.
+    """
 
     ESCALATE = "escalate"
+    OWNER = "owner"
 
 
 @dataclass(frozen=True)
 class Watched:
-    """An actor that a supervisor knows."""
+    """An actor that a supervisor knows; `death` is done when it is gone."""
 
     actor: str
     policy: FaultPolicy
+    death: asyncio.Future[ActorDied]
 
 
 class Supervisor:
@@ -161,10 +177,14 @@ class Supervisor:
         self.failure: asyncio.Future[ActorDied] = self._loop.create_future()
         monarch.actor.unhandled_fault_hook = self._on_fault
 
-    def watch(self, mesh_name: str, actor: str, policy: FaultPolicy = FaultPolicy.ESCALATE) -> None:
-        """Know a Monarch mesh under the name of our actor."""
-        self._watched[mesh_name] = Watched(actor, policy)
+    def watch(
+        self, mesh_name: str, actor: str, policy: FaultPolicy = FaultPolicy.ESCALATE
+    ) -> asyncio.Future[ActorDied]:
+        """Know a Monarch mesh under the name of our actor; returns what tells of its death."""
+        watched = Watched(actor, policy, self._loop.create_future())
+        self._watched[mesh_name] = watched
         self._expected.discard(actor)
+        return watched.death
 
     def expect_stop(self, actor: str) -> None:
         """From now on the end of this actor is planned and no fault."""
@@ -207,6 +227,7 @@ class Supervisor:
             return  # the logger that Monarch keeps beside each actor, or the same fault again
         self._seen.add(mesh_name)
         died = ActorDied(watched.actor, reason_of(report))
+        watched.death.set_result(died)
         planned = died.actor in self._expected
         if self._record is not None:
             self._record("actor_stopped" if planned else "actor_died", died.actor, died.reason)

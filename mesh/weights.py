@@ -156,13 +156,16 @@ class StagedWeights:
     memory: Tensor
 
     @torch.no_grad()
-    def apply(self, model: nn.Module) -> None:
-        """Copy the weights into a model, in place."""
+    def apply(self, model: nn.Module, rate: float = 1.0) -> None:
+        """Move a model's weights to these, in place, by a share of the way: 1 copies them."""
         _check_marks(self.memory, self.version)
         own = self.manifest.check(model)
         for entry, tensor in self.manifest.tensors(self.memory):
             for place in {_identity(own[name]): own[name] for name in entry.names}.values():
-                place.copy_(tensor)
+                if rate == 1.0 or not place.is_floating_point():
+                    place.copy_(tensor)
+                else:
+                    place.lerp_(tensor, rate)
 
 
 class WeightReceiver:

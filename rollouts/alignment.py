@@ -11,7 +11,7 @@ from composer_mesh.rollouts.traces import Trace
 
 
 class MisalignedError(ValueError):
-    """A context does not end with the generation prompt, so a hint has no place."""
+    """A turn that is not there, or a context that does not end with the generation prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,15 @@ class HintedView:
 def hinted_view(
     trace: Trace, turn: int, hint_ids: list[int], generation_prompt: list[int]
 ) -> HintedView:
-    """The view of one error site; other sites of the trace do not change it."""
+    """The view of one error site; other sites of the trace do not change it.
+
+    Nothing is decoded or tokenized: the hint's ids are put in, and every id of the response stays.
+    """
+    if not 0 <= turn < len(trace.turns):
+        raise MisalignedError(
+            f"turn {turn} of {trace.trace_id}, which has {len(trace.turns)} turns: let the "
+            "environment name error sites by the turn whose action failed, from 0"
+        )
     context, action = trace.prompt_ids(turn), trace.turns[turn].action_ids
     cut = len(context) - len(generation_prompt)
     if cut < 0 or context[cut:] != generation_prompt:

@@ -3,14 +3,17 @@
 Building them from traces is pure and happens in the controller; tensors come later, in the trainer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import HintLeak, render_hint
+from composer_mesh.rollouts.hint_counts import HintCounts
+from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, rounds
+from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.traces import ErrorSite, Trace
+from composer_mesh.rollouts.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,21 @@ class PairSample:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step. `views` belong to samples of the same batch, in a fixed order."""
+    """One optimizer step. `views` belong to samples of the same batch, in a fixed order.
+
+    `hints` says what became of the hints, None where the channel is off.
+    """
 
     step: int
     samples: list[PolicySample]
     views: list[HintedView]
     pairs: list[PairSample]
-    refused_hints: int = 0
+    hints: HintCounts | None = None
+
+    @property
+    def refused_hints(self) -> int:
+        """Hints that told the answer or did not fit."""
+        return self.hints.refused + self.hints.too_long if self.hints else 0
 
     @property
     def action_tokens(self) -> int:
@@ -68,49 +79,75 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
 
 @dataclass(frozen=True, slots=True)
 class HintedSites:
-    """The error sites of a step that the teacher sees, and how many hints were refused."""
+    """The error sites of a step that the teacher sees, and what became of all hints."""
 
     views: list[HintedView]
-    refused: int
+    counts: HintCounts
+
+    @property
+    def refused(self) -> int:
+        """Hints that told the answer or did not fit."""
+        return self.counts.refused + self.counts.too_long
 
 
 def hinted_sites(
-    traces: Iterable[Trace],
+    traces: Sequence[Trace],
     chat: ChatFormat,
     answer_of: Callable[[Trace], str],
     limit: int,
     max_context: int,
+    config: HintsConfig | None = None,
+    written: Mapping[Place, Written] | None = None,
 ) -> HintedSites:
-    """The first `limit` error sites of the traces, as student and teacher see them.
+    """The first `limit` hinted turns of the traces, as student and teacher see them.
 
-    Refused are hints that hold the verified answer, and hinted contexts longer than `max_context`.
-    Sites are taken round by round over the traces, so that one trace full of errors does not fill
-    the step.
+    Refused are hints that hold the verified answer, and hinted contexts longer than `max_context`;
+    the turn's next hint is tried then. Turns are taken round by round over the traces, so that one
+    trace full of errors does not fill the step. `written` holds a writer's words by place.
     """
-    queues = [(trace, list(trace.error_sites)) for trace in traces]
-    views: list[HintedView] = []
-    refused = 0
-    while len(views) < limit and any(sites for _, sites in queues):
-        for trace, sites in queues:
-            if not sites or len(views) >= limit:
-                continue
-            view = _view(trace, sites.pop(0), chat, answer_of(trace), max_context)
-            if view is None:
-                refused += 1
-            else:
-                views.append(view)
-    return HintedSites(views, refused)
+    sources = hint_sources(chat, answer_of, config or HintsConfig(), written or {})
+    groups = by_group(traces)
+    found = HintedSites([], HintCounts())
+    for trace, turn in rounds(traces, lambda trace: sources.turns(trace, groups[trace.group_id])):
+        if len(found.views) >= limit:
+            break
+        hints = sources.hints(trace, turn, groups[trace.group_id], found.counts)
+        view = _view(trace, hints, chat, max_context, found.counts)
+        if view is not None:
+            found.views.append(view)
+    return found
+
+
+def hint_sources(
+    chat: ChatFormat,
+    answer_of: Callable[[Trace], str],
+    config: HintsConfig,
+    written: Mapping[Place, Written],
+) -> HintSources:
+    """The sources as a config wants them, with its own templates beside the built-in ones."""
+    templates = TEMPLATES.extended(config.templates) if config.templates else TEMPLATES
+    return HintSources(config, answer_of, chat.content_tokens, templates, written)
+
+
+def by_group(traces: Iterable[Trace]) -> dict[int, list[Trace]]:
+    """The rollouts of each prompt, in the order in which they come."""
+    groups: dict[int, list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(trace.group_id, []).append(trace)
+    return groups
 
 
 def _view(
-    trace: Trace, site: ErrorSite, chat: ChatFormat, answer: str, max_context: int
+    trace: Trace, hints: Iterable[Hint], chat: ChatFormat, max_context: int, counts: HintCounts
 ) -> HintedView | None:
-    try:
-        hint = chat.hint(render_hint(site, answer))
-    except HintLeak:
-        return None
-    view = hinted_view(trace, site.turn, hint, chat.generation_prompt)
-    return view if len(view.teacher_ids) <= max_context else None
+    """The view of a turn with its first hint that fits."""
+    for hint in hints:
+        view = hinted_view(trace, hint.turn, chat.hint(hint.text), chat.generation_prompt)
+        if len(view.teacher_ids) <= max_context:
+            counts.show(hint.wording or hint.source)
+            return view
+        counts.too_long += 1
+    return None
 
 
 def pair_samples(

@@ -11,6 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from composer_mesh.rollouts.traces import Message
 
 _MARK = "COMPOSERMESHMARK"
@@ -79,8 +81,41 @@ class ChatFormat:
 
     def hint(self, text: str) -> list[int]:
         """Ids of a user message that holds a hint, to stand before a generation prompt."""
-        after = self._after_action([{"role": "user", "content": _mark(0)}], generate=False)
-        return self._encode(after.lstrip("\n"), [text])
+        return self._encode(self.hint_frame, [text])
+
+    def content_tokens(self, text: str) -> int:
+        """Ids that an untrusted text takes inside a message."""
+        return len(self._plain(text))
+
+    @property
+    def frame_mark(self) -> str:
+        """What stands in `hint_frame` for the hint's text."""
+        return _mark(0)
+
+    @cached_property
+    def hint_frame(self) -> str:
+        """A user message that follows another one, with a mark for its content.
+
+        A template that lets only assistants follow users writes it as it does behind an assistant.
+        """
+        asked, hint = {"role": "user", "content": "q"}, {"role": "user", "content": _mark(0)}
+        after_action = self._after_action([hint], generate=False)
+        frame = self.added_by([asked], hint) or after_action.lstrip("\n")
+        if frame.count(_mark(0)) != 1:
+            raise ChatTemplateError(
+                f"the chat template writes a user message {frame.count(_mark(0))} times, changed "
+                "or not at all, so a hint has no place: use one that writes each content once"
+            )
+        return frame
+
+    def added_by(self, messages: list[Message], message: Message) -> str | None:
+        """The text that one more message adds; None where the template refuses or rewrites."""
+        try:
+            before = self._text(messages, generate=False)
+            after = self._text([*messages, message], generate=False)
+        except TemplateError:
+            return None
+        return after[len(before) :] if after.startswith(before) else None
 
     @cached_property
     def generation_prompt(self) -> list[int]:

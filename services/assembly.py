@@ -24,12 +24,14 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor, cancel_and_wait
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tasks import Task, make_task
 from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.curve import draw_reward_curve
 from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
+from composer_mesh.services.hint_writing import HintWriting
 from composer_mesh.services.mesh_ports import MeshEnvironments, MeshTeachers, MeshTraining
 from composer_mesh.services.replay import Replay
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
@@ -52,7 +54,7 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
         run = Run(config, store, view)
         code = asyncio.run(_until_interrupted(run.live()))
     summary = write_summary(
-        output, wall_s=time.monotonic() - began, evaluations=run.evaluations, restarts=0
+        output, wall_s=time.monotonic() - began, evaluations=run.evaluations, restarts=run.restarts
     )
     curve = output / "reward.png"
     metrics = read_metrics(output / "metrics.jsonl")
@@ -96,6 +98,7 @@ class Run:
     store: RunStore
     view: RunView
     failure: str = ""
+    restarts: int = 0
     controller: Controller | None = None
     _status: dict[str, Any] = field(default_factory=dict)
 
@@ -136,7 +139,7 @@ class Run:
         self._status = {"admin_url": await start_admin(host), "transport": transport}
         self.view.transport(transport)
         self.event("transport", "", f"weights and teacher signals travel by RDMA over {transport}")
-        mesh = await RunMesh.start(self.config, host)
+        mesh = await RunMesh.start(self.config, host, self.event)
         for actor in host.actors:
             self.event("actor_started", actor.name, f"process {actor.pid}")
         watching = asyncio.create_task(self._watch(mesh))
@@ -145,6 +148,8 @@ class Run:
             await self._train_on(mesh)
         finally:
             await cancel_and_wait([watching])
+            await mesh.close()
+            self.restarts = mesh.restarts
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
@@ -152,8 +157,9 @@ class Run:
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
-        await mesh.load(folder, task)
         chat = ChatFormat(load_tokenizer(folder), task.tools)
+        check_chat(chat, hints=self.config.sdpo.on)
+        await mesh.load(folder, task, self.store.root)
         self.controller = self._controller(mesh, task, chat)
         await self.controller.run()
 
@@ -169,11 +175,12 @@ class Run:
         ports = Ports(
             Rollouts(generation, MeshEnvironments(mesh.environments), chat),
             replay,
-            MeshTraining(mesh.trainer, mesh.teacher, deadline),
-            MeshWeightSync(mesh.trainer, mesh.generators, mesh.teacher, deadline),
+            MeshTraining(config, mesh.trainers, mesh.teachers),
+            MeshWeightSync(mesh.trainer, mesh.generators, mesh.teachers, deadline),
             self.store,
             self.view,
             self._saver(mesh),
+            HintWriting(mesh.hints, config, task, chat) if mesh.hints is not None else None,
         )
         return Controller(
             config, task, Batcher(config, task, chat, make_advantages(config.advantage)), ports

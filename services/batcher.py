@@ -5,6 +5,7 @@ Pure; the order of everything in a batch depends on its groups alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 from composer_mesh.configs.schema import Config
@@ -21,6 +22,7 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.advantages import Advantages
+from composer_mesh.services.hint_writing import WordedHints, verified_answer
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,37 @@ class Batcher:
     advantages: Advantages
 
     def batch(
-        self, step: int, groups: Sequence[Sequence[Trace]], pairs: Sequence[PreferencePair]
+        self,
+        step: int,
+        groups: Sequence[Sequence[Trace]],
+        pairs: Sequence[PreferencePair],
+        worded: WordedHints | None = None,
     ) -> StepBatch:
-        """The batch of a step. A channel that is off gets nothing."""
+        """The batch of a step, with a writer's words for its hints where there is one.
+
+        A channel that is off gets nothing.
+        """
         samples = self._samples(groups)
-        sdpo, context = self.config.sdpo, self.config.policy.max_context
+        packed = pair_samples(pairs, self.chat, self.config.policy.max_context)
+        if not self.config.sdpo.on:
+            return StepBatch(step, samples, [], packed)
+        sites = self._sites(groups, worded or WordedHints())
+        return StepBatch(step, samples, sites.views, packed, sites.counts)
+
+    def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
         # Sample by sample over the groups, so that each prompt has its share of the views.
         spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
-        sites = HintedSites([], 0)
-        if sdpo.on:
-            limit = sdpo.max_sites_per_step
-            sites = hinted_sites(spread, self.chat, self._answer, limit, context)
-        packed = pair_samples(pairs, self.chat, context)
-        return StepBatch(step, samples, sites.views, packed, sites.refused)
-
-    def _answer(self, trace: Trace) -> str:
-        return self.task.answer(self.task.episode(trace.split, trace.index))
+        sites = hinted_sites(
+            spread,
+            self.chat,
+            partial(verified_answer, self.task),
+            self.config.sdpo.max_sites_per_step,
+            self.config.policy.max_context,
+            self.config.sdpo.hints,
+            worded.written,
+        )
+        sites.counts.requests, sites.counts.usd = worded.requests, worded.usd
+        return sites
 
     def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
         found = zip(groups, self.advantages(groups), strict=True)

@@ -24,6 +24,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.services.ablate import CHANNELS_OF, plan_ablation, refuse_other_runs
 from composer_mesh.services.custom_functions import check_custom_functions
 from composer_mesh.services.run_directory import (
     RUNS,
@@ -74,11 +75,35 @@ def train(arguments: argparse.Namespace) -> int:
     elif place := set_aside(output):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
     with claimed(output):
-        prepare_environment()  # Monarch reads it when the assembly imports it
-        with _interrupt_kept():
-            from composer_mesh.services.assembly import train_command
+        return _train(config, output)
 
-        return int(train_command(config, output, arguments.resume))
+
+def ablate(arguments: argparse.Namespace) -> int:
+    """Accept every run of the ablation, train what has not finished, then print the table."""
+    plan = plan_ablation(
+        arguments.config,
+        arguments.set,
+        _items(arguments.arms),
+        _numbers("--seeds", arguments.seeds),
+        arguments.eval_every,
+    )
+    for run in plan.runs:
+        _accept(run.config)
+    output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
+    refuse_other_runs(plan, output)
+    with claimed(output):
+        from composer_mesh.services.ablate_command import ablate_command
+
+        return ablate_command(plan, output, _train)
+
+
+def _train(config: Config, output: Path) -> int:
+    """Hand over to the assembly, which loads torch and Monarch."""
+    prepare_environment()  # Monarch reads it when the assembly imports it
+    with _interrupt_kept():
+        from composer_mesh.services.assembly import train_command
+
+    return int(train_command(config, output, resume=False))
 
 
 @contextmanager
@@ -97,13 +122,17 @@ def _interrupt_kept() -> Iterator[None]:
 def _accepted(arguments: argparse.Namespace) -> Config:
     """The config, once all that it names was found; raises what `main` turns into one message."""
     config = load_config(arguments.config, arguments.set)
+    _accept(config)
+    return config
+
+
+def _accept(config: Config) -> None:
     make_task(config)
     _check_keys(config)
     try:
         check_custom_functions(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return config
 
 
 def _check_keys(config: Config) -> None:
@@ -114,6 +143,26 @@ def _check_keys(config: Config) -> None:
                 f"teacher {teacher.name!r} takes its key from the environment variable {name}, "
                 "which is not set: export it, or remove api_key_env if the teacher needs no key"
             )
+    writer = config.sdpo.hints.asked if config.asks_for_hints else None
+    if writer is not None and writer.api_key_env and not os.environ.get(writer.api_key_env):
+        raise UsageError(
+            f"the hint writer takes its key from the environment variable {writer.api_key_env}, "
+            "which is not set: export it, or remove sdpo.hints.llm.api_key_env if it needs no key"
+        )
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(item) for item in _items(text)]
+    except ValueError:
+        raise UsageError(
+            f"{option} is {text!r} but must be whole numbers with commas between them: write for "
+            f"example {option} 0,1,2"
+        ) from None
 
 
 def tree(arguments: argparse.Namespace) -> int:
@@ -156,6 +205,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_check(commands.add_parser("check", help=check.__doc__, allow_abbrev=False))
     _add_train(commands.add_parser("train", help="train and evaluate a run", allow_abbrev=False))
+    _add_ablate(
+        commands.add_parser(
+            "ablate", help="compare a run with and without its channels", allow_abbrev=False
+        )
+    )
     _add_tree(commands.add_parser("tree", help=tree.__doc__, allow_abbrev=False))
     return parser
 
@@ -186,6 +240,28 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="not available yet")
     parser.set_defaults(command=train)
+
+
+def _add_ablate(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    arms = ",".join(CHANNELS_OF)
+    parser.add_argument("--arms", default=arms, metavar="A,B", help=f"of {arms}; all by default")
+    parser.add_argument(
+        "--seeds", default="0,1,2", metavar="S,T", help="seeds of each arm; 0,1,2 by default"
+    )
+    parser.add_argument(
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="steps between held-out evaluations; eval.every, or else a tenth of the run",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept",
+    )
+    parser.set_defaults(command=ablate)
 
 
 def _add_tree(parser: argparse.ArgumentParser) -> None:

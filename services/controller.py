@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.supervision import cancel_and_wait
+from composer_mesh.mesh.supervision import cancel_and_wait, together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.batcher import Batcher
+from composer_mesh.services.hint_writing import HintWriting, WordedHints
 from composer_mesh.services.metrics import step_metrics
 from composer_mesh.services.ports import Store, Training, Watcher, WeightSync
 from composer_mesh.services.replay import Replay, Replayed
@@ -29,7 +30,10 @@ from composer_mesh.services.rollout import Rollouts, Sampling
 
 @dataclass(frozen=True)
 class Ports:
-    """The world, as far as a run needs it; `replay` is None when the channel is off."""
+    """The world, as far as a run needs it; `replay` is None when the channel is off.
+
+    `hints` is None where templates alone word the hints.
+    """
 
     rollouts: Rollouts
     replay: Replay | None
@@ -38,14 +42,16 @@ class Ports:
     store: Store
     watch: Watcher
     save: Callable[[int], Awaitable[None]]
+    hints: HintWriting | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's samples, stored, with what the teachers said about them."""
+    """One prompt's samples, stored, with what teachers and the hint writer said about them."""
 
     traces: list[Trace]
     replayed: Replayed
+    worded: WordedHints
 
 
 @dataclass
@@ -90,7 +96,8 @@ class Controller:
         collected = time.perf_counter()
         traces = [trace for group in groups for trace in group.traces]
         replayed = sum_replayed(groups)
-        batch = self.batcher.batch(step, [group.traces for group in groups], replayed.pairs)
+        by_prompt = [group.traces for group in groups]
+        batch = self.batcher.batch(step, by_prompt, replayed.pairs, sum_worded(groups))
         trained = await self.ports.trainer.train(batch)
         stepped = time.perf_counter()
         self._window.pulled(await self.ports.weights.sync())
@@ -119,14 +126,19 @@ class Controller:
             self._running.append(asyncio.create_task(self._finish_group(samples)))
 
     async def _finish_group(self, samples: list[asyncio.Task[Trace]]) -> Group:
-        """Waits for a group's samples, stores them, and asks the teachers."""
+        """Waits for a group's samples, stores them, and asks the teachers and the hint writer."""
         traces = await gather_or_cancel(samples)
         self.ports.store.add_traces(traces)
-        replayed = Replayed()
-        if self.ports.replay is not None:
-            replayed = await self.ports.replay.ask(traces)
-            self.ports.store.add_pairs(replayed.pairs)
-        return Group(traces, replayed)
+        if self.ports.hints is None:
+            return Group(traces, await self._replay(traces), WordedHints())
+        return Group(traces, *await together(self._replay(traces), self.ports.hints.ask(traces)))
+
+    async def _replay(self, traces: list[Trace]) -> Replayed:
+        if self.ports.replay is None:
+            return Replayed()
+        replayed = await self.ports.replay.ask(traces)
+        self.ports.store.add_pairs(replayed.pairs)
+        return replayed
 
     def _start(self, split: Split, index: int, sampling: Sampling) -> list[asyncio.Task[Trace]]:
         size = self.config.schedule.group_size if split == "train" else 1
@@ -146,6 +158,7 @@ class Controller:
         traces = await gather_or_cancel(started)
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))
+        self.ports.store.add_evaluation(self.evaluations[-1])
         self.ports.watch.evaluation(self.evaluations[-1])
 
     @property
@@ -166,4 +179,11 @@ def sum_replayed(groups: Sequence[Group]) -> Replayed:
     total = Replayed()
     for group in groups:
         total += group.replayed
+    return total
+
+
+def sum_worded(groups: Sequence[Group]) -> WordedHints:
+    total = WordedHints()
+    for group in groups:
+        total += group.worded
     return total

@@ -1,15 +1,23 @@
 """The controller's ports, backed by the actors of a run."""
 
 import zlib
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from composer_mesh.actors.signals import SignalHandle
+from composer_mesh.actors.trainer import TrainReply
+from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.supervision import together
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
+from composer_mesh.rollouts.step_plan import plan_step
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.services.service import Service
+from composer_mesh.services.teaching import SdpoTeachers
+
+LARGEST = ("sdpo/teacher_version", "sdpo/bytes_per_token", "time/sdpo_bytes_per_s")
+"""Figures that are no sums over ranks."""
 
 
 class MeshEnvironments:
@@ -47,19 +55,35 @@ class MeshTeachers:
 
 
 class MeshTraining:
-    """The trainer, with the SDPO teacher's signal for each batch that has hinted views."""
+    """The trainer's ranks, and the SDPO teachers that serve them."""
 
     def __init__(
-        self, trainer: SpawnedActor, teacher: SpawnedActor | None, deadline_s: float
+        self, config: Config, ranks: Sequence[SpawnedActor], teachers: SdpoTeachers | None
     ) -> None:
-        self._trainer, self._teacher, self._deadline_s = trainer, teacher, deadline_s
+        self._ranks, self._teachers = ranks, teachers
+        self._budget, self._deadline_s = config.trainer.microbatch_tokens, config.run.deadline_s
 
     async def train(self, batch: StepBatch) -> dict[str, Any]:
-        """One optimizer step. Waits for the teacher's forward, then for the trainer."""
-        signal: SignalHandle | None = None
-        if self._teacher is not None and batch.views:
-            signal = await self._teacher.call("signal", batch.views, deadline_s=self._deadline_s)
-        metrics: dict[str, Any] = await self._trainer.call(
-            "train", batch, signal, deadline_s=self._deadline_s
-        )
-        return {**metrics, "sdpo/bytes": signal.buffer.nbytes if signal else 0}
+        """One optimizer step on all ranks. Waits for the teachers' signals and for the slowest."""
+        alive: Sequence[SpawnedActor] = []
+        if self._teachers is not None and batch.views:
+            alive = await self._teachers.ready()
+        work: list[Coroutine[Any, Any, Any]] = [
+            rank.call("train", batch, len(alive), deadline_s=self._deadline_s)
+            for rank in self._ranks
+        ]
+        if self._teachers is not None and alive:
+            plans = plan_step(batch, self._budget, len(self._ranks))
+            work.append(self._teachers.feed(batch, plans, alive, self._ranks))
+        replies: list[TrainReply] = (await together(*work))[: len(self._ranks)]
+        return {**replies[0].metrics, **joined([reply.figures for reply in replies])}
+
+
+def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Figures of a step from those of its ranks: sums, but for rates and versions."""
+    total: dict[str, float] = {"sdpo/bytes": 0}
+    for figures in ranks:
+        for name, value in figures.items():
+            before = total.get(name, 0)
+            total[name] = max(before, value) if name in LARGEST else before + value
+    return total

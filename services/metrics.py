@@ -34,6 +34,7 @@ def step_metrics(
         "sdpo/views": len(batch.views),
         "sdpo/refused_hints": batch.refused_hints,
         "sdpo/tokens": batch.sdpo_tokens,
+        **(batch.hints.metrics() if batch.hints else {}),
         "replay/states": replayed.states,
         "replay/pairs": len(batch.pairs),
         "replay/failures": replayed.failures,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
@@ -39,6 +40,12 @@ class Teachers(Protocol):
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
 
 
+class HintWriter(Protocol):
+    """Words hints; one reply for each request, in their order, and none of them is an error."""
+
+    async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]: ...
+
+
 class Training(Protocol):
     """Makes version v+1 out of a batch; returns the step's metrics."""
 
@@ -59,6 +66,8 @@ class Store(Protocol):
     def add_pairs(self, pairs: Sequence[PreferencePair]) -> None: ...
 
     def add_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def add_evaluation(self, evaluation: Evaluation) -> None: ...
 
 
 class Watcher(Protocol):

@@ -18,6 +18,7 @@ from rich.text import Text
 
 CHANNELS = ("policy", "sdpo", "replay")
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
 
 Z_95 = 1.959963984540054
@@ -55,6 +56,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line.strip()]
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """The evaluations in a file of a run, read as metrics are."""
+    return [Evaluation(**evaluation) for evaluation in read_metrics(path)]
 
 
 def summarize(

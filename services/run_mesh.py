@@ -15,7 +15,6 @@ from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.provider import TeacherEndpoint
-from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
@@ -23,11 +22,15 @@ from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
 from composer_mesh.mesh.supervision import DeadlineExceeded, together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services import service
+from composer_mesh.services.hint_mesh import MeshHintWriter
 from composer_mesh.services.service import Service
 from composer_mesh.services.status import ActorStatus
+from composer_mesh.services.teaching import Record, SdpoTeachers
 
 WARM_START_DEADLINE_S = 1800.0
 DESCRIBE_DEADLINE_S = 5.0
+ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Ranks of one host sum their gradients over its loopback device."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,23 @@ class RunMesh:
 
     config: Config
     host: MeshHost
-    trainer: SpawnedActor
+    trainers: list[SpawnedActor]
     generators: Service
     environments: Service
-    teacher: SpawnedActor | None
+    teachers: SdpoTeachers | None
     replay: Service | None
     experts: SpawnedActor | None
+    hints: MeshHintWriter | None
     token: str = field(repr=False)
 
     @classmethod
-    async def start(cls, config: Config, host: MeshHost) -> "RunMesh":
+    async def start(cls, config: Config, host: MeshHost, record: Record) -> "RunMesh":
         """Start every process at once. Waits until each actor answers."""
         token = new_token()
-        teacher = host.spawn("sdpo_teacher", SDPOTeacherActor, env=threads(config.sdpo.threads))
+        teachers = SdpoTeachers(config, host, threads(config.sdpo.threads), record)
         server = host.spawn("expert_server", ExpertServerActor)
-        trainer, generators, environments, replay, teacher_, experts = await together(
-            host.spawn("trainer", TrainerActor, env=threads(config.trainer.threads)),
+        trainers, generators, environments, replay, _, experts, hints = await together(
+            _trainers(host, config),
             _pool(host, config, GeneratorActor, "generator", config.generator.replicas),
             _pool(host, config, EnvironmentActor, "environment", config.environment.replicas),
             _if(
@@ -65,12 +69,18 @@ class RunMesh:
                     env={TOKEN_ENV: token},
                 ),
             ),
-            _if(config.sdpo.on, teacher),
-            _if(config.replay.on and config.replay.has_builtin_teachers, server),
+            _if(config.sdpo.has_own_actors, teachers.start()),
+            _if(config.serves_experts, server),
+            _if(config.asks_for_hints, MeshHintWriter.start(config, host, token)),
         )
-        return cls(
-            config, host, trainer, generators, environments, teacher_, replay, experts, token
-        )
+        own = teachers if config.sdpo.has_own_actors else None
+        ring = (trainers, generators, environments)
+        return cls(config, host, *ring, own, replay, experts, hints, token)
+
+    @property
+    def trainer(self) -> SpawnedActor:
+        """The rank that prepares, publishes and saves."""
+        return self.trainers[0]
 
     async def prepare(self) -> Path:
         """The folder of the initial policy. Waits for a warm start where none is cached."""
@@ -79,27 +89,54 @@ class RunMesh:
         )
         return folder
 
-    async def load(self, folder: Path, task: Task) -> None:
-        """Give every actor what it works with. Waits for the slowest."""
+    async def load(self, folder: Path, task: Task, run: Path) -> None:
+        """Give every actor what it works with; `run` is the run's directory. Waits for all."""
         config, deadline = self.config, self.config.run.deadline_s
+        await self._connect_ranks()
         loads: list[Coroutine[Any, Any, Any]] = [
-            self.trainer.call("load", config, folder, deadline_s=deadline),
+            *(one.call("load", config, folder, deadline_s=deadline) for one in self.trainers),
             self.generators.fanout("load", config, folder),
             self.environments.fanout("load", config),
         ]
-        if self.teacher is not None:
-            loads.append(self.teacher.call("load", config, folder, deadline_s=deadline))
-        if self.replay is not None:
-            loads.append(self._load_replay(self.replay, task))
+        if self.teachers is not None:
+            loads.append(self.teachers.load(folder))
+        loads.append(self._load_asking(task, run))
         await asyncio.gather(*loads)
 
-    async def _load_replay(self, replay: Service, task: Task) -> None:
+    async def _connect_ranks(self) -> None:
+        size, deadline = len(self.trainers), self.config.run.deadline_s
+        if size == 1:
+            return
+        port = await self.trainer.call("meeting_point", deadline_s=deadline)
+        await together(
+            *(
+                one.call("connect", rank, size, port, deadline, deadline_s=deadline)
+                for rank, one in enumerate(self.trainers)
+            )
+        )
+
+    @property
+    def restarts(self) -> int:
+        """Actors that were started again."""
+        return 0 if self.teachers is None else self.teachers.restarts
+
+    async def close(self) -> None:
+        """End what is done beside the run."""
+        if self.teachers is not None:
+            await self.teachers.close()
+
+    async def _load_asking(self, task: Task, run: Path) -> None:
+        """The experts first, because the others must know their address."""
         config, url = self.config.replay, ""
         if self.experts is not None:
             builtin = [teacher for teacher in config.teachers if teacher.kind == "builtin"]
             experts = [Expert(teacher.name, teacher.error_rate or 0.0) for teacher in builtin]
             url = await self.experts.call("load", self.config, experts, self.token)
-        await replay.fanout("load", endpoints(self.config, url), task.tools, config.timeout_s)
+        if self.replay is not None:
+            teachers = endpoints(self.config, url)
+            await self.replay.fanout("load", teachers, task.tools, config.timeout_s)
+        if self.hints is not None:
+            await self.hints.load(url, run)
 
     async def describe(self) -> list[ActorStatus]:
         """How each actor is. Waits a few seconds at most; one that is silent is called busy."""
@@ -124,6 +161,13 @@ def threads(count: int) -> dict[str, str]:
     Torch counts threads per thread, so only the environment bounds all that an actor starts.
     """
     return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+
+
+async def _trainers(host: MeshHost, config: Config) -> list[SpawnedActor]:
+    ranks = config.trainer.ranks
+    names = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
+    env = threads(config.trainer.threads) | ({} if ranks == 1 else ON_THIS_HOST)
+    return await together(*(host.spawn(name, TrainerActor, env=env) for name in names))
 
 
 async def _pool(host: MeshHost, config: Config, kind: Any, name: str, n: int) -> Service:

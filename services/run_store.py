@@ -1,9 +1,10 @@
-"""The files of a run directory: traces, pairs, metrics, events, written before they are used.
+"""The files of a run directory: traces, pairs, metrics, evaluations and events, as they are made.
 
 Append-only JSON lines, one object each, on disk when a call returns. Reading them back for a
 resume is not here yet; what a file means is its writer's business.
 """
 
+import dataclasses
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair, pair_to_json
 from composer_mesh.rollouts.traces import Trace, trace_to_json
+from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
 
 
 class RunStore:
@@ -42,7 +44,11 @@ class RunStore:
         self._append("pairs/pairs.jsonl", map(pair_to_json, pairs))
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
-        self._append("metrics.jsonl", [_json(metrics)])
+        self._append(METRICS_FILE, [_json(metrics)])
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """One held-out evaluation, of the policy after so many steps."""
+        self._append(EVALUATIONS_FILE, [_json(dataclasses.asdict(evaluation))])
 
     def add_event(self, kind: str, actor: str = "", detail: str = "") -> None:
         """One lifecycle or supervision event, with the wall clock in seconds since 1970."""

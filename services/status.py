@@ -68,8 +68,9 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 def newest_live_run(runs: Path) -> Path | None:
-    """The run directory under `runs` whose live status is the newest."""
-    files = sorted(runs.glob(f"*/{STATUS_FILE}"), key=_modified, reverse=True)
+    """The run directory under `runs` whose live status is the newest, an ablation's included."""
+    found = [*runs.glob(f"*/{STATUS_FILE}"), *runs.glob(f"*/*/*/{STATUS_FILE}")]
+    files = sorted(found, key=_modified, reverse=True)
     for file in files:
         status = read_status(file)
         if status is not None and status.live:

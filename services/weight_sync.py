@@ -8,6 +8,7 @@ import asyncio
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.weights import WeightsHandle
 from composer_mesh.services.service import Service
+from composer_mesh.services.teaching import SdpoTeachers
 
 
 class StaleReceiver(RuntimeError):
@@ -21,7 +22,7 @@ class StaleReceiver(RuntimeError):
 
 
 class MeshWeightSync:
-    """From one trainer to generators and, where the channel is on, the SDPO teacher.
+    """From one trainer to generators and, where the channel is on, the SDPO teachers.
 
     The publisher keeps two buffers; a version is published only after the one before it was
     pulled by all, so a buffer is never rewritten under a reader.
@@ -31,10 +32,10 @@ class MeshWeightSync:
         self,
         trainer: SpawnedActor,
         generators: Service,
-        teacher: SpawnedActor | None,
+        teachers: SdpoTeachers | None,
         deadline_s: float,
     ) -> None:
-        self._trainer, self._generators, self._teacher = trainer, generators, teacher
+        self._trainer, self._generators, self._teachers = trainer, generators, teachers
         self._deadline_s = deadline_s
 
     async def sync(self) -> int:
@@ -44,13 +45,9 @@ class MeshWeightSync:
         """
         handle: WeightsHandle = await self._trainer.call("publish", deadline_s=self._deadline_s)
         pulls = [self._generators.fanout("pull", handle)]
-        if self._teacher is not None:
-            pulls.append(self._teacher_pull(handle))
+        if self._teachers is not None:
+            pulls.append(self._teachers.pull(handle))
         got = [version for versions in await asyncio.gather(*pulls) for version in versions]
         if any(version != handle.version for version in got):
             raise StaleReceiver(handle.version, got)
         return handle.version
-
-    async def _teacher_pull(self, handle: WeightsHandle) -> list[int]:
-        assert self._teacher is not None
-        return [await self._teacher.call("pull", handle, deadline_s=self._deadline_s)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ import pytest
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.toolbox import ToolboxTask
 
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
 BuildConfig = Callable[..., Config]
 BuildModel = Callable[[int], Any]
+WriteModule = Callable[[str, str], None]
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"name": "unit", "seed": 3, "steps": 3},
@@ -90,6 +96,37 @@ def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
         return model.eval()
 
     return build
+
+
+@pytest.fixture
+def make(build_config: BuildConfig, build_model: BuildModel) -> Callable[..., Any]:
+    """A model by seed and its step, configured by sections, at a rate that can be seen."""
+    from composer_mesh.actors.train_step import ThreeChannelStep
+
+    def build(seed: int = 1, *, reference: int | None = 1, **sections: Any) -> Any:
+        sections["trainer"] = {"lr": 1e-2, **sections.get("trainer", {})}
+        model, config = build_model(seed), build_config(**sections)
+        frozen = None if reference is None else build_model(reference).requires_grad_(False)
+        return model, ThreeChannelStep(model, frozen, config)
+
+    return build
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModule]:
+    """A user's module by name and source, in the working directory and importable."""
+    written = []
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        written.append(name)
+        importlib.invalidate_caches()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -40,6 +40,11 @@ def test_a_refused_train_loads_neither_torch_nor_monarch() -> None:
     assert not loaded & {"torch", "monarch", "transformers", "numpy"}
 
 
+def test_a_refused_ablation_loads_neither_torch_nor_monarch() -> None:
+    loaded = modules_after("ablate", str(QUICKSTART), "--set", "sdpo.alpha=0")
+    assert not loaded & {"torch", "monarch", "transformers", "numpy"}
+
+
 def test_check_prints_the_run_its_actors_and_its_transports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

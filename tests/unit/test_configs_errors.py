@@ -52,6 +52,30 @@ BROKEN = {
         ["loss.correction=token_mask", "loss.correction_minimum=4.0"],
         ["correction_minimum is 4.0", "correction_maximum is 3.0", "lower correction_minimum"],
     ),
+    "cap below the clip": (
+        ["loss.ratio_cap=1.1"],
+        ["ratio_cap is 1.1", "grow to 1.28", "raise ratio_cap"],
+    ),
+    "KL weight of nothing": (
+        ["loss.kl_importance=true"],
+        ["kl_importance is true", "kl_beta is 0", "set kl_beta"],
+    ),
+    "smoothed IPO": (
+        ["replay.loss=ipo", "replay.label_smoothing=0.1"],
+        ["label_smoothing is 0.1", "'ipo'", "set loss to 'dpo'"],
+    ),
+    "gate without its wrapper": (
+        ["sdpo.entropy_opd_h_max=2.0"],
+        ["entropy_opd_h_max is 2.0", "wrapper is 'none'", "remove it"],
+    ),
+    "wrapper without distributions": (
+        ["sdpo.wrapper=taid", "sdpo.signal=topk"],
+        ["wrapper is 'taid'", "signal is 'topk'", "'hidden' or 'full'"],
+    ),
+    "many inline teachers": (
+        ["sdpo.placement=inline", "sdpo.replicas=2"],
+        ["replicas is 2", "placement is 'inline'", "replicas to 1"],
+    ),
     "number for a loss": (["loss=3"], ["loss = 3", "must be a table with a type", "[loss]"]),
     "path through a number": (
         ["run.steps.first=2"],

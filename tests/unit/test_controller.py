@@ -146,6 +146,9 @@ class World:
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         self.done.append(("metrics", dict(metrics)))
 
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        self.done.append(("measured", evaluation.step))
+
     def update(self, step: Mapping[str, Any]) -> None:
         self.done.append(("shown", step["step"]))
 
@@ -310,7 +313,7 @@ async def test_a_run_pauses_to_evaluate_as_often_as_asked_and_once_at_the_end(
     world = make_world(seed=5)
     asked = config.model_copy(update={"eval": config.eval.model_copy(update={"every": every})})
     controller = await finished(world, asked)
-    assert world.names("evaluated") == steps
+    assert world.names("evaluated") == world.names("measured") == steps
     assert [evaluation.step for evaluation in controller.evaluations] == steps
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composer_mesh.losses.distillation import generalized_jsd, taid_loss
-from composer_mesh.losses.fused import linear_distillation, linear_jsd, linear_logprobs
+from composer_mesh.losses.fused import (
+    linear_distillation,
+    linear_jsd,
+    linear_logprobs,
+    linear_scores,
+)
 from composer_mesh.losses.policy import token_logprobs
 
 SIZES = [(1, 1, 2), (7, 3, 5), (13, 6, 31), (40, 4, 9)]
@@ -135,6 +138,36 @@ def test_any_other_loss_gets_the_gradients_of_whole_scores(t: float) -> None:
     )
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_teacher_may_be_known_by_its_scores(beta: float) -> None:
+    h, weight, teacher, head = leaves((13, 4), (17, 4), (13, 6), (17, 6))
+    scores = (teacher @ head.T).detach()
+    kept = scores.clone()
+    options = {"beta": beta, "temperature": 1.3, "normalizer": NORMALIZER, "block": 50}
+    by_head = linear_jsd(h, weight, teacher, head, **options)
+    by_scores = linear_jsd(h, weight, scores, None, **options)
+    torch.testing.assert_close(by_scores, by_head)
+    torch.testing.assert_close(
+        torch.autograd.grad(by_scores, [h, weight]), torch.autograd.grad(by_head, [h, weight])
+    )
+    assert torch.equal(scores, kept)
+
+
+def test_a_loss_on_the_students_scores_alone_gets_their_gradients() -> None:
+    h, weight = leaves((13, 4), (17, 4))
+    ids = torch.arange(13 * 3).view(13, 3) % 17
+
+    def loss(scores: Tensor, rows: slice) -> Tensor:
+        return scores.log_softmax(-1).gather(-1, ids[rows]).square().sum()
+
+    found = linear_scores(loss, h, weight, block=50)
+    expected = loss(h @ weight.T, slice(None))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, [h, weight]), torch.autograd.grad(expected, [h, weight])
+    )
+
+
 def test_blocks_tell_a_loss_which_rows_they_are() -> None:
     h, weight = leaves((7, 3), (5, 3))
     weights = torch.linspace(0, 2, 7, dtype=torch.float64)
@@ -144,22 +177,6 @@ def test_blocks_tell_a_loss_which_rows_they_are() -> None:
 
     found = linear_distillation(weighted, h, weight, h, weight, block=10)
     torch.testing.assert_close(found, ((h @ weight.T).logsumexp(-1) * weights).sum())
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        self.numbers = max([self.numbers, *sizes])
-        return found
 
 
 def logprobs_step(h: Tensor, weight: Tensor, block: int) -> Tensor:
@@ -245,6 +262,17 @@ def test_what_needs_no_gradient_gets_none(frozen: int) -> None:
         loss.backward()
     assert inputs[frozen].grad is None
     assert inputs[1 - frozen].grad is not None
+
+
+def test_without_grad_no_gradient_is_made() -> None:
+    h, weight = leaves((40, 2), (3, 2))
+    with torch.no_grad(), LargestTensor() as largest:
+        jsd_step(h.repeat(1, 50), weight.repeat(1, 50), block=3)
+    assert largest.numbers <= h.numel() * 50
+    with LargestTensor() as largest:
+        loss = jsd_step(h, weight, block=3)
+    assert largest.numbers >= weight.numel()
+    assert loss.requires_grad
 
 
 @pytest.mark.parametrize("step", [logprobs_step, jsd_step])

@@ -14,6 +14,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace, Turn, trace_from_json
+from composer_mesh.services.report import Evaluation, read_evaluations
 from composer_mesh.services.run_store import RunStore
 
 
@@ -76,6 +77,16 @@ def test_pairs_steps_and_events_are_on_disk_when_the_calls_return(
         event = json.loads(lines(tmp_path / "events.jsonl")[0])
         assert event.pop("time") > 0
         assert event == {"event": "actor_died", "actor": "generator-0", "detail": "killed"}
+
+
+def test_evaluations_are_on_disk_when_the_call_returns_and_read_back(
+    tmp_path: Path, config: Config
+) -> None:
+    made = [Evaluation(0, 0.25, 8), Evaluation(7, 1 / 3, 9)]
+    with RunStore(tmp_path, config) as store:
+        for number, evaluation in enumerate(made, 1):
+            store.add_evaluation(evaluation)
+            assert read_evaluations(tmp_path / "evaluations.jsonl") == made[:number]
 
 
 def test_nothing_to_add_makes_no_file(tmp_path: Path, config: Config) -> None:

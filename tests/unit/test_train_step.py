@@ -4,90 +4,26 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from step_batches import (
+    ALL_ON,
+    Make,
+    batch_of,
+    flat,
+    largest_change,
+    own_logprobs,
+    taught,
+    weights_of,
+)
 
-from composer_mesh.actors.sdpo_teacher import hinted_states
-from composer_mesh.actors.train_step import ThreeChannelStep, learning_rate
+from composer_mesh.actors.train_step import learning_rate
 from composer_mesh.configs.schema import Config
-from composer_mesh.losses.policy import token_logprobs
-from composer_mesh.rollouts.alignment import HintedView, hinted_view
-from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch, policy_sample
-from composer_mesh.rollouts.traces import Trace, Turn
-
-PROMPT, HINT = [7, 8], [11, 12, 13]
-ALL_ON: dict[str, dict[str, Any]] = {
-    "sdpo": {"alpha": 0.5},
-    "replay": {
-        "beta": 0.3,
-        "ask": 2,
-        "teachers": [{"name": "a", "kind": "builtin"}, {"name": "b", "kind": "builtin"}],
-    },
-}
-Weights = dict[str, Tensor]
-Make = Callable[..., tuple[Any, ThreeChannelStep]]
-
-
-@pytest.fixture
-def make(build_config: Any, build_model: Any) -> Make:
-    """A model by seed and its step, configured by sections, at a rate that can be seen."""
-
-    def build(seed: int = 1, *, reference: int | None = 1, **sections: Any) -> Any:
-        sections["trainer"] = {"lr": 1e-2, **sections.get("trainer", {})}
-        model, config = build_model(seed), build_config(**sections)
-        frozen = None if reference is None else build_model(reference).requires_grad_(False)
-        return model, ThreeChannelStep(model, frozen, config)
-
-    return build
-
-
-def ids_of(rng: random.Random, longest: int) -> list[int]:
-    return [rng.randrange(300) for _ in range(rng.randint(1, longest))]
-
-
-def sampled_trace(model: Any, rng: random.Random, name: str, noise: float = 0.3) -> Trace:
-    """Turns whose log-probs are the model's own, give or take what a stale policy would differ."""
-    parts = [([*ids_of(rng, 9), *PROMPT], ids_of(rng, 7)) for _ in range(rng.randint(1, 3))]
-    ids = torch.tensor([[i for context, action in parts for i in (*context, *action)]])
-    with torch.no_grad():
-        logprobs = token_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])[0].tolist()
-    turns, at = [], 0
-    for context, action in parts:
-        at += len(context)
-        own = [logprobs[at - 1 + k] + rng.uniform(-noise, noise) for k in range(len(action))]
-        turns.append(Turn(context, action, own, [0] * len(action), "stop"))
-        at += len(action)
-    return Trace(name, 0, 0, "toolbox", "train", 0, turns, [], 0.0, False, [])
-
-
-def batch_of(
-    model: Any, rng: random.Random, *, samples: int = 6, pairs: int = 0, noise: float = 0.3
-) -> StepBatch:
-    traces = [sampled_trace(model, rng, f"t{n}", noise) for n in range(samples)]
-    views = [
-        hinted_view(trace, turn, HINT[: rng.randint(0, 3)], PROMPT)
-        for trace in reversed(traces[1:])
-        for turn in range(len(trace.turns))
-    ]
-    return StepBatch(
-        0,
-        [policy_sample(trace, rng.uniform(-1, 1)) for trace in traces],
-        views,
-        [PairSample(f"p{n}", ids_of(rng, 9), ids_of(rng, 6), ids_of(rng, 6)) for n in range(pairs)],
-    )
-
-
-def weights_of(model: Any) -> Weights:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def largest_change(one: Weights, two: Weights) -> float:
-    return max(float((one[name] - two[name]).abs().max()) for name in one)
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import PolicySample
 
 
 @pytest.mark.parametrize("budget", [512, 700, 1100, 2000])
@@ -107,9 +43,9 @@ def test_how_a_step_is_split_changes_neither_its_losses_nor_its_weights(
     batch = replace(batch, samples=[padded, *batch.samples[1:]])
     wide = [replace(pair, context_ids=long[: 60 + 30 * n]) for n, pair in enumerate(batch.pairs)]
     batch = replace(batch, pairs=wide)
-    signal = hinted_states(build_model(2), batch.views, 4096)
+    teacher = build_model(2)
     split_model, split = make(**ALL_ON, trainer={"microbatch_tokens": budget, "lr": 1e-3})
-    expected, found = whole.run(batch, signal), split.run(batch, signal)
+    expected, found = taught(whole, teacher, batch), taught(split, teacher, batch)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert largest_change(weights_of(whole_model), weights_of(split_model)) < 1e-5
 
@@ -117,7 +53,7 @@ def test_how_a_step_is_split_changes_neither_its_losses_nor_its_weights(
 def test_all_channels_together_train_the_weighted_sum(make: Make, rng: random.Random) -> None:
     model, step = make(2, **ALL_ON)
     batch = batch_of(model, rng, pairs=4)
-    metrics = step.run(batch, hinted_states(make(3)[0], batch.views, 4096))
+    metrics = taught(step, make(3)[0], batch)
     policy, sdpo, replay = (metrics[f"loss/{name}"] for name in ("policy", "sdpo", "replay"))
     assert policy is not None
     assert sdpo is not None
@@ -126,20 +62,15 @@ def test_all_channels_together_train_the_weighted_sum(make: Make, rng: random.Ra
     assert sdpo > 0.01
 
 
-def flat(batch: StepBatch) -> StepBatch:
-    """The batch without anything to learn from rewards."""
-    return replace(batch, samples=[replace(sample, advantage=0.0) for sample in batch.samples])
-
-
 def test_the_weight_of_a_channel_scales_its_gradient(make: Make, rng: random.Random) -> None:
     model, _ = make(2)
     batch = flat(batch_of(model, rng, pairs=3))
     distil, prefer = replace(batch, pairs=[]), replace(batch, views=[])
-    signal = hinted_states(make(3)[0], batch.views, 4096)
-    norms = {}
+    teacher, norms = make(3)[0], {}
     for weight in (0.25, 1.0):
         weighted = {"sdpo": {"alpha": weight}, "replay": {**ALL_ON["replay"], "beta": weight}}
-        norms["sdpo", weight] = make(2, **weighted)[1].run(distil, signal)["policy/grad_norm"]
+        step = make(2, **weighted)[1]
+        norms["sdpo", weight] = taught(step, teacher, distil)["policy/grad_norm"]
         norms["replay", weight] = make(2, **weighted)[1].run(prefer, None)["policy/grad_norm"]
     for channel in ("sdpo", "replay"):
         assert norms[channel, 0.25] == pytest.approx(0.25 * (norms[channel, 1.0] or 0.0), rel=1e-4)
@@ -222,10 +153,8 @@ def test_advantages_move_the_sampled_tokens_the_way_they_point(
 
 
 def own_logprob(model: Any, sample: PolicySample) -> float:
-    ids, mask = torch.tensor([sample.ids]), torch.tensor([sample.mask])[:, 1:]
     with torch.no_grad():
-        logprobs = token_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
-    return float(logprobs[mask].sum())
+        return float(own_logprobs(model, sample.ids)[torch.tensor(sample.mask)[1:]].sum())
 
 
 def test_log_probs_of_the_same_weights_make_a_ratio_of_one(make: Make, rng: random.Random) -> None:
@@ -281,8 +210,8 @@ def test_distillation_brings_the_student_to_the_teacher(
 ) -> None:
     model, step = make(**ALL_ON)
     batch = flat(batch_of(model, rng, samples=4))
-    signal = hinted_states(build_model(2), batch.views, 4096)
-    losses = [step.run(batch, signal)["loss/sdpo"] or 0.0 for _ in range(8)]
+    teacher = build_model(2)
+    losses = [taught(step, teacher, batch)["loss/sdpo"] or 0.0 for _ in range(8)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.7 * losses[0]
 
@@ -294,7 +223,7 @@ def test_an_empty_hint_leaves_nothing_to_distil(make: Make, rng: random.Random) 
     unhinted = [view for view in batch.views if view.offset == 0 and view.trace_id in traces]
     assert unhinted
     batch = replace(batch, views=unhinted)
-    metrics = step.run(batch, hinted_states(model, batch.views, 4096))
+    metrics = taught(step, model, batch)
     assert metrics["loss/sdpo"] == pytest.approx(0, abs=1e-8)
 
 
@@ -306,9 +235,9 @@ def test_each_view_meets_its_own_rows_of_the_signal(
     batch = batch_of(model, rng)
     order: list[HintedView] = batch.views[::-1]
     teacher = build_model(2)
-    one = step.run(batch, hinted_states(teacher, batch.views, 4096))
+    one = taught(step, teacher, batch)
     _, again = make(**ALL_ON)
-    two = again.run(replace(batch, views=order), hinted_states(teacher, order, 4096))
+    two = taught(again, teacher, replace(batch, views=order))
     assert one["loss/sdpo"] == pytest.approx(two["loss/sdpo"], rel=1e-6)
 
 

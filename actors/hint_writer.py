@@ -1,0 +1,80 @@
+"""The hint-writer actor: error sites' data goes to a language model, a sentence comes back.
+
+What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hint_desk`. Nothing here
+decides whether words may be shown. Neither this module nor what it imports loads torch.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.actors.hint_cache import HintCache
+from composer_mesh.actors.hint_desk import HintDesk
+from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.configs.hints import HintWriterConfig
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.rollouts.hint_budget import HintBudget
+from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+
+
+class HintWriterActor(MeshActor):
+    """One per run, and only where writer = "llm".
+
+    controller -- HintRequests --> HintWriterActor == HTTP ==> one model
+               <-- HintReplies --
+    """
+
+    kind: ClassVar[str] = "hint_writer"
+
+    def __init__(self) -> None:
+        self._desk: HintDesk | None = None
+        self._running = 0
+
+    @concurrent_endpoint
+    async def load(self, writer: TeacherEndpoint, config: HintWriterConfig, cache: Path) -> None:
+        """Open the cache and the connections; raises where the key, address or file is unusable.
+
+        Asks nothing. Replaces what an earlier `load` opened, its budget included.
+        """
+        client = ProviderClient(Timeouts(total_s=config.timeout_s), Retries(attempts=1))
+        client.check(writer)
+        budget = HintBudget(config.budget_requests, config.budget_usd, config.assumed_usd)
+        desk = HintDesk(
+            client, writer, HintCache(cache), budget, config.timeout_s, config.max_concurrent
+        )
+        await self._close_desk()
+        self._desk = desk
+
+    @concurrent_endpoint
+    async def write(self, requests: list[HintRequest]) -> list[HintReply]:
+        """One reply for each request, in order. Waits at most `timeout_s` for all of them."""
+        if self._desk is None:
+            raise RuntimeError("no writer is loaded: call load first")
+        self._running += len(requests)
+        self.activity = f"wording {self._running} hints"
+        try:
+            return await self._desk.write(requests)
+        finally:
+            self._running -= len(requests)
+            self.activity = f"wording {self._running} hints" if self._running else "idle"
+
+    @concurrent_endpoint
+    async def aclose(self) -> None:
+        """Close the connections and the cache. Requests under way fail; `load` opens new ones."""
+        await self._close_desk()
+
+    def details(self) -> dict[str, Any]:
+        if self._desk is None:
+            return {"replies": {}}
+        return {
+            "replies": dict(self._desk.counts),
+            "requests": self._desk.budget.sent,
+            "usd": self._desk.budget.spent_usd,
+            "last_failure": self._desk.last_failure,
+        }
+
+    async def _close_desk(self) -> None:
+        desk, self._desk = self._desk, None
+        if desk is not None:
+            await desk.aclose()

@@ -1,0 +1,48 @@
+"""Registered buffers that signals leave by: few, reused, and never written under a reader.
+
+A ticket stands for a buffer until it is given back. A new step takes back all that the steps before
+still held: their readers are gone when it begins. Nothing here computes.
+"""
+
+import asyncio
+
+from torch import Tensor
+
+from composer_mesh.mesh.transport import BufferHandle, SendBuffer
+
+
+class SlotPool:
+    """So many buffers, given out by ticket; whoever comes when all are out waits."""
+
+    def __init__(self, count: int, capacity_bytes: int) -> None:
+        self._buffers = [SendBuffer(capacity_bytes) for _ in range(count)]
+        self._held: dict[int, int] = {}
+        self._step, self._tickets = -1, 0
+        self._freed = asyncio.Condition()
+
+    @property
+    def held(self) -> int:
+        """Buffers that are out."""
+        return len(self._held)
+
+    async def acquire(self, step: int) -> int:
+        """A ticket for a free buffer. Waits for one."""
+        async with self._freed:
+            if step > self._step:
+                self._step, self._held = step, {}
+            await self._freed.wait_for(lambda: len(self._held) < len(self._buffers))
+            slot = min(set(range(len(self._buffers))) - set(self._held.values()))
+            self._tickets += 1
+            self._held[self._tickets] = slot
+            return self._tickets
+
+    async def write(self, ticket: int, data: Tensor) -> BufferHandle | None:
+        """Put data where readers find it; None for a ticket of a step that is over."""
+        slot = self._held.get(ticket)
+        return None if slot is None else await self._buffers[slot].write(data)
+
+    async def release(self, ticket: int) -> None:
+        """Give a buffer back; nothing happens for a ticket of a step that is over."""
+        async with self._freed:
+            self._held.pop(ticket, None)
+            self._freed.notify_all()

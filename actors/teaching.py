@@ -1,0 +1,120 @@
+"""The teacher's weights: whose they are, how they follow the trainer's, and what they say.
+
+The same object serves in a teacher's own process and inside the trainer (placement "inline"). It
+runs forwards only; nothing here moves bytes or waits.
+
+Axes: N hinted response tokens, H hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.signals import Head, make_signal
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.packing import microbatches
+
+Blend = Callable[[Any, float], None]
+"""Moves a model's weights a share of the way to those of a version; 1 copies them."""
+
+
+class TeacherModel:
+    """A teacher by its policy of weights; `version` is the trainer's that it has taken in.
+
+        live           the trainer's weights
+        ema            theta <- (1 - rate) theta + rate trainer's, at each version
+        frozen         the initial weights
+        trust_region   logits (1 - rate) initial + rate trainer's
+
+    `follows` says that `model` is the trainer's own object, which changes by itself: it is read,
+    and copied where the teacher's weights are others.
+    """
+
+    def __init__(self, model: Any, config: SdpoConfig, budget: int, follows: bool = False) -> None:
+        self.version = 0
+        self._config, self._budget, self._follows = config, budget, follows
+        own = copy.deepcopy(model).requires_grad_(False) if self._has_two(follows) else None
+        self._live = model if own is None or config.teacher == "trust_region" else own
+        self._initial = own if config.teacher == "trust_region" else None
+        self._head: Head | None = None
+
+    def _has_two(self, follows: bool) -> bool:
+        return self._config.teacher == "trust_region" or (
+            follows and self._config.teacher != "live"
+        )
+
+    @property
+    def models(self) -> list[Any]:
+        """Every set of weights that the teacher holds."""
+        return [self._live] if self._initial is None else [self._live, self._initial]
+
+    def absorb(self, version: int, blend: Blend) -> None:
+        """Follow the trainer to a version."""
+        self.version, self._head = version, None
+        kind = self._config.teacher
+        if kind == "ema":
+            blend(self._live, self._config.teacher_rate)
+        elif kind != "frozen" and not self._follows:
+            blend(self._live, 1.0)
+
+    @torch.no_grad()
+    def signal(
+        self, views: Sequence[HintedView], choice: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The configured signal for each target of the views, in their order."""
+        targets = torch.tensor([target for view in views for target in view.targets])
+        return make_signal(self._config, self.states(views), self.head(), targets, choice)
+
+    @torch.no_grad()
+    def states(self, views: Sequence[HintedView]) -> Tensor:
+        """Last hidden states [N, H], normed, at the teacher rows of the views, in their order.
+
+        With trust_region those of both models stand side by side, [N, 2 H].
+        """
+        parts = [hinted_states(model, views, self._budget) for model in self.models]
+        return torch.cat(parts, dim=-1)
+
+    @torch.no_grad()
+    def head(self) -> Head:
+        """The head that belongs to `states`."""
+        if self._head is None:
+            self._head = self._make_head()
+        return self._head
+
+    def _make_head(self) -> Head:
+        live = LanguageModel(self._live)
+        if self._initial is None:
+            return Head(live.weight, live.bias)
+        initial, rate = LanguageModel(self._initial), self._config.teacher_rate
+        weight = torch.cat([rate * live.weight, (1 - rate) * initial.weight], dim=-1)
+        if live.bias is None or initial.bias is None:
+            return Head(weight, None)
+        return Head(weight, torch.lerp(initial.bias, live.bias, rate))
+
+
+def blend_from(source: Any) -> Blend:
+    """Blends from a model in the same process."""
+
+    @torch.no_grad()
+    def blend(model: Any, rate: float) -> None:
+        for own, other in zip(model.parameters(), source.parameters(), strict=True):
+            own.lerp_(other, rate)
+
+    return blend
+
+
+@torch.no_grad()
+def hinted_states(model: Any, views: Sequence[HintedView], budget: int) -> Tensor:
+    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order."""
+    language_model = LanguageModel(model)
+    rows: list[Tensor] = [torch.empty(0)] * len(views)
+    for indices in microbatches([len(view.teacher_ids) for view in views], budget):
+        states = language_model.hidden([views[index].teacher_ids for index in indices])
+        for row, index in enumerate(indices):
+            rows[index] = states[row, views[index].teacher_rows]
+    return torch.cat(rows)

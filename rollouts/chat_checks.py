@@ -1,0 +1,71 @@
+"""Whether a model's chat template and tokenizer can grow conversations by ids and take hints.
+
+Asked once, when a policy is loaded, so that nothing is sampled or trained with one that cannot.
+What each check guards stands in its message; `chat` itself trusts that they have passed.
+"""
+
+from jinja2 import TemplateError
+
+from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.traces import Message
+
+_USER, _TOOL = {"role": "user", "content": "q"}, {"role": "tool", "content": "4"}
+
+
+def check_chat(chat: ChatFormat, *, hints: bool) -> None:
+    """Raise ChatTemplateError where a run, or with `hints` its SDPO channel, would go wrong."""
+    _adds_nothing(chat)
+    _ends_with_the_prompt(chat, "a question", [_USER], first=True)
+    _ends_with_the_prompt(chat, "a remark", [_USER], first=False)
+    if chat.tools:
+        _ends_with_the_prompt(chat, "a tool result", [_TOOL], first=False)
+    if hints:
+        _hint_is_one_message(chat)
+
+
+def _adds_nothing(chat: ChatFormat) -> None:
+    """A tokenizer that adds a BOS to every piece would put it into the middle of a conversation."""
+    added = chat.tokenizer.encode("", add_special_tokens=False)
+    if added:
+        raise ChatTemplateError(
+            f"the tokenizer makes {added} of an empty text without special tokens, so each piece "
+            "of a conversation would begin with them: turn its add_bos_token and add_eos_token "
+            "off, the chat template writes what is needed"
+        )
+
+
+def _ends_with_the_prompt(
+    chat: ChatFormat, what: str, messages: list[Message], *, first: bool
+) -> None:
+    """A hint goes in front of the generation prompt, which must be the same after everything."""
+    prompt = chat.generation_prompt
+    try:
+        ids = chat.first_prompt(messages) if first else chat.continuation(messages, closed=True)
+    except TemplateError as error:
+        raise ChatTemplateError(
+            f"the chat template refuses {what} ({error}): use one that takes messages of the role "
+            f"{messages[-1]['role']!r}"
+        ) from None
+    if ids[len(ids) - len(prompt) :] != prompt:
+        raise ChatTemplateError(
+            f"behind {what} the chat template ends with the ids {ids[-len(prompt) :]} but its "
+            f"generation prompt alone is {prompt}, so an action has no certain beginning: use a "
+            "template that ends every context with one generation prompt, set off by a control "
+            "token"
+        )
+
+
+def _hint_is_one_message(chat: ChatFormat) -> None:
+    """The same user message must be right behind a question and behind a tool result."""
+    frame = chat.hint_frame
+    if not chat.tools:
+        return
+    mark = {"role": "user", "content": chat.frame_mark}
+    answered = [_USER, {"role": "assistant", "content": "a"}, _TOOL]
+    added = chat.added_by(answered, mark)
+    if added is not None and added != frame:
+        raise ChatTemplateError(
+            f"the chat template writes a user message as {frame!r} behind a question but as "
+            f"{added!r} behind a tool result, so one hint cannot stand behind both: use a template "
+            "that writes messages alike, or set sdpo.alpha to 0"
+        )

@@ -1,0 +1,179 @@
+"""Which hints a rollout gets: its turns, and for each turn the sources in their configured order.
+
+    error     the template of the error site, or a writer's words for it
+    sibling   what a successful rollout of the same prompt did before its answer
+    feedback  what the environment said to the action
+
+Every text is cut to its length first and checked for the verified answer afterwards; what fails is
+counted and the next source is tried. Nothing here asks a model, and ids are `batches`' business.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from composer_mesh.configs.hints import HintsConfig, HintSource
+from composer_mesh.rollouts.hint_counts import HintCounts
+from composer_mesh.rollouts.hints import (
+    PREFIX,
+    HintLeak,
+    HintTemplates,
+    refuse_leak,
+    render_hint,
+)
+from composer_mesh.rollouts.sibling_hints import chosen_sibling, exchanges, sibling_hint
+from composer_mesh.rollouts.traces import ErrorSite, Trace
+
+FEEDBACK = "An earlier try at this turn was answered with:"
+
+Wording = Literal["template", "llm", "cached", "fallback"]
+Place = tuple[str, int]
+"""Trace id and turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A writer's words for one error site."""
+
+    text: str
+    wording: Literal["llm", "cached"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One hint that may be shown. `wording` and `site` are those of the error source."""
+
+    turn: int
+    source: HintSource
+    text: str
+    wording: Wording | None = None
+    site: ErrorSite | None = None
+
+
+@dataclass(frozen=True)
+class HintSources:
+    """The hints of rollouts, from their own data and their group's.
+
+    `tokens` counts the ids of a text; `answer_of` knows the verified answer of a rollout.
+    """
+
+    config: HintsConfig
+    answer_of: Callable[[Trace], str]
+    tokens: Callable[[str], int]
+    templates: HintTemplates
+    written: Mapping[Place, Written] = field(default_factory=dict)
+
+    def turns(self, trace: Trace, group: Sequence[Trace]) -> list[int]:
+        """The turns of a rollout that may get a hint, each once, in the order of its errors."""
+        found: list[int] = []
+        if "error" in self.config.sources or "feedback" in self.config.sources:
+            found += [site.turn for site in trace.error_sites]
+        if "sibling" in self.config.sources and _is_shown_a_sibling(trace, group):
+            found.append(_sibling_turn(trace))
+        return list(dict.fromkeys(found))
+
+    def hints(
+        self, trace: Trace, turn: int, group: Sequence[Trace], counts: HintCounts
+    ) -> Iterator[Hint]:
+        """The hints of one turn without the answer, the preferred one first; others are counted."""
+        answer = self.answer_of(trace)
+        for source in self.config.sources:
+            for hint in self._from(source, trace, turn, group, answer, counts):
+                text, was_cut = shortened(hint.text, self.config.max_tokens, self.tokens)
+                if not text.strip():
+                    continue
+                try:
+                    refuse_leak(text, answer, f"the {source} hint of {trace.trace_id}")
+                except HintLeak:
+                    counts.refused += 1
+                    continue
+                counts.cut += was_cut
+                yield Hint(turn, source, text, hint.wording, hint.site)
+
+    def _from(
+        self,
+        source: HintSource,
+        trace: Trace,
+        turn: int,
+        group: Sequence[Trace],
+        answer: str,
+        counts: HintCounts,
+    ) -> Iterator[Hint]:
+        if source == "error":
+            for site in trace.error_sites:
+                if site.turn == turn:
+                    yield from self._worded(trace, site)
+        elif source == "feedback":
+            yield from _feedback(trace, turn)
+        elif turn == _sibling_turn(trace) and _is_shown_a_sibling(trace, group):
+            try:
+                yield from _sibling(trace, group, answer)
+            except HintLeak:
+                counts.refused += 1
+
+    def _worded(self, trace: Trace, site: ErrorSite) -> Iterator[Hint]:
+        """The writer's words where there are some, and the template behind them."""
+        written = self.written.get((trace.trace_id, site.turn))
+        if written is not None:
+            yield Hint(site.turn, "error", PREFIX + written.text, written.wording, site)
+        wording: Wording = "template" if self.config.asked is None else "fallback"
+        text = render_hint(site, templates=self.templates)
+        yield Hint(site.turn, "error", text, wording, site)
+
+
+def rounds(
+    traces: Sequence[Trace], turns: Callable[[Trace], list[int]]
+) -> Iterator[tuple[Trace, int]]:
+    """The turns of all traces, the first of each trace before the second of any."""
+    queues = [(trace, turns(trace)) for trace in traces]
+    for place in range(max((len(queue) for _, queue in queues), default=0)):
+        for trace, queue in queues:
+            if place < len(queue):
+                yield trace, queue[place]
+
+
+def shortened(text: str, limit: int, tokens: Callable[[str], int]) -> tuple[str, bool]:
+    """A text of at most `limit` tokens, cut behind a word if it can be, and whether it was cut."""
+    if tokens(text) <= limit:
+        return text, False
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    kept = _longest(text, ends, limit, tokens)
+    return kept or _longest(text, list(range(1, len(text) + 1)), limit, tokens), True
+
+
+def _longest(text: str, ends: list[int], limit: int, tokens: Callable[[str], int]) -> str:
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (
+            (middle, high) if tokens(text[: ends[middle - 1]]) <= limit else (low, middle - 1)
+        )
+    # Encodings need not grow with each character, so what was found is proved once more.
+    while low and tokens(text[: ends[low - 1]]) > limit:
+        low -= 1
+    return text[: ends[low - 1]] if low else ""
+
+
+def _is_shown_a_sibling(trace: Trace, group: Sequence[Trace]) -> bool:
+    return not trace.success and bool(trace.turns) and chosen_sibling(trace, group) is not None
+
+
+def _sibling_turn(trace: Trace) -> int:
+    """The first error's turn, or the last turn where a rollout failed without an error site."""
+    return min((site.turn for site in trace.error_sites), default=len(trace.turns) - 1)
+
+
+def _sibling(trace: Trace, group: Sequence[Trace], answer: str) -> Iterator[Hint]:
+    sibling = chosen_sibling(trace, group)
+    text = sibling_hint(sibling, answer) if sibling is not None else None
+    if text is not None:
+        yield Hint(_sibling_turn(trace), "sibling", text)
+
+
+def _feedback(trace: Trace, turn: int) -> Iterator[Hint]:
+    said = exchanges(trace)
+    answer = said[turn][1] if turn < len(said) else None
+    text = str(answer.get("content") or "") if answer is not None else ""
+    if text and any(site.turn == turn for site in trace.error_sites):
+        yield Hint(turn, "feedback", f"{PREFIX}{FEEDBACK} {text}")

@@ -1,0 +1,95 @@
+"""How a step is divided: samples over trainer ranks and microbatches, views over teachers.
+
+A pure function of lengths, so that the trainer, its teachers and the controller agree without
+asking each other. Nothing here knows tensors or actors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import PairSample, StepBatch
+from composer_mesh.rollouts.packing import microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Places in the batch of the samples that share a forward, and of their views, in order."""
+
+    samples: list[int]
+    views: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one trainer rank does in a step, in this order, and the pairs that it trains."""
+
+    microbatches: list[Microbatch]
+    pairs: list[int]
+
+
+def plan_step(batch: StepBatch, budget: int, ranks: int = 1) -> list[RankPlan]:
+    """Divide a step over ranks by tokens, and each rank's share into microbatches of `budget`.
+
+    A rank may get nothing. Microbatches without views come first: the teacher works meanwhile.
+    """
+    owners = {sample.trace_id: place for place, sample in enumerate(batch.samples)}
+    by_sample: dict[int, list[int]] = {}
+    for place, view in enumerate(batch.views):
+        if view.trace_id not in owners:
+            raise ValueError(
+                f"a view of trace {view.trace_id!r} has no sample: batch both together"
+            )
+        by_sample.setdefault(owners[view.trace_id], []).append(place)
+    lengths = [len(sample.ids) for sample in batch.samples]
+    shares = spread(lengths, ranks)
+    pairs = spread([pair_tokens(pair) for pair in batch.pairs], ranks)
+    return [
+        RankPlan(_microbatches(share, lengths, by_sample, budget), pairs[rank])
+        for rank, share in enumerate(shares)
+    ]
+
+
+def pair_tokens(pair: PairSample) -> int:
+    """Padded tokens of both sides of a pair."""
+    return 2 * (len(pair.context_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
+
+
+def spread(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Places in parts of about equal weight, the heaviest first to whoever has least.
+
+    One part keeps the order; several keep it within each part.
+    """
+    loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
+    for place in sorted(range(len(weights)), key=lambda place: (-weights[place], place)):
+        part = min(range(parts), key=lambda part: (loads[part], part))
+        loads[part] += weights[place]
+        shares[part].append(place)
+    return [sorted(share) for share in shares]
+
+
+def split_views(views: Sequence[HintedView], parts: int) -> list[range]:
+    """Runs of neighbouring views, one for each teacher, of about as many tokens; some empty."""
+    ends = list(accumulate(len(view.teacher_ids) for view in views))
+    total = ends[-1] if ends else 0
+    # A view goes to the part in which its middle token falls.
+    owners = [
+        min(parts - 1, (2 * end - len(view.teacher_ids)) * parts // (2 * total))
+        for view, end in zip(views, ends, strict=True)
+    ]
+    counts = [owners.count(part) for part in range(parts)]
+    starts = [0, *accumulate(counts)]
+    return [range(starts[part], starts[part + 1]) for part in range(parts)]
+
+
+def _microbatches(
+    share: Sequence[int], lengths: Sequence[int], by_sample: dict[int, list[int]], budget: int
+) -> list[Microbatch]:
+    groups = microbatches([lengths[place] for place in share], budget)
+    found = []
+    for group in groups:
+        samples = [share[index] for index in group]
+        views = [view for sample in samples for view in by_sample.get(sample, [])]
+        found.append(Microbatch(samples, views))
+    return sorted(found, key=lambda microbatch: bool(microbatch.views))

@@ -1,0 +1,191 @@
+"""An ablation: the same config with and without its channels, over seeds, one run after another.
+
+Plans the runs, keeps those that finished earlier, and has the others trained. It starts no process
+and computes no figure; runs of one process share Monarch, so they never run beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.report import EVALUATIONS_FILE, read_evaluations
+from composer_mesh.services.run_directory import (
+    RunDirectoryError,
+    claimed,
+    set_aside,
+)
+
+BASELINE = "neither"
+CHANNELS_OF = {
+    BASELINE: (),
+    "sdpo": ("sdpo.alpha",),
+    "replay": ("replay.beta",),
+    "both": ("sdpo.alpha", "replay.beta"),
+}
+"""The weights that an arm keeps; it sets the others to 0."""
+
+WEIGHTS = CHANNELS_OF["both"]
+EVALUATIONS_OF_A_RUN = 10
+SIGNALLED = 128
+
+Train = Callable[[Config, Path], int]
+"""Trains one run into a directory; the exit status is the train command's."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of an ablation."""
+
+    arm: str
+    seed: int
+    config: Config
+
+    @property
+    def place(self) -> Path:
+        """Its directory, inside that of the ablation."""
+        return Path(self.arm) / f"seed-{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What is compared; `base` is the config before an arm changed it."""
+
+    file: Path
+    overrides: tuple[str, ...]
+    base: Config
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between two held-out evaluations of a run."""
+        return self.runs[0].config.eval.every
+
+
+def plan_ablation(
+    file: Path,
+    overrides: Sequence[str] = (),
+    arms: Sequence[str] = tuple(CHANNELS_OF),
+    seeds: Sequence[int] = (0, 1, 2),
+    eval_every: int | None = None,
+) -> Ablation:
+    """The runs, all arms of a seed before the next seed; raises `ConfigError`.
+
+    So an ablation that is interrupted has compared whole seeds.
+    """
+    _check_choices(overrides, arms, seeds, eval_every)
+    base = load_config(file, overrides)
+    every = eval_every or base.eval.every or max(1, base.run.steps // EVALUATIONS_OF_A_RUN)
+    runs = []
+    for seed in seeds:
+        for arm in arms:
+            _check_weights(arm, base)
+            changes = list(_changes(base, arm, seed, every))
+            runs.append(PlannedRun(arm, seed, load_config(file, [*overrides, *changes])))
+    return Ablation(file, tuple(overrides), base, tuple(arms), tuple(seeds), tuple(runs))
+
+
+def _changes(base: Config, arm: str, seed: int, every: int) -> Iterator[str]:
+    yield f"run.name={base.run.name}-{arm}-seed-{seed}"
+    yield f"run.seed={seed}"
+    yield f"eval.every={every}"
+    yield from (f"{key}=0" for key in WEIGHTS if key not in CHANNELS_OF[arm])
+
+
+def _check_choices(
+    overrides: Sequence[str], arms: Sequence[str], seeds: Sequence[int], eval_every: int | None
+) -> None:
+    if unknown := [arm for arm in arms if arm not in CHANNELS_OF]:
+        raise ConfigError(
+            f"--arms names {unknown[0]!r} but an arm is one of {', '.join(CHANNELS_OF)}: "
+            "correct the name"
+        )
+    for option, values in (("--arms", arms), ("--seeds", seeds)):
+        if not values or len(set(values)) < len(values):
+            raise ConfigError(
+                f"{option} is {','.join(map(str, values))!r} but needs one value or more, each "
+                "once: correct the list"
+            )
+    if eval_every is not None and eval_every < 1:
+        raise ConfigError(
+            f"--eval-every is {eval_every} but must be 1 step or more: raise it, or leave it out"
+        )
+    if any(text.partition("=")[0].strip() == "run.seed" for text in overrides):
+        raise ConfigError("--set run.seed has no effect here: name the seeds with --seeds")
+
+
+def _check_weights(arm: str, base: Config) -> None:
+    weights = {"sdpo.alpha": base.sdpo.alpha, "replay.beta": base.replay.beta}
+    for key in CHANNELS_OF[arm]:
+        if not weights[key]:
+            raise ConfigError(
+                f"{key} is 0 but arm {arm!r} needs the channel: set {key} above 0, or leave the "
+                "arm out with --arms"
+            )
+
+
+def run_ablation(
+    plan: Ablation,
+    output: Path,
+    train: Train,
+    tell: Callable[[str], None],
+    publish: Callable[[], object],
+) -> int:
+    """Train every run that has not finished yet; 0, or the status of the signal that ended it.
+
+    A run that fails is no reason to stop. `publish` is called whenever a run has ended.
+    """
+    for number, run in enumerate(plan.runs, 1):
+        place, title = output / run.place, f"run {number} of {len(plan.runs)}: {run}"
+        if is_finished(place, run.config.run.steps):
+            tell(f"{title}: kept, it finished earlier")
+            continue
+        if aside := set_aside(place):
+            tell(f"{title}: moved an unfinished one to {aside}")
+        tell(title)
+        with claimed(place):
+            code = train(run.config, place)
+        publish()
+        if code > SIGNALLED:
+            tell(f"stopped at {title}: the same command goes on from here")
+            return code
+    return 0
+
+
+def is_finished(place: Path, steps: int) -> bool:
+    """Whether a run went to its end there: its last evaluation comes after its last step."""
+    evaluations = read_evaluations(place / EVALUATIONS_FILE)
+    return bool(evaluations) and evaluations[-1].step == steps
+
+
+def refuse_other_runs(plan: Ablation, output: Path) -> None:
+    """Raise where a run of another config has the place of a planned one."""
+    for run in plan.runs:
+        place = output / run.place
+        if (place / "config.toml").exists() and (changed := _differences(run.config, place)):
+            raise RunDirectoryError(
+                f"{place} holds a run of another config than the one asked for ({changed}): ask "
+                "for the same, or name another directory with --output"
+            )
+
+
+def _differences(wanted: Config, place: Path) -> str:
+    """The sections that differ; a config that this version cannot read differs as a whole."""
+    try:
+        found = load_config(place / "config.toml")
+    except ConfigError:
+        return "not a config of this version"
+    return ", ".join(
+        section
+        for section in Config.model_fields
+        if getattr(found, section) != getattr(wanted, section)
+    )

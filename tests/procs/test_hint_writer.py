@@ -1,0 +1,117 @@
+"""The hint writer in real processes: its actor, its cache, and whole runs that it words hints for."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import launched
+
+from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
+from composer_mesh.actors.expert_server import ExpertServerActor
+from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.provider import TeacherEndpoint
+from composer_mesh.actors.provider_errors import ProviderAuthError
+from composer_mesh.configs.hints import HintWriterConfig
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.rollouts.hint_prompts import HintRequest
+from composer_mesh.services.hint_mesh import CACHE_FILE, MeshHintWriter
+
+pytestmark = pytest.mark.timeout(600)
+
+CONFIG = Config.model_validate(
+    {
+        "run": {"name": "t", "seed": 4, "steps": 1},
+        "data": {"kind": "toolbox"},
+        "sdpo": {"alpha": 0.1, "hints": {"writer": "llm", "llm": {"kind": "builtin"}}},
+    }
+)
+
+
+def question(text: str) -> HintRequest:
+    content = f'{{"error_kind": "no_answer", "plain_hint": "{text}"}}'
+    return HintRequest([{"role": "user", "content": content}])
+
+
+async def test_the_builtin_writer_words_hints_and_remembers_them(
+    host: MeshHost, tmp_path: Path
+) -> None:
+    token = new_token()
+    experts = await host.spawn("experts", ExpertServerActor)
+    url = await experts.call("load", CONFIG, [], token)
+    writer = await MeshHintWriter.start(CONFIG, host, token)
+    await writer.load(url, tmp_path)
+    asked = [question("Go on."), question("Look."), question("Go on.")]
+    first = await writer.write(asked)
+    assert [reply.text for reply in first] == [
+        "Mind the no answer. Go on.",
+        "Mind the no answer. Look.",
+        "Mind the no answer. Go on.",
+    ]
+    assert [reply.origin for reply in first] == ["llm", "llm", "cached"]
+    await writer.load(url, tmp_path)  # as a resumed run does
+    await experts.call("aclose")
+    again = await writer.write([*asked, question("New.")])
+    assert [reply.origin for reply in again] == ["cached", "cached", "cached", "none"]
+    about = await writer.actor.call("describe")
+    assert about["replies"] == {"cached": 3, "none": 1}
+    assert (about["kind"], about["activity"], about["requests"]) == ("hint_writer", "idle", 1)
+    assert (tmp_path / CACHE_FILE).is_file()
+    await writer.actor.call("aclose")
+
+
+async def test_a_missing_key_is_found_by_load(host: MeshHost, tmp_path: Path) -> None:
+    actor = await host.spawn("hint_writer", HintWriterActor)
+    config = HintWriterConfig(kind="openai", base_url="https://x.test/v1", model="m")
+    endpoint = TeacherEndpoint("hint writer", "https://x.test/v1", "m", "NO_SUCH_KEY")
+    with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
+        await actor.call("load", endpoint, config, tmp_path / "c")
+    with pytest.raises(RuntimeError, match="no writer is loaded: call load first"):
+        await actor.call("write", [question("x")])
+
+
+def counted(steps: list[dict[str, Any]], key: str) -> int:
+    return sum(step[f"hints/{key}"] for step in steps)
+
+
+def test_a_run_that_repeats_another_pays_for_no_hint(tmp_path: Path, policy_cache: Path) -> None:
+    settings = {
+        "run.steps": 2,
+        "replay.beta": 0,
+        "schedule.max_lag": 0,
+        "eval.episodes": 2,
+        "sdpo.hints.writer": "llm",
+        "sdpo.hints.sources": '["sibling", "error", "feedback"]',
+        "sdpo.hints.llm": f'{{kind="builtin", cache="{tmp_path / "hints"}"}}',
+    }
+    runs = []
+    for name in ("first", "second"):
+        with launched(tmp_path / name, policy_cache, settings) as run:
+            assert run.wait() == 0, run.stderr
+        assert "hint_writer" in run.pids()
+        runs.append(run.objects("metrics.jsonl"))
+    first, second = runs
+    assert counted(first, "llm") > 0
+    assert counted(second, "llm") == counted(second, "requests") == 0
+    assert counted(second, "cached") == counted(first, "llm") + counted(first, "cached")
+    for steps in runs:
+        assert counted(steps, "usd") == counted(steps, "template") == 0
+        for step in steps:
+            kinds = ("llm", "cached", "fallback", "sibling", "feedback")
+            assert sum(step[f"hints/{kind}"] for kind in kinds) == step["sdpo/views"]
+
+
+async def test_the_writer_does_not_load_torch() -> None:
+    program = (
+        "import sys; import composer_mesh.actors.hint_writer; sys.exit('torch' in sys.modules)"
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await child.wait() == 0
+
+
+def test_the_actors_token_comes_from_the_environment_alone() -> None:
+    assert TOKEN_ENV not in CONFIG.model_dump_json()

@@ -1,0 +1,113 @@
+"""Whole runs with other losses than the preset's: the user's own, and one of each built-in kind."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import SHORT, launched
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 2
+ROLLOUTS = SHORT["schedule.prompts_per_step"] * SHORT["schedule.group_size"]
+USERS_MODULE = """
+import torch
+from prime_rl.orchestrator.advantage import AdvantageInputs, AdvantageOutputs
+from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
+
+
+def loss(inputs: LossInputs, scale: float) -> LossOutputs:
+    mask = inputs.loss_mask
+    ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
+    terms = -(mask * inputs.advantages * ratio)
+    metrics = {"tokens": mask.sum(), "advantage": inputs.advantages.mean(), "scale": scale}
+    return LossOutputs(loss=scale * terms.sum(), metrics=metrics)
+
+
+def lost(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=inputs.trainer_logprobs.sum() * float("inf"), metrics={})
+
+
+def advantage(inputs: AdvantageInputs, value: float) -> AdvantageOutputs:
+    rewards = torch.tensor([[rollout["reward"] for rollout in group] for group in inputs.rollouts])
+    return AdvantageOutputs(advantages=torch.full_like(rewards, value))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with the user's module in it, and nowhere else."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "users_of_a_run.py").write_text(USERS_MODULE)
+    return tmp_path / "work"
+
+
+ALONE = {"sdpo.alpha": 0, "replay.beta": 0, "eval.episodes": 2}
+
+
+def custom(section: str, name: str, kwargs: str = "{}") -> dict[str, Any]:
+    return {
+        f"{section}.type": "custom",
+        f"{section}.import_path": f"users_of_a_run.{name}",
+        f"{section}.kwargs": kwargs,
+    }
+
+
+def test_functions_of_the_working_directory_train_a_run_and_their_metrics_are_logged(
+    folder: Path, policy_cache: Path
+) -> None:
+    settings = {
+        "run.steps": STEPS,
+        **ALONE,
+        **custom("loss", "loss", "{scale = 0.25}"),
+        **custom("advantage", "advantage", "{value = 0.5}"),
+    }
+    with launched(folder.parent / "run", policy_cache, settings, folder) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.stderr == ""
+    steps = run.objects("metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["policy/custom/scale"] == 0.25
+        assert step["policy/custom/advantage"] == pytest.approx(0.5)
+        assert step["policy/custom/tokens"] == pytest.approx(step["tokens/trained"] / ROLLOUTS)
+        # The ratio is about 1: the loss is minus scale times advantage, for each token.
+        assert step["loss/policy"] == pytest.approx(-0.125, rel=0.2)
+        assert "policy/clipped_fraction" not in step
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_name_and_its_trace(
+    folder: Path, policy_cache: Path
+) -> None:
+    settings = {**ALONE, **custom("loss", "lost")}
+    with launched(folder.parent / "run", policy_cache, settings, folder) as run:
+        assert run.wait() == 1
+    (failed,) = run.events("run_failed")
+    assert "custom function 'users_of_a_run.lost', sequence " in failed["detail"]
+    assert "but has to be finite" in failed["detail"]
+    assert any(f"({trace.trace_id})" in failed["detail"] for trace in run.traces())
+    assert failed["detail"] in run.stderr
+    assert run.objects("metrics.jsonl") == []
+
+
+def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache: Path) -> None:
+    settings = {
+        "run.steps": STEPS,
+        "loss.type": "cispo",
+        "advantage.type": "rloo",
+        "sdpo.wrapper": "taid",
+        "replay.loss": "simpo",
+    }
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.stderr == ""
+    steps = run.objects("metrics.jsonl")
+    assert [step["sdpo/taid_t"] for step in steps] == [0.4, 0.4]
+    for step in steps:
+        assert all(math.isfinite(step[f"loss/{name}"]) for name in ("policy", "sdpo", "replay"))
+        assert step["loss/sdpo"] > 0
+        assert step["loss/replay"] > 0
+        assert "policy/kl_reference" not in step

@@ -1,0 +1,134 @@
+"""Custom functions on the command line: found in the working directory, or refused in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.services.cli import main
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+GOOD = """
+from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
+
+a_number = 3
+
+
+def loss(inputs: LossInputs, scale: float = 1.0) -> LossOutputs:
+    return LossOutputs(loss=scale * inputs.trainer_logprobs.sum(), metrics={})
+
+
+def advantage(inputs, scale: float = 1.0):
+    raise AssertionError("nothing is called before a run")
+
+
+async def later(inputs):
+    return None
+"""
+BROKEN = "raise RuntimeError('this module cannot be imported')\n"
+MODULES = {"users_functions.py": GOOD, "users_mistake.py": BROKEN}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a user's modules, in an interpreter that forgets them again."""
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("users_"):
+            del sys.modules[name]
+
+
+def overrides(section: str, path: str, *more: str) -> list[str]:
+    settings = (f"{section}.type=custom", f"{section}.import_path={path}", *more)
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+REFUSED = {
+    "missing module": ("users_nothing.loss", [], "there is no module 'users_nothing'"),
+    "missing function": ("users_functions.lost", [], "has no 'lost': did you mean"),
+    "module that fails": ("users_mistake.loss", [], "this module cannot be imported"),
+    "no function": ("users_functions.a_number", [], "it is of type int: name a function"),
+    "coroutine": ("users_functions.later", [], "write def, not async def"),
+    "no path": ("users_functions", [], "it is no import path"),
+    "wrong arguments": ("users_functions.loss", ["kwargs.skale=2.0"], "skale=2.0"),
+}
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("section", ["loss", "advantage"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_function_that_cannot_serve_is_refused_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, section: str, name: str
+) -> None:
+    path, more, words = REFUSED[name]
+    more = [f"{section}.{setting}" for setting in more]
+    assert main([command, str(QUICKSTART), *overrides(section, path, *more)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"composer-mesh: custom function {path!r}: ")
+    assert said.err.count("composer-mesh:") == said.err.count("\n") == 1
+    assert words in said.err
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == MODULES.keys()
+
+
+def test_functions_of_the_working_directory_are_accepted_and_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = overrides("loss", "users_functions.loss", "loss.kwargs={scale=2.0}")
+    advantage = overrides("advantage", "users_functions:advantage", "advantage.kwargs.scale=3.0")
+    assert main(["check", str(QUICKSTART), *loss, *advantage]) == 0
+    out = capsys.readouterr().out
+    assert 'import_path = "users_functions.loss"' in out
+    assert 'import_path = "users_functions:advantage"' in out
+    assert "scale = 2.0" in out
+    assert "scale = 3.0" in out
+
+
+def test_the_processes_of_the_run_find_them_too_and_keep_what_they_found_before(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main(["check", str(QUICKSTART), *overrides("loss", "users_functions.loss")]) == 0
+    capsys.readouterr()
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["/elsewhere", str(folder)]
+    assert sys.path.count(str(folder)) == 1
+    assert sys.path[-1] == str(folder)
+
+
+def test_without_custom_functions_import_paths_stay_as_they_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list(sys.path)
+    assert main(["check", str(QUICKSTART)]) == 0
+    capsys.readouterr()
+    assert sys.path == before
+    assert os.environ["PYTHONPATH"] == "/elsewhere"
+
+
+@pytest.mark.parametrize("path", ["users_functions.loss", "users_functions.lost"])
+def test_looking_a_function_up_starts_no_monarch(tmp_path: Path, path: str) -> None:
+    (tmp_path / "users_functions.py").write_text(GOOD)
+    arguments = ["check", str(QUICKSTART), *overrides("loss", path)]
+    code = (
+        "import sys, json; from composer_mesh.services.cli import main; "
+        f"status = main({arguments!r}); "
+        "print(json.dumps([status, sorted(sys.modules)]))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    status, modules = json.loads(done.stdout.splitlines()[-1])
+    assert status == (0 if path.endswith("loss") else 2)
+    assert "torch" in modules
+    assert not {"monarch", "transformers", "prime_rl"} & set(modules)

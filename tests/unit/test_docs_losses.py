@@ -1,0 +1,301 @@
+"""The guide to the losses says what is: its code runs, its settings parse, its names exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.losses import CustomAdvantage, CustomLoss
+from composer_mesh.configs.schema import Config
+from composer_mesh.losses import policy
+from composer_mesh.losses.custom import LossInputs, custom_policy_loss
+from composer_mesh.losses.custom_advantage import custom_advantages
+from composer_mesh.losses.custom_function import CustomFunctionError, check_signature, load_function
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+GUIDE = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+CONTENTS = (
+    "policy",
+    "advantages",
+    "distillation",
+    "preference",
+    "composition",
+    "fused",
+    "custom",
+    "custom_advantage",
+)
+"""Modules whose public functions are what the guide is a guide to."""
+
+THEIRS = {"agg_loss", "gamma_beta_ratio", "generalized_jsd_loss", "token_clip"}
+"""Names of upstream code and options that the guide speaks about."""
+
+PARTS = {
+    "aggregate",
+    "aggregation_normalizer",
+    "check_signature",
+    "divergence_terms",
+    "entropy",
+    "entropy_opd_from_logprobs",
+    "importance_weights",
+    "kl_terms",
+    "load_function",
+    "row_logprobs",
+}
+"""Functions that others are made of; the guide may leave them out."""
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's fenced blocks of a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+def inline() -> list[str]:
+    """What stands between single backticks outside of blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", GUIDE, flags=re.M | re.S))
+
+
+def recipes() -> list[list[str]]:
+    """Each recipe's overrides, as they are typed after --set."""
+    table = GUIDE.split("### Published recipes")[1].split("## Advantages")[0]
+    rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("|")]
+    found = [re.findall(r"`([^`]+)`", row) for row in rows]
+    return [settings for settings in found if settings and "=" in settings[0]]
+
+
+@pytest.fixture
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from the repository root: `examples` can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def test_the_guide_has_code_settings_and_recipes() -> None:
+    assert len(blocks("python")) >= 3
+    assert len(blocks("toml")) >= 1
+    assert len(recipes()) >= 10
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[-1][:40])
+def test_every_python_block_runs(code: str, at_the_root: None) -> None:
+    exec(compile(code, "docs/losses.md", "exec"), {})
+
+
+@pytest.mark.parametrize("text", blocks("toml"))
+def test_every_toml_block_is_a_part_of_a_run(text: str, at_the_root: None) -> None:
+    table = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
+    config = Config.model_validate(merged(table, tomllib.loads(text)))
+    for section in (config.loss, config.advantage):
+        if isinstance(section, CustomLoss | CustomAdvantage):
+            path = section.import_path
+            check_signature(load_function(path), path, section.kwargs)
+
+
+def merged(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    return table | {
+        key: merged(table.get(key, {}), value) if isinstance(value, dict) else value
+        for key, value in over.items()
+    }
+
+
+@pytest.mark.parametrize("overrides", recipes(), ids=" ".join)
+def test_every_recipe_resolves_and_changes_the_run(overrides: list[str]) -> None:
+    assert load_config(QUICKSTART, overrides) != load_config(QUICKSTART)
+
+
+def test_every_command_is_accepted(at_the_root: None) -> None:
+    commands = [
+        shlex.split(line)
+        for block in blocks("sh")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    for program, command, config, *options in commands:
+        assert (program, command) == ("composer-mesh", "train")
+        overrides = [each for each in options if each != "--set"]
+        loss = load_config(ROOT / config, overrides).loss
+        assert isinstance(loss, CustomLoss)
+        load_function(loss.import_path)
+    assert commands
+
+
+def test_every_name_in_the_guide_exists() -> None:
+    words = {word for code in inline() for word in re.findall(r"[a-z]+(?:_[a-z0-9]+)+", code)}
+    assert words - names_in_code() - THEIRS == set()
+
+
+def names_in_code() -> set[str]:
+    """What the sources define, read or spell as a key; what they only write about is left out."""
+    found = {"composer_mesh"}
+    for folder in ("configs", "losses", "actors", "services", "examples"):
+        for path in (ROOT / folder).glob("*.py"):
+            found.add(path.stem)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                found |= set(re.findall(r"\w+", name_of(node)))
+    sides = ("input_ids", "response_mask", "ref_logprobs")
+    return found | {f"dpo_chosen_{part}" for part in sides}
+
+
+def name_of(node: ast.AST) -> str:
+    """A name, an argument, or a string that can be a key: without spaces."""
+    for field in ("id", "arg", "attr", "name", "value"):
+        found = getattr(node, field, None)
+        if isinstance(found, str) and not re.search(r"\s", found):
+            return found
+    return ""
+
+
+def modules() -> list[Any]:
+    return [importlib.import_module(f"composer_mesh.losses.{name}") for name in CONTENTS]
+
+
+def test_every_public_function_is_in_the_guide() -> None:
+    named = {word for code in inline() for word in re.findall(r"\w+", code)}
+    public = {
+        name
+        for module in modules()
+        for name, each in vars(module).items()
+        if inspect.isfunction(each)
+        and not name.startswith("_")
+        and (name in getattr(module, "__all__", ()) or each.__module__ == module.__name__)
+    }
+    assert public - PARTS - named == set()
+
+
+def test_the_errors_in_the_guide_are_the_ones_that_are_raised(at_the_root: None) -> None:
+    shown = blocks("text")[0].splitlines()
+    with pytest.raises(CustomFunctionError) as missing:
+        load_function("examples.custom_loss.asymetric_loss")
+    assert shown[0] == f"composer-mesh: {missing.value}"
+    path, kwargs = "examples.custom_loss.asymmetric_loss", {"negative_weight": 3e38}
+    sequences = [a_sequence([-1.0, -2.0], [-1.0, -2.0], advantage=-2.0)]
+    options: Any = {"normalizer": 1, "ids": ["train-000003-005"]}
+    function = load_function(path)
+    with pytest.raises(CustomFunctionError) as infinite:
+        custom_policy_loss(function, path, kwargs, sequences, **options)
+    assert shown[1] == str(infinite.value)
+
+
+NOW = (-3 * torch.rand(4, 7, generator=torch.Generator().manual_seed(1))).requires_grad_()
+ADVANTAGES = torch.tensor([1.0, -2.0, 0.5, -0.5])
+ON_POLICY: list[tuple[Any, dict[str, Any]]] = [
+    (policy.grpo_loss, {"clip_high": 0.28}),
+    (policy.grpo_loss, {"clip_low": 0.01, "clip_high": 0.01, "ratio_cap": 3.0}),
+    (policy.grpo_loss, {"ratio_level": "sequence"}),
+    (policy.cispo_loss, {}),
+    (policy.sapo_loss, {"aggregation": "dapo", "tau_positive": 3.0}),
+    (policy.prime_rl_loss, {}),
+    (policy.dppo_loss, {}),
+    (policy.dppo_loss, {"divergence": "kl"}),
+]
+
+
+def gradient(loss: policy.PolicyLoss) -> torch.Tensor:
+    return torch.autograd.grad(loss.loss, NOW)[0]
+
+
+@pytest.mark.parametrize(("function", "options"), ON_POLICY)
+def test_where_every_ratio_is_1_all_types_have_the_gradient_of_reinforce(
+    function: Any, options: dict[str, Any]
+) -> None:
+    mask = NOW < -0.5
+    found = gradient(function(NOW, NOW.detach(), ADVANTAGES, mask, normalizer=9, **options))
+    expected = gradient(policy.reinforce_loss(NOW, ADVANTAGES, mask, normalizer=9))
+    torch.testing.assert_close(found, expected)
+
+
+def test_around_the_policy_of_the_forward_the_clips_of_decoupled_ppo_change_nothing() -> None:
+    mask, sampler = NOW < -0.5, NOW.detach() - torch.linspace(-2, 2, 28).view(4, 7)
+    shared: dict[str, Any] = {"normalizer": 9, "rejection": policy.Rejection()}
+    settings: list[dict[str, Any]] = [{}, {"clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.1}]
+    one, other = (
+        policy.decoupled_ppo_loss(NOW, NOW.detach(), sampler, ADVANTAGES, mask, **shared, **clips)
+        for clips in settings
+    )
+    torch.testing.assert_close(gradient(one), gradient(other))
+
+
+def a_sequence(
+    trainer: list[float], sampler: list[float], *, advantage: float, mask: list[bool] | None = None
+) -> LossInputs:
+    return LossInputs(
+        trainer_logprobs=torch.tensor(trainer, requires_grad=True),
+        inference_logprobs=torch.tensor(sampler),
+        ref_logprobs=None,
+        advantages=torch.full((len(trainer),), advantage),
+        loss_mask=torch.tensor(mask or [True] * len(trainer)),
+    )
+
+
+def test_the_custom_loss_drops_falls_sooner_than_rises_and_halves_what_is_negative(
+    at_the_root: None,
+) -> None:
+    loss_of = load_function("examples.custom_loss.asymmetric_loss")
+    # Probabilities 0.5 -> 0.6 and 0.5 -> 0.4: a move of 0.1, within mask_high and beyond mask_low.
+    before, up, down = [torch.tensor(0.5).log().item()], [-0.5108256], [-0.9162907]
+    rising = a_sequence(up, before, advantage=2.0)
+    falling = a_sequence(down, before, advantage=-2.0)
+    near = a_sequence(before, before, advantage=-2.0)
+    found = [
+        custom_policy_loss(loss_of, "the loss", {}, [each], normalizer=1)
+        for each in (rising, falling, near)
+    ]
+    assert [loss.item() for loss, _ in found] == pytest.approx([-2.4, 0.0, 1.0], rel=1e-5)
+    assert [metrics["dropped"].mean for _, metrics in found] == [0.0, 1.0, 0.0]
+    assert found[0][1]["probability_moved"].mean == pytest.approx(0.1, rel=1e-5)
+
+
+def test_the_custom_loss_without_its_asymmetry_is_prime_rls(at_the_root: None) -> None:
+    loss_of = load_function("examples.custom_loss.asymmetric_loss")
+    rng = torch.Generator().manual_seed(0)
+    trainer = (-2 * torch.rand(3, 9, generator=rng)).requires_grad_()
+    sampler, mask = -2 * torch.rand(3, 9, generator=rng), torch.rand(3, 9, generator=rng) < 0.7
+    advantages = torch.tensor([1.5, -0.5, -1.0])
+    sequences = [
+        LossInputs(trainer[row], sampler[row], None, advantages[row].expand(9), mask[row])
+        for row in range(3)
+    ]
+    kwargs = {"mask_low": 0.2, "mask_high": 0.2, "negative_weight": 1.0}
+    custom, _ = custom_policy_loss(loss_of, "the loss", kwargs, sequences, normalizer=7)
+    built_in = policy.prime_rl_loss(trainer, sampler, advantages, mask, normalizer=7, kl_tau=0).loss
+    torch.testing.assert_close(custom, built_in)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, trainer)[0] for loss in (custom, built_in))
+    )
+
+
+def test_the_custom_advantage_prefers_the_shorter_of_two_right_answers(at_the_root: None) -> None:
+    advantages_of = load_function("examples.custom_advantage.brief_advantage")
+    rewards, lengths = [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], [[10, 30, 5], [8, 8, 8]]
+    groups = [
+        [{"reward": r, "completion_len": n} for r, n in zip(*group, strict=True)]
+        for group in zip(rewards, lengths, strict=True)
+    ]
+    first, second = custom_advantages(advantages_of, "the advantage", {"penalty": 0.5}, groups)
+    # Lengths 0.2, 1 and 0 of the way from fewest to most: rewards 0.9, 0.5 and 0.
+    shaped = torch.tensor([0.9, 0.5, 0.0])
+    torch.testing.assert_close(first, shaped - shaped.mean())
+    torch.testing.assert_close(second, torch.tensor([2 / 3, -1 / 3, -1 / 3]))
+
+
+def test_the_custom_advantage_takes_groups_of_unequal_size(at_the_root: None) -> None:
+    advantages_of = load_function("examples.custom_advantage.brief_advantage")
+    groups = [[{"reward": 1.0, "completion_len": 3}] * size for size in (2, 3, 1)]
+    found = custom_advantages(advantages_of, "the advantage", {}, groups)
+    assert [each.tolist() for each in found] == [[0.0] * 2, [0.0] * 3, [0.0]]
+
+
+@pytest.fixture(autouse=True)
+def _examples_stay_unloaded() -> Any:
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "examples"]:
+        del sys.modules[name]

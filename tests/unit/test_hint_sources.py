@@ -1,0 +1,241 @@
+"""Sources of hints: which turns get one, from where, in which order, and what is left out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hint_traces import NO_JSON, QUIT, SCRIPTS, WRONG_KEY, group_of, play
+
+from composer_mesh.configs.hints import HintsConfig
+from composer_mesh.rollouts.batches import HintedSites, hint_sources, hinted_sites
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.hint_counts import HintCounts
+from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, shortened
+from composer_mesh.rollouts.leaks import holds_answer
+from composer_mesh.rollouts.sibling_hints import chosen_sibling
+from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.rollouts.traces import Trace
+
+NOBODY = "no answer looks like this"
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer: Any, toolbox: ToolboxTask) -> ChatFormat:
+    return ChatFormat(tokenizer, toolbox.tools)
+
+
+@pytest.fixture(scope="module")
+def long_index(toolbox: ToolboxTask) -> int:
+    """An episode whose plan has three calls."""
+    return next(index for index in range(200) if len(answers(toolbox, index)) == 3)
+
+
+def answers(task: ToolboxTask, index: int) -> list[str]:
+    """The tools' answers on the right way through an episode."""
+    session = task.session(task.episode("train", index))
+    while not session.step(task.expert(session.messages)).done:
+        pass
+    return [m["content"] for m in session.messages if m["role"] == "tool"]
+
+
+def sources_of(
+    chat: ChatFormat,
+    *sources: str,
+    answer: str = NOBODY,
+    written: dict[Place, Written] | None = None,
+    **options: Any,
+) -> HintSources:
+    config = HintsConfig(sources=sources or ("error",), **options)
+    return hint_sources(chat, lambda trace: answer, config, written or {})
+
+
+def hints_of(
+    sources: HintSources, trace: Trace, turn: int, group: list[Trace]
+) -> tuple[list[Hint], HintCounts]:
+    counts = HintCounts()
+    return list(sources.hints(trace, turn, group, counts)), counts
+
+
+def test_the_order_of_sources_is_the_preference_of_each_turn(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed, right = group_of(toolbox, chat, 0, ["fails twice", "right"])
+    sources = sources_of(chat, "feedback", "sibling", "error")
+    first, _ = hints_of(sources, failed, 0, [failed, right])
+    assert [hint.source for hint in first] == ["feedback", "sibling", "error"]
+    second, _ = hints_of(sources, failed, 1, [failed, right])
+    assert [hint.source for hint in second] == ["feedback", "error"]
+    last, _ = hints_of(sources, failed, 2, [failed, right])
+    assert [hint.source for hint in last] == ["error"]  # nobody answers the last action
+
+
+def test_feedback_is_what_the_environment_said_at_the_error(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed = play(toolbox, chat, 0, [WRONG_KEY, NO_JSON, QUIT])
+    sources = sources_of(chat, "feedback")
+    said = [hints_of(sources, failed, turn, [failed])[0] for turn in (0, 1)]
+    assert said[0][0].text.endswith("answered with: error: no key lamp value")
+    assert said[1][0].text.endswith("answered with: error: the call is not valid JSON")
+
+
+def test_a_sibling_is_shown_at_the_first_error_or_else_at_the_last_turn(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed, right = group_of(toolbox, chat, 0, ["fails twice", "right"])
+    sources = sources_of(chat, "sibling")
+    assert sources.turns(failed, [failed, right]) == [0]
+    silent = replace(failed, error_sites=[])
+    assert sources.turns(silent, [silent, right]) == [2]
+    assert sources.turns(right, [failed, right]) == []
+
+
+def test_without_a_successful_sibling_nobody_is_shown(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed, right = group_of(toolbox, chat, 0, ["fails twice", "right"])
+    other = replace(right, group_id=7)
+    for group in ([failed], [failed, failed], [failed, other], [failed, replace(right, turns=[])]):
+        assert sources_of(chat, "sibling").turns(failed, group) == []
+
+
+def test_the_sibling_is_never_the_sample_itself_and_does_not_depend_on_order(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    names = ["right", "stumbles", "quits", "right"]
+    group = group_of(toolbox, chat, 0, names)
+    for trace in group:
+        for seed in range(5):
+            shuffled = random.Random(seed).sample(group, len(group))
+            chosen = chosen_sibling(trace, shuffled)
+            assert chosen is not None
+            assert chosen.trace_id == group[3 if trace is group[0] else 0].trace_id
+
+
+def test_a_demonstration_holds_what_worked_before_the_answer_and_says_what_is_trimmed(
+    chat: ChatFormat, toolbox: ToolboxTask, long_index: int
+) -> None:
+    failed, stumbling = group_of(toolbox, chat, long_index, ["quits", "stumbles"])
+    answer = toolbox.answer(toolbox.episode("train", long_index))
+    results = answers(toolbox, long_index)
+    sources = sources_of(chat, "sibling", answer=answer)
+    (hint,), counts = hints_of(sources, failed, 0, [failed, stumbling])
+    assert hint.text.count('"name"') == len(results)
+    assert f"gave {results[0]}." in hint.text
+    assert hint.text.endswith("The rest is left out. Do the next steps yourself.")
+    assert "lamp value" not in hint.text
+    assert not holds_answer(hint.text, answer)
+    assert counts.refused == 0
+
+
+def test_a_demonstration_ends_before_the_first_line_that_tells_the_answer(
+    chat: ChatFormat, toolbox: ToolboxTask, long_index: int
+) -> None:
+    failed, right = group_of(toolbox, chat, long_index, ["quits", "right"])
+    results = answers(toolbox, long_index)
+    sources = sources_of(chat, "sibling", answer=results[0])
+    (hint,), _ = hints_of(sources, failed, 0, [failed, right])
+    assert hint.text.count('"name"') == 1
+    assert "gave" not in hint.text
+
+
+def test_a_demonstration_whose_first_call_tells_the_answer_is_refused_and_the_next_source_used(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed, right = group_of(toolbox, chat, 0, ["quits", "right"])
+    name = right.messages[1]["tool_calls"][0]["function"]["name"]
+    sources = sources_of(chat, "sibling", "error", answer=name)
+    hints, counts = hints_of(sources, failed, 0, [failed, right])
+    assert [hint.source for hint in hints] == ["error"]
+    assert counts.refused == 1
+
+
+def test_a_sibling_that_answers_at_once_shows_nothing(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed, right = group_of(toolbox, chat, 0, ["quits", "right"])
+    lucky = replace(right, turns=right.turns[-1:], messages=[right.messages[0], right.messages[-1]])
+    hints, counts = hints_of(sources_of(chat, "sibling"), failed, 0, [failed, lucky])
+    assert hints == []
+    assert counts == HintCounts()
+
+
+def test_a_writers_words_come_first_and_the_template_stands_behind_them(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed = play(toolbox, chat, 0, SCRIPTS["quits"])
+    asks = {"writer": "llm", "llm": {"kind": "builtin"}}
+    written: dict[Place, Written] = {(failed.trace_id, 0): Written("Look again.", "llm")}
+    hints, _ = hints_of(sources_of(chat, written=written, **asks), failed, 0, [failed])
+    assert [(hint.text, hint.wording) for hint in hints] == [
+        ("Hint: Look again.", "llm"),
+        ("Hint: Do not give up. Call the next tool.", "fallback"),
+    ]
+    silent, _ = hints_of(sources_of(chat, **asks), failed, 0, [failed])
+    assert [hint.wording for hint in silent] == ["fallback"]
+    plain, _ = hints_of(sources_of(chat), failed, 0, [failed])
+    assert [hint.wording for hint in plain] == ["template"]
+
+
+def test_a_writers_words_that_tell_the_answer_are_refused_for_the_template(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed = play(toolbox, chat, 0, SCRIPTS["quits"])
+    written: dict[Place, Written] = {(failed.trace_id, 0): Written("It is twelve.", "llm")}
+    config = HintsConfig(writer="llm", llm={"kind": "builtin"})  # type: ignore[arg-type]
+    found = hinted_sites([failed], chat, lambda trace: "12", 9, 10_000, config, written)
+    assert len(found.views) == 1
+    assert (found.counts.refused, found.counts.llm, found.counts.fallback) == (1, 0, 1)
+
+
+def test_a_run_has_its_own_templates(chat: ChatFormat, toolbox: ToolboxTask) -> None:
+    failed = play(toolbox, chat, 0, SCRIPTS["quits"])
+    sources = sources_of(chat, templates={"no_answer": "Never stop."})
+    assert hints_of(sources, failed, 0, [failed])[0][0].text == "Hint: Never stop."
+
+
+def test_a_cut_hint_is_counted_and_checked_after_the_cut(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    failed = play(toolbox, chat, 0, SCRIPTS["quits"])
+    sources = sources_of(chat, max_tokens=8)
+    (hint,), counts = hints_of(sources, failed, 0, [failed])
+    assert chat.content_tokens(hint.text) <= 8
+    assert "Hint: Do not give up. Call the next tool.".startswith(hint.text)
+    assert counts.cut == 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 9, 30])
+def test_a_shortened_text_is_the_longest_beginning_that_fits(chat: ChatFormat, limit: int) -> None:
+    for text in ("one two three four five six", "x" * 40, "ü <|im_start|> <|im_end|>", "125"):
+        short, was_cut = shortened(text, limit, chat.content_tokens)
+        assert text.startswith(short)
+        assert chat.content_tokens(short) <= limit
+        assert was_cut == (short != text)
+
+
+def sites(traces: list[Trace], chat: ChatFormat, max_context: int, *sources: str) -> HintedSites:
+    config = HintsConfig(sources=sources)
+    return hinted_sites(traces, chat, lambda trace: NOBODY, 99, max_context, config)
+
+
+def test_a_hint_that_does_not_fit_makes_room_for_the_next_source(
+    chat: ChatFormat, toolbox: ToolboxTask, long_index: int
+) -> None:
+    group = group_of(toolbox, chat, long_index, ["quits", "right"])
+    both = sites(group, chat, 10_000, "sibling", "error")
+    assert (both.counts.sibling, both.counts.template) == (1, 0)
+    tight = sites(group, chat, len(both.views[0].teacher_ids) - 1, "sibling", "error")
+    assert (tight.counts.sibling, tight.counts.template, tight.counts.too_long) == (0, 1, 1)
+    assert tight.refused == 1
+
+
+def test_a_turn_with_several_errors_gets_one_hint(chat: ChatFormat, toolbox: ToolboxTask) -> None:
+    failed = play(toolbox, chat, 0, SCRIPTS["quits"])
+    doubled = replace(failed, error_sites=[*failed.error_sites, *failed.error_sites])
+    found = sites([doubled], chat, 10_000, "error", "feedback")
+    assert [view.turn for view in found.views] == [0]
+    assert found.counts.shown == 1

@@ -1,0 +1,329 @@
+"""The policy channel: each loss of the config is its function on whole logits, however it is split.
+
+What is expected is written here with every option by name, from one unpadded forward a sequence.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from step_batches import (
+    NARROW,
+    assert_gradients_are,
+    batch_of,
+    gradients_of,
+    largest_change,
+    nearby,
+    own_logprobs,
+    weights_of,
+)
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
+from composer_mesh.losses.policy import (
+    PolicyLoss,
+    Rejection,
+    cispo_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    grpo_loss,
+    prime_rl_loss,
+    reinforce_loss,
+    sampling_weights,
+    sapo_loss,
+)
+from composer_mesh.rollouts.batches import StepBatch
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+RATE = 1e-3
+LONGEST = 2 * 10
+"""Tokens that an episode of NARROW may write: what dr_grpo divides each sequence by."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A batch by token [B, T]: `now` carries the gradient, all else is a constant."""
+
+    now: Tensor
+    then: Tensor
+    reference: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def sequences(self) -> int:
+        return len(self.mask)
+
+    def counts(self) -> dict[str, int]:
+        """What each aggregation divides by."""
+        return {
+            "grpo": self.sequences,
+            "bnpo": self.tokens,
+            "dapo": self.tokens,
+            "dr_grpo": self.sequences * LONGEST,
+        }
+
+    def weights(self, mode: str, maximum: float, minimum: float | None) -> Tensor:
+        now = self.now.detach()
+        options: Any = {"mode": mode, "maximum": maximum, "minimum": minimum}
+        return sampling_weights(now, self.then, self.mask, **options)
+
+
+def whole(model: Any, reference: Any, batch: StepBatch, temperature: float) -> Whole:
+    def rows(values: Any) -> Tensor:
+        return pad_sequence(list(values), batch_first=True)
+
+    with torch.no_grad():
+        frozen = rows(own_logprobs(reference, s.ids, temperature) for s in batch.samples)
+    return Whole(
+        now=rows(own_logprobs(model, s.ids, temperature) for s in batch.samples),
+        then=rows(torch.tensor(s.logprobs)[1:] for s in batch.samples),
+        reference=frozen,
+        advantages=torch.tensor([s.advantage for s in batch.samples]),
+        mask=rows(torch.tensor(s.mask)[1:] for s in batch.samples),
+    )
+
+
+Case = tuple[dict[str, Any], Callable[[Whole], PolicyLoss]]
+CLIPS: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.15}
+
+
+def ratio(function: Any, w: Whole, kind: str = "dapo", **options: Any) -> PolicyLoss:
+    """A loss of the GRPO family, relative to the generator."""
+    count = w.counts()[kind]
+    return function(
+        w.now, w.then, w.advantages, w.mask, aggregation=kind, normalizer=count, **options
+    )
+
+
+def corrected(function: Any, w: Whole, mode: str, **options: Any) -> PolicyLoss:
+    """The same relative to the trainer itself, weighted by trainer over generator."""
+    weights, now = w.weights(mode, 1.1, 0.8), w.now.detach()
+    options = {"aggregation": "dapo", **options, "sampling_weights": weights}
+    return function(w.now, now, w.advantages, w.mask, normalizer=w.tokens, **options)
+
+
+def against(function: Any, w: Whole, **options: Any) -> PolicyLoss:
+    """A loss against the generator that sums over tokens."""
+    return function(w.now, w.then, w.advantages, w.mask, normalizer=w.tokens, **options)
+
+
+def decoupled(w: Whole, **options: Any) -> PolicyLoss:
+    now = w.now.detach()
+    return decoupled_ppo_loss(
+        w.now, now, w.then, w.advantages, w.mask, normalizer=w.tokens, **options
+    )
+
+
+def grpo_cases() -> dict[str, Case]:
+    kl = {"kl_beta": 0.2, "kl_importance": True}
+    gspo: dict[str, Any] = {"clip_low": 0.01, "clip_high": 0.02, "ratio_level": "sequence"}
+    bounds = {"correction_maximum": 1.1, "correction_minimum": 0.8}
+    cases: dict[str, Case] = {
+        "grpo": ({}, lambda w: ratio(grpo_loss, w, clip_low=0.2, clip_high=0.28)),
+        "grpo capped": (
+            {**CLIPS, "ratio_cap": 1.2},
+            lambda w: ratio(grpo_loss, w, ratio_cap=1.2, **CLIPS),
+        ),
+        "gspo": (
+            {**gspo, "aggregation": "grpo"},
+            lambda w: ratio(grpo_loss, w, "grpo", **gspo),
+        ),
+        "grpo kl": (
+            {**CLIPS, "kl_beta": 0.2},
+            lambda w: ratio(grpo_loss, w, kl_beta=0.2, reference_logprobs=w.reference, **CLIPS),
+        ),
+        "grpo unbiased kl": (
+            {**CLIPS, **kl},
+            lambda w: ratio(grpo_loss, w, reference_logprobs=w.reference, **CLIPS, **kl),
+        ),
+    }
+    for kind in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        cases[f"grpo {kind}"] = (
+            {**CLIPS, "aggregation": kind},
+            lambda w, kind=kind: ratio(grpo_loss, w, kind, **CLIPS),
+        )
+    for mode in MODES:
+        cases[f"grpo {mode}"] = (
+            {**CLIPS, "correction": mode, **bounds},
+            lambda w, mode=mode: corrected(grpo_loss, w, mode, **CLIPS),
+        )
+    cases["cispo corrected"] = (
+        {"type": "cispo", "correction": "token_mask", **bounds},
+        lambda w: corrected(cispo_loss, w, "token_mask", clip_high=5.0),
+    )
+    return cases
+
+
+CASES: dict[str, Case] = {
+    **grpo_cases(),
+    "cispo": (
+        {"type": "cispo", "clip_high": 1.1, "clip_low": 0.9},
+        lambda w: ratio(cispo_loss, w, clip_high=1.1, clip_low=0.9),
+    ),
+    "sapo": (
+        {"type": "sapo", "tau_positive": 0.5, "tau_negative": 2.0},
+        lambda w: ratio(sapo_loss, w, "grpo", tau_positive=0.5, tau_negative=2.0),
+    ),
+    "sapo kl": (
+        {"type": "sapo", "kl_beta": 0.1},
+        lambda w: ratio(sapo_loss, w, "grpo", kl_beta=0.1, reference_logprobs=w.reference),
+    ),
+    "prime_rl": (
+        {"type": "prime_rl", "mask_low": 1e-4, "mask_high": 2e-4, "adv_tau": 0.5, "kl_tau": 0.1},
+        lambda w: against(prime_rl_loss, w, mask_low=1e-4, mask_high=2e-4, adv_tau=0.5, kl_tau=0.1),
+    ),
+    "dppo tv": (
+        {"type": "dppo", "threshold": 1e-4, "aggregation": "grpo"},
+        lambda w: ratio(dppo_loss, w, "grpo", divergence="tv", threshold=1e-4, ratio_cap=10.0),
+    ),
+    "dppo kl": (
+        {"type": "dppo", "divergence": "kl", "threshold": 1e-5, "ratio_cap": 1.1},
+        lambda w: ratio(dppo_loss, w, divergence="kl", threshold=1e-5, ratio_cap=1.1),
+    ),
+    "decoupled_ppo": (
+        {
+            "type": "decoupled_ppo",
+            "dual_clip": 3.0,
+            "ratio_level": "sequence",
+            "rejection": {"upper": 1.1, "lower": 0.8},
+        },
+        lambda w: decoupled(
+            w, dual_clip=3.0, ratio_level="sequence", rejection=Rejection(upper=1.1, lower=0.8)
+        ),
+    ),
+    "decoupled_ppo clamped": (
+        {
+            "type": "decoupled_ppo",
+            "rejection": {"level": "sequence", "action": "clamp", "upper": 1.02, "lower": 0.98},
+        },
+        lambda w: decoupled(
+            w, rejection=Rejection(level="sequence", action="clamp", upper=1.02, lower=0.98)
+        ),
+    ),
+    "decoupled_ppo by kl": (
+        {
+            "type": "decoupled_ppo",
+            "rejection": {"level": "sequence", "metric": "kl_k2", "agg": "max", "upper": 0.03},
+        },
+        lambda w: decoupled(
+            w, rejection=Rejection(level="sequence", metric="kl_k2", agg="max", upper=0.03)
+        ),
+    ),
+    "reinforce": (
+        {"type": "reinforce", "aggregation": "dr_grpo"},
+        lambda w: reinforce_loss(
+            w.now,
+            w.advantages,
+            w.mask,
+            aggregation="dr_grpo",
+            normalizer=w.counts()["dr_grpo"],
+        ),
+    ),
+}
+
+
+@pytest.fixture
+def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
+    """Model, reference and step for a loss; gradients are left unclipped."""
+
+    def build(loss: dict[str, Any], *, budget: int = 10_000, temperature: float = 1.0) -> Any:
+        trainer = {"lr": RATE, "grad_clip": 1e9, "microbatch_tokens": budget}
+        generator = {**NARROW["generator"], "temperature": temperature}
+        sections = {**NARROW, "trainer": trainer, "generator": generator, "loss": loss}
+        model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
+        config = build_config(**sections)
+        reference = frozen if needs_reference(config) else None
+        return model, frozen, ThreeChannelStep(model, reference, config)
+
+    return build
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_the_loss_and_gradients_of_its_function_on_whole_logits(
+    step_of: Callable[..., Any], rng: random.Random, name: str
+) -> None:
+    loss, function = CASES[name]
+    model, frozen, step = step_of(loss, budget=150)
+    batch = batch_of(model, rng)
+    expected = function(whole(model, frozen, batch, 1.0))
+    gradients = gradients_of(expected.loss, model)
+    found = step.run(batch, None)
+    assert found["loss/policy"] == pytest.approx(expected.loss.item(), rel=1e-4, abs=1e-5)
+    assert found["policy/clipped_fraction"] == pytest.approx(expected.clipped_fraction.item())
+    if expected.kl_reference is not None:
+        assert found["policy/kl_reference"] == pytest.approx(expected.kl_reference.item(), rel=1e-3)
+    assert_gradients_are(gradients, model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_a_step_is_split_changes_neither_its_figures_nor_its_weights(
+    step_of: Callable[..., Any], rng: random.Random, name: str
+) -> None:
+    loss, _ = CASES[name]
+    (model, _, together), (other, _, split) = step_of(loss), step_of(loss, budget=64)
+    batch = batch_of(model, rng)
+    expected = numbers(together.run(batch, None))
+    assert numbers(split.run(batch, None)) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert_gradients_are([weights.grad for weights in model.parameters()], other)
+    # Adam's first update has the size of the rate, however small a gradient and its rounding are.
+    assert largest_change(weights_of(model), weights_of(other)) < 0.1 * RATE
+
+
+def numbers(metrics: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+@pytest.mark.parametrize("name", ["grpo kl", "prime_rl", "decoupled_ppo", "reinforce"])
+def test_log_probs_are_at_the_temperature_of_the_generator(
+    step_of: Callable[..., Any], rng: random.Random, name: str
+) -> None:
+    loss, function = CASES[name]
+    model, frozen, step = step_of(loss, temperature=0.9)
+    batch = batch_of(model, rng)
+    cold, plain = (function(whole(model, frozen, batch, t)).loss.item() for t in (0.9, 1.0))
+    found = step.run(batch, None)["loss/policy"]
+    assert found == pytest.approx(cold, rel=1e-4, abs=1e-5)
+    assert found != pytest.approx(plain, rel=1e-3)
+
+
+PLAIN = ["grpo", "cispo", "sapo", "prime_rl", "dppo", "decoupled_ppo", "reinforce"]
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_loss_without_a_kl_needs_no_reference(build_config: Any, kind: str) -> None:
+    assert not needs_reference(build_config(loss={"type": kind}))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "cispo", "sapo"])
+def test_a_kl_without_a_reference_is_refused_before_the_first_step(
+    build_config: Any, build_model: Any, kind: str
+) -> None:
+    config = build_config(loss={"type": kind, "kl_beta": 0.1})
+    assert needs_reference(config)
+    with pytest.raises(ValueError, match=f"loss '{kind}' needs a reference model: load one"):
+        ThreeChannelStep(build_model(1), None, config)
+
+
+def test_a_reference_that_the_loss_does_not_read_is_never_run(
+    build_config: Any, build_model: Any, rng: random.Random
+) -> None:
+    model, reference = build_model(1), build_model(2)
+    runs = []
+    reference.register_forward_hook(lambda *_: runs.append("whole"))
+    reference.base_model.register_forward_hook(lambda *_: runs.append("decoder"))
+    batch = batch_of(model, rng)
+    ThreeChannelStep(model, reference, build_config()).run(batch, None)
+    assert runs == []
+    ThreeChannelStep(model, reference, build_config(loss={"kl_beta": 0.1})).run(batch, None)
+    assert runs == ["decoder"]

@@ -1,0 +1,161 @@
+"""The replay channel: each preference loss is its function on whole logits; SimPO stands alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from step_batches import (
+    ALL_ON,
+    NARROW,
+    assert_gradients_are,
+    gradients_of,
+    ids_of,
+    nearby,
+    own_logprobs,
+)
+from torch import Tensor
+
+from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
+from composer_mesh.losses.preference import PreferenceLoss, dpo_loss, ipo_loss, simpo_loss
+from composer_mesh.rollouts.batches import PairSample, StepBatch
+
+BETA = 0.3
+Sides = tuple[Tensor, Tensor]
+Preference = Callable[[Sides, Sides, Sides, int], PreferenceLoss]
+
+
+def dpo(beta: float, smoothing: float = 0.0) -> Preference:
+    return lambda own, frozen, _, count: dpo_loss(
+        *own, *frozen, beta=beta, label_smoothing=smoothing, normalizer=count
+    )
+
+
+def ipo(beta: float) -> Preference:
+    return lambda own, frozen, lengths, count: ipo_loss(
+        *own, *frozen, *lengths, beta=beta, normalizer=count
+    )
+
+
+def simpo(beta: float, gamma: float, smoothing: float = 0.0) -> Preference:
+    return lambda own, _, lengths, count: simpo_loss(
+        *own, *lengths, beta=beta, gamma=gamma, label_smoothing=smoothing, normalizer=count
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], Preference]] = {
+    "dpo": ({}, dpo(0.1)),
+    "dpo strong": ({"dpo_beta": 0.7}, dpo(0.7)),
+    "dpo smoothed": ({"dpo_beta": 0.7, "label_smoothing": 0.2}, dpo(0.7, 0.2)),
+    "ipo": ({"loss": "ipo", "dpo_beta": 0.2}, ipo(0.2)),
+    "simpo": ({"loss": "simpo"}, simpo(2.0, 0.5)),
+    "simpo wide": (
+        {"loss": "simpo", "simpo_beta": 1.5, "simpo_gamma": 1.2, "label_smoothing": 0.1},
+        simpo(1.5, 1.2, 0.1),
+    ),
+}
+
+
+def pairs_of(rng: random.Random, count: int) -> list[PairSample]:
+    return [
+        PairSample(f"p{n}", ids_of(rng, 12), ids_of(rng, 9), ids_of(rng, 9)) for n in range(count)
+    ]
+
+
+def sides_of(model: Any, pairs: list[PairSample]) -> Sides:
+    """Log-probs [B] of chosen and rejected answers, each from a forward of its own."""
+
+    def answer(context: list[int], ids: list[int]) -> Tensor:
+        return own_logprobs(model, context + ids)[-len(ids) :].sum()
+
+    chosen = torch.stack([answer(pair.context_ids, pair.chosen_ids) for pair in pairs])
+    return chosen, torch.stack([answer(pair.context_ids, pair.rejected_ids) for pair in pairs])
+
+
+def lengths_of(pairs: list[PairSample]) -> Sides:
+    chosen = torch.tensor([len(pair.chosen_ids) for pair in pairs])
+    return chosen, torch.tensor([len(pair.rejected_ids) for pair in pairs])
+
+
+@pytest.fixture
+def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
+    """Model, frozen neighbour and step; the step has the neighbour only where it asks for one."""
+
+    def build(section: dict[str, Any], budget: int = 64) -> Any:
+        config = build_config(
+            **NARROW,
+            replay={**ALL_ON["replay"], "beta": BETA, **section},
+            trainer={"grad_clip": 1e9, "microbatch_tokens": budget},
+        )
+        model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
+        reference = frozen if needs_reference(config) else None
+        return model, frozen, ThreeChannelStep(model, reference, config)
+
+    return build
+
+
+@pytest.mark.parametrize("budget", [64, 10_000])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_the_loss_and_gradients_of_its_function_however_it_is_split(
+    step_of: Callable[..., Any], rng: random.Random, name: str, budget: int
+) -> None:
+    section, function = CASES[name]
+    model, frozen, step = step_of(section, budget)
+    pairs = pairs_of(rng, 7)
+    with torch.no_grad():
+        reference = sides_of(frozen, pairs)
+    expected = function(sides_of(model, pairs), reference, lengths_of(pairs), len(pairs))
+    gradients = gradients_of(BETA * expected.loss, model)
+    metrics = step.run(StepBatch(0, [], [], pairs), None)
+    assert metrics["loss/replay"] == pytest.approx(expected.loss.item(), rel=1e-4)
+    assert metrics["loss/total"] == pytest.approx(BETA * expected.loss.item(), rel=1e-4)
+    assert metrics["replay/accuracy"] == pytest.approx(expected.accuracy.item())
+    assert_gradients_are(gradients, model)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
+def test_only_simpo_needs_no_reference(build_config: Any, loss: str) -> None:
+    config = build_config(replay={**ALL_ON["replay"], "loss": loss})
+    assert needs_reference(config) == (loss != "simpo")
+    off = build_config(replay={**ALL_ON["replay"], "loss": loss, "beta": 0.0})
+    assert not needs_reference(off)
+
+
+def test_simpo_never_runs_a_reference_that_the_policy_loss_has(
+    build_config: Any, build_model: Any, rng: random.Random
+) -> None:
+    model, reference = build_model(1), build_model(2)
+    runs = []
+    reference.base_model.register_forward_hook(lambda *_: runs.append("decoder"))
+    config = build_config(
+        loss={"kl_beta": 0.1}, replay={**ALL_ON["replay"], "loss": "simpo", "beta": BETA}
+    )
+    step = ThreeChannelStep(model, reference, config)
+    assert step.run(StepBatch(0, [], [], pairs_of(rng, 3)), None)["loss/replay"] is not None
+    assert runs == []
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_pairs_without_a_reference_are_refused_by_the_others(
+    build_config: Any, build_model: Any, rng: random.Random, loss: str
+) -> None:
+    config = build_config(replay={**ALL_ON["replay"], "loss": loss})
+    step = ThreeChannelStep(build_model(1), None, config)
+    with pytest.raises(ValueError, match="2 pairs need a reference model: load one"):
+        step.run(StepBatch(0, [], [], pairs_of(rng, 2)), None)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
+def test_training_raises_the_chosen_answers_over_the_rejected_ones(
+    build_config: Any, build_model: Any, rng: random.Random, name: str
+) -> None:
+    replay = {**ALL_ON["replay"], "beta": 1.0, "loss": name}
+    config = build_config(replay=replay, trainer={"lr": 3e-3})
+    model, reference = build_model(1), build_model(1).requires_grad_(False)
+    step = ThreeChannelStep(model, reference, config)
+    batch = StepBatch(0, [], [], pairs_of(rng, 4))
+    losses = [step.run(batch, None)["loss/replay"] or 0.0 for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
