@@ -21,7 +21,7 @@ from composer_mesh.actors.signals import (
     view_keys,
 )
 from composer_mesh.actors.slots import SlotPool
-from composer_mesh.actors.teaching import TeacherModel, hinted_states  # noqa: F401  TEMPORARY
+from composer_mesh.actors.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read

@@ -104,6 +104,12 @@ class SdpoChannel:
     def loss(self, rows: StudentRows, signal: Signal, normalizer: int) -> Tensor:
         """The loss of the rows, over all hinted tokens of the batch."""
         tensors = signal.tensors
+        for name, tensor in tensors.items():
+            if len(tensor) != len(rows.hidden):
+                raise ValueError(
+                    f"the signal's {name} have {len(tensor)} rows but the views have "
+                    f"{len(rows.hidden)} tokens: build both from the same batch"
+                )
         if self._config.signal == "sampled":
             return self._sampled(rows, tensors["logprobs"], normalizer)
         if self._config.signal == "topk":

@@ -97,8 +97,6 @@ class ThreeChannelStep:
         `source` gives the teacher's signal for the views of each microbatch. When it raises
         `SignalsLost`, on any rank, the step begins again without the SDPO channel.
         """
-        if isinstance(source, Tensor):  # TEMPORARY until tests pass sources
-            source = _Given(self, batch, source)
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
         lost = False
@@ -207,20 +205,3 @@ class ThreeChannelStep:
             sums.add("replay", result.loss)
             sums.figures["replay/accuracy"] += float(result.accuracy)
             (self._config.replay.beta * result.loss).backward()
-
-
-class _Given:  # TEMPORARY
-    def __init__(self, step: Any, batch: StepBatch, states: Tensor) -> None:
-        counts = [len(view.targets) for view in batch.views]
-        if sum(counts) != len(states):
-            raise ValueError(
-                f"the signal has {len(states)} rows but the views have {sum(counts)} tokens: build "
-                "both from the same batch"
-            )
-        rows = dict(zip([id(v) for v in batch.views], states.split(counts), strict=True))
-        self._rows = rows
-
-    def take(self, index: int, views: Any, choose: Any) -> Any:
-        from composer_mesh.actors.signals import Signal
-
-        return Signal({"states": torch.cat([self._rows[id(view)] for view in views])})

@@ -14,8 +14,8 @@ from composer_mesh.configs.schema import Config
 def check_custom_functions(config: Config) -> None:
     """Import the configured functions and check their signatures; raises CustomFunctionError.
 
-    The working directory becomes part of the import path, here and in processes started later: its
-    modules come after installed ones. Without a custom function nothing is imported or changed.
+    The working directory comes first on the import path, here and in processes started later, as
+    `python -m` has it. Without a custom function nothing is imported or changed.
     """
     sections = [
         section
@@ -35,7 +35,7 @@ def check_custom_functions(config: Config) -> None:
 def _find_modules_in(folder: Path) -> None:
     for_children = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+        sys.path.insert(0, str(folder))
     if str(folder) not in for_children:
-        places = [place for place in (*for_children, str(folder)) if place]
+        places = [place for place in (str(folder), *for_children) if place]
         os.environ["PYTHONPATH"] = os.pathsep.join(places)

@@ -102,9 +102,9 @@ def test_the_processes_of_the_run_find_them_too_and_keep_what_they_found_before(
     for _ in range(2):
         assert main(["check", str(QUICKSTART), *overrides("loss", "users_functions.loss")]) == 0
     capsys.readouterr()
-    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["/elsewhere", str(folder)]
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(folder), "/elsewhere"]
     assert sys.path.count(str(folder)) == 1
-    assert sys.path[-1] == str(folder)
+    assert sys.path[0] == str(folder)
 
 
 def test_without_custom_functions_import_paths_stay_as_they_are(

@@ -41,7 +41,7 @@ WORDS = [
     "äß",
     ",",
 ]
-FIELDS = "tool tools reason argument wanted arguments key keys units limit answer".split()
+FIELDS = ["tool", "tools", "reason", "argument", "wanted", "arguments", "key", "keys", "units", "limit", "answer"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ Shown = list[tuple[Case, HintedSites]]
 
 
 def test_the_generated_hints_are_of_every_kind(shown: Shown) -> None:
-    total = {name: 0 for name in shown[0][1].counts.metrics()}
+    total = dict.fromkeys(shown[0][1].counts.metrics(), 0)
     for _, found in shown:
         for name, count in found.counts.metrics().items():
             total[name] += count

@@ -11,6 +11,7 @@ import pytest
 import torch
 from step_batches import (
     ALL_ON,
+    GivenStates,
     Make,
     batch_of,
     flat,
@@ -169,7 +170,7 @@ def test_a_signal_of_another_batch_is_refused(make: Make, rng: random.Random) ->
     batch = batch_of(model, rng)
     rows = batch.sdpo_tokens
     with pytest.raises(ValueError, match=f"{rows - 1} rows but the views have {rows} tokens"):
-        step.run(batch, torch.zeros(rows - 1, model.config.hidden_size))
+        step.run(batch, GivenStates(batch, torch.zeros(rows - 1, model.config.hidden_size)))
 
 
 def test_views_without_a_signal_are_refused(make: Make, rng: random.Random) -> None:
@@ -248,7 +249,10 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_no_weight(
     batch = batch_of(model, rng)
     before = weights_of(model)
     with pytest.raises(RuntimeError, match="non-finite"):
-        step.run(batch, torch.full((batch.sdpo_tokens, model.config.hidden_size), math.nan))
+        step.run(
+            batch,
+            GivenStates(batch, torch.full((batch.sdpo_tokens, model.config.hidden_size), math.nan)),
+        )
     assert largest_change(before, weights_of(model)) == 0
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.sdpo_teacher import hinted_states
+from composer_mesh.actors.signals import Signal, view_keys
+from composer_mesh.actors.teaching import hinted_states
 from composer_mesh.actors.train_step import ThreeChannelStep
 from composer_mesh.losses.policy import token_logprobs
-from composer_mesh.rollouts.alignment import hinted_view
+from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
 from composer_mesh.rollouts.traces import Trace, Turn
 
@@ -82,7 +84,22 @@ def flat(batch: StepBatch) -> StepBatch:
 
 def taught(step: ThreeChannelStep, teacher: Any, batch: StepBatch) -> dict[str, float | None]:
     """A step with the signal of a teacher, given as a model: the student's own or another."""
-    return step.run(batch, hinted_states(teacher, batch.views, 4096))
+    return step.run(batch, GivenStates(batch, hinted_states(teacher, batch.views, 4096)))
+
+
+class GivenStates:
+    """A source of signals that were made before: hidden states [N, H] for a batch's views."""
+
+    def __init__(self, batch: StepBatch, states: Tensor) -> None:
+        ends = accumulate(len(view.targets) for view in batch.views)
+        keys = view_keys(batch.views)
+        self._rows = {
+            key: states[end - len(view.targets) : end]
+            for key, view, end in zip(keys, batch.views, ends, strict=True)
+        }
+
+    def take(self, _microbatch: int, views: Sequence[HintedView], _choose: Any, /) -> Signal:
+        return Signal({"states": torch.cat([self._rows[key] for key in view_keys(views)])})
 
 
 def weights_of(model: Any) -> Weights:
