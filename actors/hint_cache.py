@@ -41,15 +41,21 @@ class HintCache:
             raise HintCacheError(str(path), str(error)) from None
 
     def get(self, key: str) -> str | None:
-        with self._lock:
-            row = self._rows.execute("SELECT text FROM hints WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
+        """The kept answer; raises HintCacheError where the file cannot be read."""
+        rows = self._run("SELECT text FROM hints WHERE key = ?", key)
+        return str(rows[0][0]) if rows else None
 
     def put(self, key: str, model: str, text: str) -> None:
-        """Keep an answer; the first one for a key stays."""
+        """Keep an answer, the first one for a key; raises HintCacheError where it cannot."""
+        self._run("INSERT OR IGNORE INTO hints VALUES (?, ?, ?)", key, model, text)
+
+    def _run(self, statement: str, *values: str) -> list[tuple[str, ...]]:
         with self._lock:
-            self._rows.execute("INSERT OR IGNORE INTO hints VALUES (?, ?, ?)", (key, model, text))
-            self._rows.commit()
+            try:
+                with self._rows:  # commits, or rolls back
+                    return self._rows.execute(statement, values).fetchall()
+            except sqlite3.Error as error:
+                raise HintCacheError(str(self._path), str(error)) from None
 
     def close(self) -> None:
         with self._lock:

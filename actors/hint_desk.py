@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from composer_mesh.actors.hint_cache import HintCache
+from composer_mesh.actors.hint_cache import HintCache, HintCacheError
 from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider_errors import ProviderError
 from composer_mesh.rollouts.hint_budget import HintBudget
@@ -66,7 +66,11 @@ class HintDesk:
         return await asyncio.shield(task)
 
     async def _find(self, request: HintRequest, key: str) -> HintReply:
-        text = await asyncio.to_thread(self.cache.get, key)
+        text: str | None = None
+        try:
+            text = await asyncio.to_thread(self.cache.get, key)
+        except HintCacheError as error:
+            return self._without(str(error))  # what cannot be kept would be paid again and again
         if text is None:
             return await self._ask(request, key)
         return HintReply(text, "cached") if text else self._without(NO_TEXT)
@@ -86,14 +90,16 @@ class HintDesk:
         except TimeoutError:
             return self._failed(f"no answer within {self.timeout_s} s", sent, None)
         except ProviderError as error:
-            return self._failed(str(error), sent, None)
+            return self._failed(f"{error.kind.value}: {error.text}", sent, None)
         except asyncio.CancelledError:
             self._settle(sent, None)
             raise
         usd = self._settle(sent, answer.usd if answer.usd_known else None)
         self._failures, text = 0, tidied(answer.action_text)
-        # An answer without words is kept too, or each run would pay for it again.
-        await asyncio.to_thread(self.cache.put, key, self.writer.model, text)
+        try:  # also without words, or each run would pay for the same answer again
+            await asyncio.to_thread(self.cache.put, key, self.writer.model, text)
+        except HintCacheError as error:
+            self.last_failure = str(error)
         if not text:
             return replace(self._without(NO_TEXT), sent=True, usd=usd)
         return HintReply(text, "llm", sent=True, usd=usd)

@@ -53,12 +53,17 @@ class SignalInbox:
     # --- on the loop
 
     async def room(self, micro: int) -> None:
-        """Wait until the thread is near enough to a microbatch for its signals to lie ready."""
+        """Wait until the thread is near enough to a microbatch for its signals to lie ready.
+
+        Raises `SignalsLost` when nobody will need them.
+        """
         place = self._order.index(micro)
         async with self._moved:
             await self._moved.wait_for(
                 lambda: place < self._taken + AHEAD or self._lost is not None
             )
+            if self._lost is not None:
+                raise SignalsLost(self._lost)
 
     def deliver(self, micro: int, part: int, tensors: Part) -> None:
         """Hand over one teacher's part; the thread may take it from now on."""
@@ -76,6 +81,10 @@ class SignalInbox:
         for future in self._parts.values():
             if not future.done():
                 future.set_exception(SignalsLost(reason))
+        for choice in self._choices.values():
+            if not choice.done():
+                choice.set_exception(SignalsLost(reason))
+                choice.exception()  # nobody need be waiting for it
         async with self._moved:
             self._moved.notify_all()
 

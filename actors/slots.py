@@ -8,6 +8,7 @@ import asyncio
 
 from torch import Tensor
 
+from composer_mesh.actors.signals import StepOver
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer
 
 
@@ -26,11 +27,16 @@ class SlotPool:
         return len(self._held)
 
     async def acquire(self, step: int) -> int:
-        """A ticket for a free buffer. Waits for one."""
+        """A ticket for a free buffer. Waits for one; raises `StepOver` once a later step began."""
         async with self._freed:
             if step > self._step:
                 self._step, self._held = step, {}
-            await self._freed.wait_for(lambda: len(self._held) < len(self._buffers))
+                self._freed.notify_all()
+            await self._freed.wait_for(
+                lambda: step < self._step or len(self._held) < len(self._buffers)
+            )
+            if step < self._step:
+                raise StepOver(step)
             slot = min(set(range(len(self._buffers))) - set(self._held.values()))
             self._tickets += 1
             self._held[self._tickets] = slot

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from composer_mesh.actors.inbox import SignalInbox, SignalsLost
@@ -101,6 +102,7 @@ class MeshSource:
             for index, split in self._splits.items()
         }
         self._version, self._inbox = version, SignalInbox(parts, self._deadline_s)
+        self._heads: dict[int, Head | None] = {}
         self._bytes, self._read_s, self._teacher_s, self._wait_s = 0, 0.0, 0.0, 0.0
         async with self._begun:
             self._step = batch.step
@@ -111,8 +113,11 @@ class MeshSource:
         inbox = await self._inbox_of(step)
         self._check(microbatch, part, handle)
         await inbox.room(microbatch)
+        self._check_current(inbox, step)
         began = time.perf_counter()
         memory = await read(handle.buffer)
+        self._check_current(inbox, step)
+        self._pair_with_head(microbatch)
         self._read_s += time.perf_counter() - began
         self._bytes += handle.buffer.nbytes
         self._teacher_s += handle.compute_s
@@ -127,6 +132,7 @@ class MeshSource:
         """Where the student's top k ids for one part lie. Waits for the student's forward."""
         inbox = await self._inbox_of(step)
         ids = await inbox.choice(microbatch)
+        self._check_current(inbox, step)
         counts = [len(view.targets) for view in self._views[microbatch]]
         run = self._splits[microbatch][part]
         first, size = sum(counts[: run.start]), sum(counts[run.start : run.stop])
@@ -147,7 +153,7 @@ class MeshSource:
         began = time.perf_counter()
         tensors = self._inbox.take(microbatch)
         self._wait_s += time.perf_counter() - began
-        return Signal(tensors, self._current_head())
+        return Signal(tensors, self._heads[microbatch])
 
     def figures(self) -> Figures:
         """What the step's signals cost."""
@@ -169,6 +175,21 @@ class MeshSource:
             if self._step > step:
                 raise StepOver(step)
             return self._inbox
+
+    def _check_current(self, inbox: SignalInbox, step: int) -> None:
+        """After a wait, in which the next step may have begun."""
+        if inbox is not self._inbox:
+            raise StepOver(step)
+
+    def _pair_with_head(self, microbatch: int) -> None:
+        """Keep the head that is here when states arrive: a replacement may bring another one."""
+        head = self._current_head()
+        other = self._heads.setdefault(microbatch, head)
+        if head is not None and other is not None and not _same(head, other):
+            raise RuntimeError(
+                f"the teachers of microbatch {microbatch} have different averages, because all of "
+                "them were replaced: set sdpo.when_lost to 'skip'"
+            )
 
     def _check(self, microbatch: int, part: int, handle: SignalHandle) -> None:
         if handle.version != self._version:
@@ -197,6 +218,10 @@ def asks_the_student(config: SdpoConfig) -> bool:
 def has_own_head(config: SdpoConfig) -> bool:
     """Whether hidden states come from teachers whose head is not the trainer's."""
     return config.signal == "hidden" and config.teacher != "live"
+
+
+def _same(one: Head, two: Head) -> bool:
+    return one is two or torch.equal(one.weight, two.weight)
 
 
 def _shown(keys: Sequence[ViewKey]) -> str:

@@ -104,7 +104,8 @@ class ThreeChannelStep:
             sums = self._accumulate(batch, source)
         except SignalsLost:
             lost = True
-        if self._ranks.any(lost):
+        lost = self._ranks.any(lost)
+        if lost:
             sums = self._accumulate(batch, None)
         sums = _Sums.of_ranks(self._ranks.gather(sums))
         if lost:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +181,17 @@ class Run:
             self.store,
             self.view,
             self._saver(mesh),
-            HintWriting(mesh.hints, config, task, chat) if mesh.hints is not None else None,
+            self._hint_writing(mesh, task, chat),
         )
         return Controller(
             config, task, Batcher(config, task, chat, make_advantages(config.advantage)), ports
         )
+
+    def _hint_writing(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> HintWriting | None:
+        if mesh.hints is None:
+            return None
+        report = partial(self.event, "hint_not_worded", "hint_writer")
+        return HintWriting(mesh.hints, self.config, task, chat, report)
 
     def _saver(self, mesh: RunMesh) -> Callable[[int], Awaitable[None]]:
         async def save(step: int) -> None:

@@ -4,7 +4,7 @@ Which sites deserve words is decided by the same rules that a batch follows, so 
 that a better source would cover. Asking itself is the writer actor's; ids are the batcher's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,6 +18,8 @@ from composer_mesh.rollouts.hint_sources import Place, Written, rounds
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.ports import HintWriter
+
+MOST_REASONS = 8
 
 
 @dataclass
@@ -36,10 +38,21 @@ class WordedHints:
 
 
 class HintWriting:
-    """Asks for words about each group's share of `max_sites_per_step`."""
+    """Asks for words about each group's share of `max_sites_per_step`.
 
-    def __init__(self, writer: HintWriter, config: Config, task: Task, chat: ChatFormat) -> None:
-        self._writer, self._task = writer, task
+    `report` is told why the template had to stand in.
+    """
+
+    def __init__(
+        self,
+        writer: HintWriter,
+        config: Config,
+        task: Task,
+        chat: ChatFormat,
+        report: Callable[[str], None],
+    ) -> None:
+        self._writer, self._task, self._report = writer, task, report
+        self._reported: set[str] = set()
         self._limit = config.sdpo.max_sites_per_step
         self._prompts = config.schedule.prompts_per_step
         answer_of = partial(verified_answer, task)
@@ -52,7 +65,14 @@ class HintWriting:
         found = WordedHints()
         for place, reply in zip(asked, replies, strict=True):
             found += _worded(place, reply)
+            self._tell(reply.reason)
         return found
+
+    def _tell(self, reason: str) -> None:
+        """Report why a hint got no words: each reason once, and not without end."""
+        if reason and reason not in self._reported and len(self._reported) < MOST_REASONS:
+            self._reported.add(reason)
+            self._report(reason)
 
     def _requests(self, group: Sequence[Trace]) -> Mapping[Place, HintRequest]:
         """The questions about the turns whose best hint is the error source's."""

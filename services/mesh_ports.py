@@ -67,7 +67,7 @@ class MeshTraining:
         """One optimizer step on all ranks. Waits for the teachers' signals and for the slowest."""
         alive: Sequence[SpawnedActor] = []
         if self._teachers is not None and batch.views:
-            alive = await self._teachers.ready()
+            alive = await self._teachers.ready(batch.step)
         work: list[Coroutine[Any, Any, Any]] = [
             rank.call("train", batch, len(alive), deadline_s=self._deadline_s)
             for rank in self._ranks

@@ -85,6 +85,7 @@ def summarize(
         "channels": {name: {"active_steps": _active_steps(metrics, name)} for name in CHANNELS},
         "replay": {"usd": _total(metrics, "replay/usd"), "pairs": _total(metrics, "replay/pairs")},
         "restarts": restarts,
+        **_hints(metrics),
         "lag_max": max((step.get("lag/max") or 0 for step in metrics), default=0),
         "rollouts": _total(metrics, "rollouts/count"),
         "tokens_trained": _total(metrics, "tokens/trained"),
@@ -127,6 +128,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             for name in CHANNELS
         ),
         ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
+        *([("hints", _shown_hints(summary["hints"]))] if "hints" in summary else []),
         ("largest lag", f"{summary['lag_max']} versions"),
         ("trained on", f"{summary['tokens_trained']:,} tokens, {summary['rollouts']:,} rollouts"),
         ("restarts", str(summary["restarts"])),
@@ -166,6 +168,22 @@ def _duration(seconds: float) -> str:
 
 def _active_steps(metrics: Sequence[Mapping[str, Any]], channel: str) -> int:
     return sum(step.get(f"loss/{channel}") is not None for step in metrics)
+
+
+def _hints(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What became of all hints; nothing where the SDPO channel was off."""
+    keys = dict.fromkeys(key for step in metrics for key in step if key.startswith("hints/"))
+    totals = {key.removeprefix("hints/"): _total(metrics, key) for key in keys}
+    return {"hints": totals} if totals else {}
+
+
+def _shown_hints(hints: Mapping[str, Any]) -> str:
+    """`120 llm, 8 fallback, 3 refused; 120 requests for $0.12`, without what did not happen."""
+    counts = {name: n for name, n in hints.items() if n and name not in ("requests", "usd")}
+    text = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items()) or "none"
+    if not hints["requests"]:
+        return text
+    return f"{text}; {hints['requests']:,} requests for ${hints['usd']:.2f}"
 
 
 def _total(metrics: Sequence[Mapping[str, Any]], key: str) -> Any:

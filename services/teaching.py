@@ -13,33 +13,20 @@ the replacement, as `sdpo.when_lost` says.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
-from composer_mesh.actors.signals import SignalHandle
-from composer_mesh.actors.sources import asks_the_student, has_own_head
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, cancel_and_wait, together
 from composer_mesh.mesh.weights import WeightsHandle
-from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.step_plan import RankPlan, split_views
+from composer_mesh.rollouts.step_plan import RankPlan
+from composer_mesh.services.step_signals import Request, StepWork, requests_for, while_alive
 
 Record = Callable[[str, str, str], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One teacher's part of one microbatch of one trainer rank."""
-
-    rank: int
-    microbatch: int
-    part: int
-    views: list[HintedView]
 
 
 class _Lost(Exception):
@@ -52,7 +39,9 @@ class SdpoTeachers:
     def __init__(self, config: Config, host: MeshHost, env: dict[str, str], record: Record) -> None:
         self._config, self._host, self._env, self._record = config, host, env, record
         self._deadline_s = config.run.deadline_s
-        self._teachers: list[SpawnedActor | None] = [None] * config.sdpo.replicas
+        count = config.sdpo.replicas
+        self._names = [f"sdpo_teacher-{n}" for n in range(count)] if count > 1 else ["sdpo_teacher"]
+        self._teachers: list[SpawnedActor | None] = [None] * count
         self._folder: Path | None = None
         self._latest: WeightsHandle | None = None
         self._syncing = asyncio.Lock()
@@ -61,8 +50,7 @@ class SdpoTeachers:
 
     async def start(self) -> None:
         """Start every teacher's process. Waits until all answer."""
-        places = range(len(self._teachers))
-        self._teachers = list(await together(*(self._spawn(place) for place in places)))
+        self._teachers = list(await together(*map(self._spawn, self._names)))
 
     async def load(self, folder: Path) -> None:
         """Load the initial policy everywhere."""
@@ -77,17 +65,24 @@ class SdpoTeachers:
         """Let every living teacher follow to a version; returns what they serve."""
         async with self._syncing:
             self._latest = handle
-            found = [await self._pull(teacher, handle) for teacher in self._alive()]
+            pulls = [self._pull(teacher, handle) for teacher in self._alive()]
+            found = await asyncio.gather(*pulls)
         return [version for version in found if version is not None]
 
-    async def ready(self) -> list[SpawnedActor]:
-        """The teachers for a step. Waits for replacements where the step shall."""
+    async def ready(self, step: int) -> list[SpawnedActor]:
+        """The teachers for a step. Waits for replacements where the step shall.
+
+        Raises what a replacement failed with: a run without its teachers is not the run asked for.
+        """
         for place, teacher in enumerate(self._teachers):
             if teacher is not None and not teacher.alive:
                 self._replace(place, teacher)
-        if self._config.sdpo.when_lost == "wait":
-            await asyncio.gather(*self._replacing.values())
-        return self._alive()
+        wait = self._config.sdpo.when_lost == "wait"
+        await asyncio.gather(*(task for task in self._replacing.values() if wait or task.done()))
+        alive = self._alive()
+        if not alive:
+            self._record("sdpo_lost", "", f"step {step + 1}: no SDPO teacher is alive")
+        return alive
 
     async def feed(
         self,
@@ -97,10 +92,10 @@ class SdpoTeachers:
         ranks: Sequence[SpawnedActor],
     ) -> None:
         """Bring a step's signals to the trainer's ranks. Waits until all were read, or given up."""
-        await self._bring_head(teachers[0], ranks)
         shares = [requests_for(part, batch, plans, len(teachers)) for part in range(len(teachers))]
-        work = _StepWork(self._config, batch.step, ranks, self._deadline_s)
+        work = StepWork(self._config, batch.step, ranks, self._deadline_s)
         try:
+            await self._insist(teachers[0], work.bring_head)
             await together(
                 *(self._serve(work, t, share) for t, share in zip(teachers, shares, strict=True))
             )
@@ -109,17 +104,29 @@ class SdpoTeachers:
             await asyncio.gather(*(work.lose(rank, str(lost)) for rank in ranks))
 
     async def _serve(
-        self, work: "_StepWork", teacher: SpawnedActor, requests: Sequence[Request]
+        self, work: StepWork, teacher: SpawnedActor, requests: Sequence[Request]
     ) -> None:
         """One teacher's share, taken over by its replacement where the step waits for it."""
         left = list(requests)
-        while left:
+
+        async def serve(server: SpawnedActor) -> None:
+            if server is not teacher:
+                await work.bring_head(server)
+            await work.run(server, left)
+
+        await self._insist(teacher, serve)
+
+    async def _insist(
+        self, teacher: SpawnedActor, ask: Callable[[SpawnedActor], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do what asks a teacher, and do it again with its replacement where the step waits."""
+        while True:
             try:
-                await work.run(teacher, left)
+                return await while_alive(teacher, ask(teacher))
             except ActorDied as died:
                 if died.actor != teacher.name:
                     raise
-                place = self._teachers.index(teacher)
+                place = self._names.index(teacher.name)
                 replacing = self._replace(place, teacher)
                 if self._config.sdpo.when_lost == "skip":
                     raise _Lost(str(died)) from None
@@ -128,21 +135,10 @@ class SdpoTeachers:
                 assert replacement is not None
                 teacher = replacement
 
-    async def _bring_head(self, teacher: SpawnedActor, ranks: Sequence[SpawnedActor]) -> None:
-        """The teachers' own head travels once for each version."""
-        if not has_own_head(self._config.sdpo):
-            return
-        head = await teacher.call("head", deadline_s=self._deadline_s)
-        await asyncio.gather(
-            *(rank.call("take_head", head, deadline_s=self._deadline_s) for rank in ranks)
-        )
-
     def _alive(self) -> list[SpawnedActor]:
         return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
 
-    async def _spawn(self, place: int) -> SpawnedActor:
-        count = len(self._teachers)
-        name = "sdpo_teacher" if count == 1 else f"sdpo_teacher-{place}"
+    async def _spawn(self, name: str) -> SpawnedActor:
         return await self._host.spawn(
             name, SDPOTeacherActor, env=self._env, policy=FaultPolicy.OWNER
         )
@@ -154,7 +150,7 @@ class SdpoTeachers:
         try:
             version: int = await teacher.call("pull", handle, deadline_s=self._deadline_s)
         except ActorDied:
-            self._replace(self._teachers.index(teacher), teacher)
+            self._replace(self._names.index(teacher.name), teacher)
             return None
         return version
 
@@ -167,7 +163,7 @@ class SdpoTeachers:
 
     async def _replacement(self, place: int, dead: SpawnedActor) -> None:
         await self._host.stop(dead)
-        teacher = await self._spawn(place)
+        teacher = await self._spawn(dead.name)
         await self._load(teacher)
         async with self._syncing:
             detail = await self._catch_up(teacher)
@@ -190,82 +186,3 @@ class SdpoTeachers:
             return f"at version {version}, its average taken from {others[0].name}"
         await teacher.call("adopt", [self._latest], deadline_s=self._deadline_s)
         return f"at version {version}, its average begins again there"
-
-
-class _StepWork:
-    """The calls that bring the signals of one step from teachers to ranks."""
-
-    def __init__(
-        self, config: Config, step: int, ranks: Sequence[SpawnedActor], deadline_s: float
-    ) -> None:
-        self._asks_student = asks_the_student(config.sdpo)
-        self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
-
-    async def run(self, teacher: SpawnedActor, left: list[Request]) -> None:
-        """Serve requests in order, taking each from `left` once it was delivered.
-
-        The teacher computes the next signal while the one before is delivered.
-        """
-        delivering: asyncio.Task[None] | None = None
-        try:
-            for request in list(left):
-                handle = await self._signal(teacher, request)
-                if delivering is not None:
-                    await delivering
-                delivering = asyncio.create_task(self._deliver(teacher, request, handle, left))
-            if delivering is not None:
-                await delivering
-        finally:
-            if delivering is not None:
-                await cancel_and_wait([delivering])
-
-    async def lose(self, rank: SpawnedActor, reason: str) -> None:
-        """Tell a rank that nothing more will come."""
-        await rank.call("lose_signals", self._step, reason, deadline_s=self._deadline_s)
-
-    async def _signal(self, teacher: SpawnedActor, request: Request) -> SignalHandle:
-        choice: Any = None
-        if self._asks_student:
-            choice = await self._ranks[request.rank].call(
-                "student_choice",
-                self._step,
-                request.microbatch,
-                request.part,
-                deadline_s=self._deadline_s,
-            )
-        handle: SignalHandle = await teacher.call(
-            "signal", self._step, request.views, choice, deadline_s=self._deadline_s
-        )
-        return handle
-
-    async def _deliver(
-        self, teacher: SpawnedActor, request: Request, handle: SignalHandle, left: list[Request]
-    ) -> None:
-        try:
-            await self._ranks[request.rank].call(
-                "take_signal",
-                self._step,
-                request.microbatch,
-                request.part,
-                handle,
-                deadline_s=self._deadline_s,
-            )
-            left.remove(request)
-        finally:
-            if teacher.alive:
-                await teacher.call("release", handle.ticket, deadline_s=self._deadline_s)
-
-
-def requests_for(
-    part: int, batch: StepBatch, plans: Sequence[RankPlan], teachers: int
-) -> list[Request]:
-    """One teacher's share of a step, in the order in which the ranks will need it."""
-    found: list[tuple[int, Request]] = []
-    for rank, plan in enumerate(plans):
-        wanted = [(i, m) for i, m in enumerate(plan.microbatches) if m.views]
-        for turn, (index, microbatch) in enumerate(wanted):
-            views = [batch.views[place] for place in microbatch.views]
-            run = split_views(views, teachers)[part]
-            if len(run):
-                found.append((turn, Request(rank, index, part, views[run.start : run.stop])))
-    return [request for _, request in sorted(found, key=lambda one: (one[0], one[1].rank))]

@@ -1,4 +1,4 @@
-"""The hint writer in real processes: its actor, its cache, and whole runs that it words hints for."""
+"""The hint writer in real processes: its actor, its cache, and whole runs with its words."""
 
 from __future__ import annotations
 

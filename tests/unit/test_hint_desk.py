@@ -37,10 +37,12 @@ class Provider:
 
     def __init__(self, answer: Answer | None = None) -> None:
         self.requests: list[Any] = []
+        self.asked = asyncio.Event()
         self._answer = answer or (lambda request: said(f"Word {len(self.requests)}."))
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(json.loads(request.content))
+        self.asked.set()
         found = self._answer(request)
         return await found if asyncio.iscoroutine(found) else found
 
@@ -194,10 +196,10 @@ async def test_a_closed_desk_leaves_nothing_under_way(open_desk: OpenDesk) -> No
     async def never(request: httpx.Request) -> None:
         await asyncio.Event().wait()
 
-    desk = open_desk(Provider(never))
-    writing = asyncio.create_task(desk.write([question(1), question(2)]))
-    while desk.budget.sent < 2:
-        await asyncio.sleep(0.001)
+    provider = Provider(never)
+    desk = open_desk(provider)
+    writing = asyncio.create_task(desk.write([question(1)]))
+    await provider.asked.wait()
     await desk.aclose()
     with pytest.raises(asyncio.CancelledError):
         await writing
@@ -209,6 +211,17 @@ def test_a_file_that_is_no_cache_is_named_with_the_repair(tmp_path: Path) -> Non
     path.write_text("not a database, but long enough to be read as one" * 40)
     with pytest.raises(HintCacheError, match=r"hints\.sqlite cannot keep hints .*llm\.cache"):
         HintCache(path)
+
+
+async def test_a_cache_that_breaks_costs_neither_the_run_nor_more_money(
+    open_desk: OpenDesk,
+) -> None:
+    provider = Provider()
+    desk = open_desk(provider)
+    desk.cache.close()
+    (reply,) = await desk.write([question(1)])
+    assert (reply.origin, reply.sent, provider.requests) == ("none", False, [])
+    assert "cannot keep hints" in reply.reason
 
 
 def test_two_runs_may_share_a_cache(tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import pytest
 from hint_traces import SCRIPTS, WRONG_KEY, group_of, play
+from rich.console import Console
 
 from composer_mesh.actors.expert_panel import Expert, ExpertPanel, UnknownExpert
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_prompts import (
     HINT_WRITER,
     HintReply,
@@ -31,6 +34,7 @@ from composer_mesh.services.hint_mesh import writer_endpoint
 from composer_mesh.services.hint_writing import HintWriting, WordedHints
 from composer_mesh.services.metrics import step_metrics
 from composer_mesh.services.replay import Replayed
+from composer_mesh.services.report import summarize, summary_table
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}
 
@@ -39,12 +43,18 @@ FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_h
 class Writer:
     """A writer that says the same to everyone and keeps what it was asked."""
 
-    reply: HintReply = HintReply("Look again.", "llm", sent=True, usd=0.5)
+    reply: HintReply = field(
+        default_factory=lambda: HintReply("Look again.", "llm", sent=True, usd=0.5)
+    )
     asked: list[HintRequest] = field(default_factory=list)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         self.asked += requests
         return [self.reply for _ in requests]
+
+
+def silent(reason: str) -> None:
+    """Nobody is told."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +139,7 @@ async def test_words_reach_the_batch_and_are_counted(
     chat: ChatFormat, toolbox: ToolboxTask, config: Config
 ) -> None:
     writer, groups = Writer(), [group_of(toolbox, chat, n, ["quits"] * 3) for n in (0, 1)]
-    writing = HintWriting(writer, config, toolbox, chat)
+    writing = HintWriting(writer, config, toolbox, chat, silent)
     worded = WordedHints()
     for group in groups:
         worded += await writing.ask(group)
@@ -147,11 +157,22 @@ async def test_a_writer_that_says_nothing_leaves_the_template_counted_as_fallbac
     chat: ChatFormat, toolbox: ToolboxTask, config: Config
 ) -> None:
     writer, group = Writer(HintReply("", "none")), group_of(toolbox, chat, 0, ["quits"] * 2)
-    worded = await HintWriting(writer, config, toolbox, chat).ask(group)
+    worded = await HintWriting(writer, config, toolbox, chat, silent).ask(group)
     batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
     batch = batcher.batch(0, [group], [], worded)
     assert batch.hints is not None
     assert (batch.hints.fallback, batch.hints.llm, batch.hints.template) == (2, 0, 0)
+
+
+async def test_each_reason_for_a_fallback_is_told_once(
+    chat: ChatFormat, toolbox: ToolboxTask, config: Config
+) -> None:
+    told: list[str] = []
+    writer = Writer(HintReply("", "none", reason="auth: status 401"))
+    writing = HintWriting(writer, config, toolbox, chat, told.append)
+    for _ in range(2):
+        await writing.ask(group_of(toolbox, chat, 0, ["quits"] * 3))
+    assert told == ["auth: status 401"]
 
 
 async def test_words_that_tell_the_answer_are_refused_and_counted(
@@ -160,7 +181,7 @@ async def test_words_that_tell_the_answer_are_refused_and_counted(
     group = group_of(toolbox, chat, 0, ["quits"] * 2)
     answer = toolbox.answer(toolbox.episode("train", 0))
     writer = Writer(HintReply(f"It is {answer}.0", "cached"))
-    worded = await HintWriting(writer, config, toolbox, chat).ask(group)
+    worded = await HintWriting(writer, config, toolbox, chat, silent).ask(group)
     batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
     batch = batcher.batch(0, [group], [], worded)
     assert batch.hints is not None
@@ -172,7 +193,7 @@ async def test_each_group_asks_about_its_share_of_a_steps_sites(
     chat: ChatFormat, toolbox: ToolboxTask, config: Config
 ) -> None:
     writer = Writer()
-    writing = HintWriting(writer, config, toolbox, chat)
+    writing = HintWriting(writer, config, toolbox, chat, silent)
     for index in (0, 1):
         before = len(writer.asked)
         await writing.ask(group_of(toolbox, chat, index, ["fails twice"] * 5))
@@ -186,7 +207,7 @@ async def test_nothing_is_asked_that_a_preferred_source_covers(
     config = build_config(sdpo={"alpha": 0.1, "hints": hints})
     writer = Writer()
     group = group_of(toolbox, chat, 0, ["fails twice", "right"])
-    await HintWriting(writer, config, toolbox, chat).ask(group)
+    await HintWriting(writer, config, toolbox, chat, silent).ask(group)
     kinds = [json.loads(one.messages[-1]["content"])["error_kind"] for one in writer.asked]
     assert kinds == ["no_answer"]  # the environment says nothing to a last action
 
@@ -196,7 +217,7 @@ async def test_a_group_without_errors_asks_nobody(
 ) -> None:
     writer = Writer()
     group = group_of(toolbox, chat, 0, ["right", "right"])
-    assert await HintWriting(writer, config, toolbox, chat).ask(group) == WordedHints()
+    assert await HintWriting(writer, config, toolbox, chat, silent).ask(group) == WordedHints()
     assert writer.asked == []
 
 
@@ -234,3 +255,14 @@ def test_a_writer_is_asked_where_the_config_says(build_config: Any, config: Conf
     other = build_config(sdpo={"alpha": 0.1, "hints": {"writer": "llm", "llm": llm}})
     found = writer_endpoint(other, "")
     assert (found.base_url, found.model, found.api_key_env) == ("https://x.test/v1", "m", "KEY")
+
+
+def test_the_summary_of_a_run_shows_what_became_of_its_hints() -> None:
+    steps = [HintCounts(llm=2, fallback=1, requests=3, usd=0.25), HintCounts(llm=1, too_long=4)]
+    summary = summarize([counts.metrics() for counts in steps], wall_s=1.0)
+    assert summary["hints"]["llm"] == 3
+    console = Console(width=200, file=StringIO(), record=True)
+    console.print(summary_table("r", summary))
+    shown = "3 llm, 1 fallback, 4 too long; 3 requests for $0.25"
+    assert shown in console.export_text()
+    assert "hints" not in summarize([{"step": 1}], wall_s=1.0)

@@ -88,7 +88,7 @@ def test_a_template_is_filled_with_the_sites_own_data_and_nothing_else() -> None
 
 
 def test_a_field_that_the_site_lacks_is_an_error_that_says_so() -> None:
-    with pytest.raises(HintTemplateError, match="names the field 'tools' but .* has only tool"):
+    with pytest.raises(HintTemplateError, match=r"names the field 'tools' but .* has only tool"):
         render_hint(site("unknown_tool", tool="abacus"))
 
 

@@ -1,0 +1,176 @@
+"""The actors that `sdpo_transport.py` measures with: the run's own paths, with compute simulated.
+
+Signals are real tensors of the sizes asked for, made once from random states. A sleeping teacher's
+or trainer's compute is a sleep, which takes no core from what moves the bytes; all that lies
+around it (buffers, tickets, inbox, versions, calls) is inherited. Nothing here measures.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from monarch.actor import concurrent_endpoint
+from torch import Tensor, nn
+
+from composer_mesh.actors.sdpo_teacher import FIRST_CAPACITY, SLOTS, SDPOTeacherActor
+from composer_mesh.actors.signals import Head, Layout, make_signal, pack, unpack
+from composer_mesh.actors.slots import SlotPool
+from composer_mesh.actors.sources import MeshSource
+from composer_mesh.actors.train_sdpo import SignalSource
+from composer_mesh.actors.trainer import TrainerActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.supervision import FaultPolicy
+from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.weights import WeightPublisher, WeightReceiver
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.step_plan import RankPlan, plan_step
+from composer_mesh.services.teaching import SdpoTeachers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of a signal, and the model that they come from."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+
+def some_signal(config: SdpoConfig, shape: Shape) -> dict[str, Tensor]:
+    """A signal of random states and a random head, as a teacher makes it."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(shape.tokens, shape.hidden, generator=generator)
+    weight = torch.randn(shape.vocabulary, shape.hidden, generator=generator)
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator)
+    return make_signal(config, states, Head(weight, None), targets)
+
+
+class SignalSender(MeshActor):
+    """Holds one packed signal and gives it away in either way."""
+
+    kind: ClassVar[str] = "signal_sender"
+
+    @concurrent_endpoint
+    async def load(self, config: SdpoConfig, shape: Shape) -> tuple[Layout, ...]:
+        """Make the signal; returns where its tensors lie in the run of bytes."""
+        layout, self._packed = pack(some_signal(config, shape))
+        self._buffer = SendBuffer(FIRST_CAPACITY)
+        return layout
+
+    @concurrent_endpoint
+    async def offer(self) -> BufferHandle:
+        """Write the signal where others can read it."""
+        return await self._buffer.write(self._packed)
+
+    @concurrent_endpoint
+    async def send(self) -> Tensor:
+        """The signal itself, inside the answer."""
+        return self._packed
+
+
+class SignalReader(MeshActor):
+    """Gets signals in either way and drops them."""
+
+    kind: ClassVar[str] = "signal_reader"
+
+    @concurrent_endpoint
+    async def fetch(self, layout: tuple[Layout, ...], handle: BufferHandle) -> None:
+        """Read a signal one-sidedly, as the trainer does."""
+        unpack(layout, await read(handle))
+
+    @concurrent_endpoint
+    async def accept(self, layout: tuple[Layout, ...], packed: Tensor) -> None:
+        """Take a signal that came inside the call."""
+        unpack(layout, packed)
+
+
+class _SleepingModel:
+    """A teacher whose forward takes so many seconds, whatever it reads."""
+
+    def __init__(self, config: SdpoConfig, shape: Shape, seconds: float) -> None:
+        self.version = 0
+        self._signal, self._seconds = some_signal(config, shape), seconds
+
+    def absorb(self, version: int, _blend: Any) -> None:
+        self.version = version
+
+    def signal(
+        self, views: Sequence[HintedView], _choice: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        time.sleep(self._seconds)
+        rows = sum(len(view.targets) for view in views)
+        return {name: tensor[:rows] for name, tensor in self._signal.items()}
+
+
+class SleepingTeacher(SDPOTeacherActor):
+    """The SDPO teacher, its forward simulated."""
+
+    def __init__(self, shape: Shape, seconds: float) -> None:
+        super().__init__()
+        self._shape, self._seconds = shape, seconds
+
+    @concurrent_endpoint
+    async def load(self, config: Config, _folder: Path) -> None:
+        """What the teacher's own `load` makes, without a policy."""
+        self._teacher: Any = _SleepingModel(config.sdpo, self._shape, self._seconds)
+        self._receiver = WeightReceiver()
+        self._slots = SlotPool(SLOTS, FIRST_CAPACITY)
+        self.policy_version = 0
+
+
+class _SleepingStep:
+    """A step whose microbatches take so many seconds: a third before the signal is needed."""
+
+    def __init__(self, config: Config, seconds: float) -> None:
+        self._budget, self._seconds = config.trainer.microbatch_tokens, seconds
+
+    def plan(self, batch: StepBatch) -> RankPlan:
+        return plan_step(batch, self._budget)[0]
+
+    def run(self, batch: StepBatch, source: SignalSource) -> dict[str, float]:
+        began = time.perf_counter()
+        for index, microbatch in enumerate(self.plan(batch).microbatches):
+            time.sleep(self._seconds / 3)
+            if microbatch.views:
+                views = [batch.views[place] for place in microbatch.views]
+                source.take(index, views, lambda: torch.empty(0))
+            time.sleep(self._seconds * 2 / 3)
+        return {"time/step_s": time.perf_counter() - began}
+
+
+class SleepingTrainer(TrainerActor):
+    """The trainer with the mesh's inbox, its forward and backward simulated."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    @concurrent_endpoint
+    async def load(self, config: Config, _folder: Path) -> None:
+        """What the trainer's own `load` makes, with two numbers as its weights."""
+        self._step: Any = _SleepingStep(config, self._seconds)
+        self._publisher = WeightPublisher(nn.Linear(1, 1))
+        self._config = config.sdpo
+        self._signals = MeshSource(config.sdpo, config.run.deadline_s)
+        self._teacher = None
+        self.policy_version = 0
+
+
+class SleepingTeachers(SdpoTeachers):
+    """The run's teachers, each a sleeping one."""
+
+    def __init__(self, *args: Any, shape: Shape, seconds: float) -> None:
+        super().__init__(*args)
+        self._simulated = shape, seconds
+
+    async def _spawn(self, name: str) -> SpawnedActor:
+        return await self._host.spawn(
+            name, SleepingTeacher, *self._simulated, env=self._env, policy=FaultPolicy.OWNER
+        )

@@ -1,0 +1,236 @@
+"""How teacher signals travel, what they weigh, and how much of the teacher's time is hidden.
+
+    python benchmarks/sdpo_transport.py [--quick] [--json FILE]
+
+Moves: one signal from one process to another, by a registered buffer that is read one-sidedly, as
+the answer of an endpoint, and, for scale, by a copy inside one process. Ways alternate, so that a
+busy machine is busy for all of them. Overlap: steps of the run's own teachers, inbox and calls,
+with compute simulated by sleeps (`sdpo_actors.py`); hidden is what the trainer does not wait for.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_mesh.mesh.environment import prepare_environment
+
+prepare_environment()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Children import the actors by name, and inherit only the environment.
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+
+import torch  # noqa: E402
+from report import Report, arguments  # noqa: E402
+from sdpo_actors import (  # noqa: E402
+    Shape,
+    SignalReader,
+    SignalSender,
+    SleepingTeachers,
+    SleepingTrainer,
+)
+
+from composer_mesh.configs.load import load_config  # noqa: E402
+from composer_mesh.configs.schema import Config  # noqa: E402
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor  # noqa: E402
+from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
+from composer_mesh.mesh.transport import BufferHandle, transport_name  # noqa: E402
+from composer_mesh.rollouts.alignment import HintedView  # noqa: E402
+from composer_mesh.rollouts.batches import PolicySample, StepBatch  # noqa: E402
+from composer_mesh.services.mesh_ports import MeshTraining  # noqa: E402
+from composer_mesh.services.weight_sync import StaleReceiver  # noqa: E402
+
+PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+SIGNALS = ("hidden", "topk", "full")
+HIDDEN, VOCABULARY = 1_024, 32_768
+MIB = 1 << 20
+CONTEXT = 512
+"""Tokens of each simulated sample, and of a microbatch: one sample fills it."""
+
+Move = Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured: tokens of a moved signal, repeats, and the simulated steps."""
+
+    tokens: int
+    repeats: int
+    microbatches: tuple[int, ...]
+    steps: int
+    compute_s: float
+
+
+async def moves(report: Report, host: MeshHost, size: Size) -> None:
+    """Bytes and times of each signal, each way."""
+    sender = await host.spawn("signal_sender", SignalSender)
+    reader = await host.spawn("signal_reader", SignalReader)
+    rows = []
+    for signal in SIGNALS:
+        config = a_run(signal).sdpo
+        shape = Shape(size.tokens, HIDDEN, VOCABULARY)
+        layout = await sender.call("load", config, shape)
+        handle: BufferHandle = await sender.call("offer")
+        assert handle.buffer is not None
+        figures = {"bytes": handle.nbytes, "bytes_read": handle.buffer.size()}
+        took = await alternating(ways(sender, reader, layout, handle.nbytes), size.repeats)
+        for way, seconds in took.items():
+            report.figures[f"{signal}_{way}_ms"] = round(seconds * 1e3, 2)
+        for name, value in figures.items():
+            report.figures[f"{signal}_{name}"] = value
+        rows.append(
+            [
+                signal,
+                f"{handle.nbytes / size.tokens:,.0f}",
+                f"{handle.nbytes / MIB:,.2f}",
+                *(f"{seconds * 1e3:,.2f}" for seconds in took.values()),
+                f"{took['message'] / took['buffer']:.2f}",
+            ]
+        )
+    await asyncio.gather(host.stop(sender), host.stop(reader))
+    title = f"{size.tokens} tokens, hidden {HIDDEN:,}, vocabulary {VOCABULARY:,}; medians, ms"
+    names = ["bytes/token", "MiB", "buffer", "message", "relayed", "memcpy", "message / buffer"]
+    report.print_table(title, ["signal", *names], rows)
+    of = report.figures
+    report.ratios["hidden_bytes_over_full"] = of["hidden_bytes"] / of["full_bytes"]
+    report.ratios["hidden_bytes_read_over_full"] = of["hidden_bytes_read"] / of["full_bytes_read"]
+    report.ratios["hidden_time_over_full"] = of["hidden_buffer_ms"] / of["full_buffer_ms"]
+    for signal in ("hidden", "full"):
+        ratio = of[f"{signal}_buffer_ms"] / of[f"{signal}_message_ms"]
+        report.ratios[f"{signal}_buffer_time_over_message"] = ratio
+
+
+def ways(
+    sender: SpawnedActor, reader: SpawnedActor, layout: object, nbytes: int
+) -> dict[str, Move]:
+    """The ways that a signal can take. A relayed message is what calls without buffers would be."""
+    source, target = torch.ones(2, nbytes, dtype=torch.uint8)
+
+    async def buffer() -> None:
+        await reader.call("fetch", layout, await sender.call("offer"))
+
+    async def relayed() -> None:
+        await reader.call("accept", layout, await sender.call("send"))
+
+    async def memcpy() -> None:
+        target.copy_(source)
+
+    return {
+        "buffer": buffer,
+        "message": lambda: sender.call("send"),
+        "relayed": relayed,
+        "memcpy": memcpy,
+    }
+
+
+async def alternating(moves: dict[str, Move], repeats: int) -> dict[str, float]:
+    """Median seconds of each, in turn, after one of each that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in moves}
+    for _ in range(repeats + 1):
+        for name, move in moves.items():
+            began = time.perf_counter()
+            await move()
+            found[name].append(time.perf_counter() - began)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
+
+
+async def overlap(report: Report, host: MeshHost, size: Size) -> None:
+    """Share of the teacher's time that the trainer does not wait for."""
+    rows = []
+    cases = [("hidden", count, 0) for count in size.microbatches]
+    most = size.microbatches[-1]
+    cases += [("hidden", most // 2, most // 2), ("full", most, 0)]
+    for signal, taught, plain in cases:
+        found = await simulated_steps(host, a_run(signal), size, taught, plain)
+        hidden = statistics.median(
+            1 - each["time/sdpo_wait_s"] / each["time/sdpo_teacher_s"] for each in found
+        )
+        took = statistics.median(each["time/step_s"] for each in found)
+        alone = (taught + plain) * size.compute_s
+        inline = alone + taught * size.compute_s
+        name = f"{signal}, {taught} taught + {plain} without views"
+        report.figures[f"teacher_time_hidden {name}"] = round(hidden, 3)
+        report.figures[f"step_s {name}"] = round(took, 3)
+        rows.append(
+            [
+                f"{signal}, {taught}" + (f" + {plain} without views" if plain else ""),
+                f"{hidden:.0%}",
+                *(f"{seconds * 1e3:,.0f}" for seconds in (took, alone, inline)),
+            ]
+        )
+        if (signal, taught, plain) == ("hidden", most, 0):
+            report.ratios["teacher_time_hidden"] = hidden
+    title = f"overlap: teacher and trainer take {size.compute_s * 1e3:.0f} ms a microbatch each"
+    columns = ["microbatches of a step", "hidden", "step ms", "trainer alone", "one after another"]
+    report.print_table(title, columns, rows)
+
+
+async def simulated_steps(
+    host: MeshHost, config: Config, size: Size, taught: int, plain: int
+) -> list[dict[str, float]]:
+    """The figures of some steps, after one that is not counted."""
+    shape = Shape(size.tokens, HIDDEN, VOCABULARY)
+    teachers = SleepingTeachers(
+        config, host, {}, lambda *_: None, shape=shape, seconds=size.compute_s
+    )
+    trainer = await host.spawn("trainer", SleepingTrainer, size.compute_s)
+    await teachers.start()
+    await asyncio.gather(teachers.load(Path()), trainer.call("load", config, Path()))
+    training = MeshTraining(config, [trainer], teachers)
+    found = []
+    for step in range(size.steps + 1):
+        found.append(await training.train(a_step(step, taught, plain, size.tokens)))
+        await follow(trainer, teachers)
+    await asyncio.gather(*(host.stop(actor) for actor in host.actors))
+    return found[1:]
+
+
+async def follow(trainer: SpawnedActor, teachers: SleepingTeachers) -> None:
+    """Let the teachers take in the version that the step made."""
+    handle = await trainer.call("publish")
+    if (got := await teachers.pull(handle)) != [handle.version]:
+        raise StaleReceiver(handle.version, got)
+
+
+def a_step(step: int, taught: int, plain: int, tokens: int) -> StepBatch:
+    """A step of so many microbatches with a view each, and so many without."""
+    samples = [
+        PolicySample(f"t{place}", [1] * CONTEXT, [True] * CONTEXT, [0.0] * CONTEXT, 1.0)
+        for place in range(taught + plain)
+    ]
+    rows = list(range(CONTEXT - 1 - tokens, CONTEXT - 1))
+    views = [
+        HintedView(sample.trace_id, 0, sample.ids, rows, rows, [1] * tokens)
+        for sample in samples[:taught]
+    ]
+    return StepBatch(step, samples, views, [])
+
+
+def a_run(signal: str) -> Config:
+    """The quickstart with another signal and one sample a microbatch."""
+    overrides = [f"sdpo.signal={signal}", f"trainer.microbatch_tokens={CONTEXT}"]
+    return load_config(PRESET, overrides)
+
+
+async def measure(report: Report, size: Size) -> None:
+    supervisor = Supervisor()
+    async with MeshHost(supervisor) as host:
+        report.figures["transport"] = transport_name()
+        await supervisor.guard(moves(report, host, size))
+        await supervisor.guard(overlap(report, host, size))
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    report = Report("sdpo_transport")
+    size = Size(64, 5, (4, 8), 2, 0.05) if options.quick else Size(300, 15, (2, 4, 8, 16), 5, 0.05)
+    asyncio.run(measure(report, size))
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The calls that bring the signals of one step from teachers to the trainer's ranks.
+
+Which teachers there are, and what becomes of a step when one dies, is `teaching`.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.actors.signals import SignalHandle
+from composer_mesh.actors.sources import asks_the_student, has_own_head
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, cancel_and_wait
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.step_plan import RankPlan, split_views
+
+
+@dataclass(frozen=True)
+class Request:
+    """One teacher's part of one microbatch of one trainer rank."""
+
+    rank: int
+    microbatch: int
+    part: int
+    views: list[HintedView]
+
+
+class StepWork:
+    """The calls that bring the signals of one step from teachers to ranks."""
+
+    def __init__(
+        self, config: Config, step: int, ranks: Sequence[SpawnedActor], deadline_s: float
+    ) -> None:
+        self._asks_student = asks_the_student(config.sdpo)
+        self._has_own_head = has_own_head(config.sdpo)
+        self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
+
+    async def bring_head(self, teacher: SpawnedActor) -> None:
+        """Let the teachers' own head travel, where they have one."""
+        if not self._has_own_head:
+            return
+        head = await teacher.call("head", deadline_s=self._deadline_s)
+        await asyncio.gather(
+            *(rank.call("take_head", head, deadline_s=self._deadline_s) for rank in self._ranks)
+        )
+
+    async def run(self, teacher: SpawnedActor, left: list[Request]) -> None:
+        """Serve requests in order, taking each from `left` once it was delivered.
+
+        The teacher computes the next signal while the one before is delivered.
+        """
+        delivering: asyncio.Task[None] | None = None
+        try:
+            for request in list(left):
+                handle = await self._signal(teacher, request)
+                if delivering is not None:
+                    await delivering
+                delivering = asyncio.create_task(self._deliver(teacher, request, handle, left))
+            if delivering is not None:
+                await delivering
+        finally:
+            if delivering is not None:
+                await cancel_and_wait([delivering])
+
+    async def lose(self, rank: SpawnedActor, reason: str) -> None:
+        """Tell a rank that nothing more will come."""
+        await rank.call("lose_signals", self._step, reason, deadline_s=self._deadline_s)
+
+    async def _signal(self, teacher: SpawnedActor, request: Request) -> SignalHandle:
+        choice: Any = None
+        if self._asks_student:
+            choice = await self._ranks[request.rank].call(
+                "student_choice",
+                self._step,
+                request.microbatch,
+                request.part,
+                deadline_s=self._deadline_s,
+            )
+        handle: SignalHandle = await teacher.call(
+            "signal", self._step, request.views, choice, deadline_s=self._deadline_s
+        )
+        return handle
+
+    async def _deliver(
+        self, teacher: SpawnedActor, request: Request, handle: SignalHandle, left: list[Request]
+    ) -> None:
+        try:
+            await self._ranks[request.rank].call(
+                "take_signal",
+                self._step,
+                request.microbatch,
+                request.part,
+                handle,
+                deadline_s=self._deadline_s,
+            )
+            left.remove(request)
+        finally:
+            if teacher.alive:
+                with suppress(ActorDied):
+                    await teacher.call("release", handle.ticket, deadline_s=self._deadline_s)
+
+
+async def while_alive(teacher: SpawnedActor, work: Coroutine[Any, Any, None]) -> None:
+    """Work that also ends, by `ActorDied`, with the teacher whose memory others may be reading.
+
+    A read from a process that is gone is not refused but hangs.
+    """
+    task = asyncio.ensure_future(work)
+    either: list[asyncio.Future[Any]] = [task, *([teacher.death] if teacher.death else [])]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if teacher.death is not None and not task.done():
+            raise ActorDied(*teacher.death.result().args)
+        task.result()
+    finally:
+        await cancel_and_wait([task])
+
+
+def requests_for(
+    part: int, batch: StepBatch, plans: Sequence[RankPlan], teachers: int
+) -> list[Request]:
+    """One teacher's share of a step, in the order in which the ranks will need it."""
+    found: list[tuple[int, Request]] = []
+    for rank, plan in enumerate(plans):
+        wanted = [(i, m) for i, m in enumerate(plan.microbatches) if m.views]
+        for turn, (index, microbatch) in enumerate(wanted):
+            views = [batch.views[place] for place in microbatch.views]
+            run = split_views(views, teachers)[part]
+            if len(run):
+                found.append((turn, Request(rank, index, part, views[run.start : run.stop])))
+    return [request for _, request in sorted(found, key=lambda one: (one[0], one[1].rank))]

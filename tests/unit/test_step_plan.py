@@ -1,0 +1,127 @@
+"""A step's plan covers everything exactly once, however many ranks and teachers there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hinted
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.step_plan import RankPlan, pair_tokens, plan_step, split_views, spread
+
+LENGTHS = st.lists(st.integers(2, 60), max_size=12)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> StepBatch:
+    """Batches with any number of samples, of views in any order, and of pairs."""
+    lengths = draw(LENGTHS)
+    owners = st.lists(st.integers(0, len(lengths) - 1), max_size=15)
+    chosen = draw(owners) if lengths else []
+    views = [hinted.view(f"t{owner}", turn) for turn, owner in enumerate(chosen)]
+    return hinted.batch(lengths, views, draw(LENGTHS))
+
+
+def places(plans: Sequence[RankPlan], what: str) -> list[int]:
+    microbatches = [microbatch for plan in plans for microbatch in plan.microbatches]
+    return sorted(place for one in microbatches for place in getattr(one, what))
+
+
+@given(batches(), st.integers(60, 200), st.integers(1, 5))
+def test_every_sample_view_and_pair_is_trained_exactly_once(
+    batch: StepBatch, budget: int, ranks: int
+) -> None:
+    plans = plan_step(batch, budget, ranks)
+    assert len(plans) == ranks
+    assert places(plans, "samples") == list(range(len(batch.samples)))
+    assert places(plans, "views") == list(range(len(batch.views)))
+    assert sorted(p for plan in plans for p in plan.pairs) == list(range(len(batch.pairs)))
+
+
+@given(batches(), st.integers(60, 200), st.integers(1, 5))
+def test_microbatches_keep_the_budget_and_views_stay_with_their_samples(
+    batch: StepBatch, budget: int, ranks: int
+) -> None:
+    for plan in plan_step(batch, budget, ranks):
+        for microbatch in plan.microbatches:
+            samples = [batch.samples[place] for place in microbatch.samples]
+            assert samples
+            assert len(samples) * max(len(sample.ids) for sample in samples) <= budget
+            of_samples = {sample.trace_id for sample in samples}
+            assert {batch.views[place].trace_id for place in microbatch.views} <= of_samples
+
+
+@given(batches(), st.integers(60, 200), st.integers(1, 3))
+def test_microbatches_without_views_come_first(batch: StepBatch, budget: int, ranks: int) -> None:
+    for plan in plan_step(batch, budget, ranks):
+        needs = [bool(microbatch.views) for microbatch in plan.microbatches]
+        assert needs == sorted(needs)
+
+
+@given(batches(), st.integers(1, 4))
+def test_everybody_who_plans_a_batch_gets_the_same_plan(batch: StepBatch, ranks: int) -> None:
+    assert plan_step(batch, 100, ranks) == plan_step(batch, 100, ranks)
+
+
+def test_one_rank_has_all_of_a_step() -> None:
+    batch = hinted.batch([10, 20, 30], [hinted.view("t1")], [4, 5])
+    (plan,) = plan_step(batch, 1000)
+    assert [one.samples for one in plan.microbatches] == [[2, 1, 0]]
+    assert plan.pairs == [0, 1]
+
+
+def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
+    plans = plan_step(hinted.batch([10], [hinted.view("t0")]), 100, 3)
+    assert [len(plan.microbatches) for plan in plans] == [1, 0, 0]
+
+
+def test_a_view_without_its_sample_is_refused() -> None:
+    batch = hinted.batch([10], [hinted.view("elsewhere")])
+    with pytest.raises(ValueError, match="a view of trace 'elsewhere' has no sample: batch both"):
+        plan_step(batch, 100)
+
+
+def test_a_sample_above_the_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 11 tokens but a microbatch holds 10"):
+        plan_step(hinted.batch([11]), 10)
+
+
+@given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 6))
+def test_parts_differ_by_no_more_than_the_heaviest_weight(weights: list[int], parts: int) -> None:
+    shares = spread(weights, parts)
+    assert sorted(place for share in shares for place in share) == list(range(len(weights)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(weights[place] for place in share) for share in shares]
+    assert max(loads) - min(loads) <= max(weights, default=0)
+
+
+@st.composite
+def views_of_a_microbatch(draw: st.DrawFn) -> list[HintedView]:
+    contexts = draw(st.lists(st.integers(1, 80), max_size=15))
+    return [hinted.view("t", turn, context) for turn, context in enumerate(contexts)]
+
+
+@given(views_of_a_microbatch(), st.integers(1, 6))
+def test_teachers_share_all_views_in_order_and_about_evenly(
+    views: list[HintedView], parts: int
+) -> None:
+    runs = split_views(views, parts)
+    assert len(runs) == parts
+    assert [place for run in runs for place in run] == list(range(len(views)))
+    tokens = [len(view.teacher_ids) for view in views]
+    for run in runs:
+        load = sum(tokens[run.start : run.stop])
+        assert load <= sum(tokens) / parts + max(tokens, default=0)
+
+
+def test_one_view_has_one_teacher() -> None:
+    assert sorted(map(len, split_views([hinted.view("t")], 4))) == [0, 0, 0, 1]
+
+
+def test_a_pair_costs_both_padded_sides() -> None:
+    batch = hinted.batch([], pairs=[6])
+    assert pair_tokens(batch.pairs[0]) == 2 * (1 + 6)

@@ -1,0 +1,211 @@
+"""The teacher's weights by kind: each follows the trainer as its definition says."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from step_batches import batch_of, largest_change, nearby, weights_of
+from torch import Tensor
+
+from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.signals import Head
+from composer_mesh.actors.teaching import TeacherModel, blend_from, hinted_states
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.rollouts.alignment import HintedView
+
+RATE = 0.3
+KINDS = ["live", "ema", "frozen", "trust_region"]
+
+
+def config(kind: str, **settings: Any) -> SdpoConfig:
+    return SdpoConfig(alpha=0.5, teacher=kind, teacher_rate=RATE, **settings)
+
+
+def views_of(model: Any) -> list[HintedView]:
+    return batch_of(model, random.Random(1), samples=4).views
+
+
+def scores(states: Tensor, head: Head) -> Tensor:
+    found = states @ head.weight.T
+    return found if head.bias is None else found + head.bias
+
+
+def whole(model: Any, views: list[HintedView]) -> Tensor:
+    """Logits [N, V] at the teacher's rows, from the model's own whole forward of each view."""
+    rows = []
+    with torch.no_grad():
+        for view in views:
+            logits = model(input_ids=torch.tensor([view.teacher_ids])).logits[0]
+            rows.append(logits[view.teacher_rows])
+    return torch.cat(rows)
+
+
+def said(teacher: TeacherModel, views: list[HintedView]) -> Tensor:
+    return scores(teacher.states(views), teacher.head())
+
+
+class Trainer:
+    """A model that learns, and a teacher that follows it from outside or lives beside it."""
+
+    def __init__(self, model: Any, kind: str, follows: bool, **settings: Any) -> None:
+        self.model = model
+        self.initial = copy.deepcopy(model)
+        own = model if follows else copy.deepcopy(model)
+        self.teacher = TeacherModel(own, config(kind, **settings), 4096, follows)
+
+    def learn(self, version: int) -> None:
+        nearby(self.model, seed=version)
+        self.teacher.absorb(version, blend_from(self.model))
+
+
+def expected(kind: str, trainer: Trainer, history: list[Any], views: list[HintedView]) -> Tensor:
+    """Logits by the definition of each kind, from the trainer's weights so far."""
+    if kind == "live":
+        return whole(trainer.model, views)
+    if kind == "frozen":
+        return whole(trainer.initial, views)
+    if kind == "trust_region":
+        return torch.lerp(whole(trainer.initial, views), whole(trainer.model, views), RATE)
+    average = copy.deepcopy(trainer.initial)
+    with torch.no_grad():
+        for weights in history:
+            for name, value in average.named_parameters():
+                value.copy_((1 - RATE) * value + RATE * weights[name])
+    return whole(average, views)
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["mesh", "inline"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_each_version_a_teacher_says_what_its_definition_says(
+    build_model: Any, kind: str, follows: bool
+) -> None:
+    trainer, history = Trainer(build_model(1), kind, follows), []
+    views = views_of(trainer.model)
+    for version in (1, 2, 3):
+        trainer.learn(version)
+        history.append(weights_of(trainer.model))
+        assert trainer.teacher.version == version
+        torch.testing.assert_close(
+            said(trainer.teacher, views),
+            expected(kind, trainer, history, views),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_in_the_trainer_is_the_one_outside_it(build_model: Any, kind: str) -> None:
+    one, other = (Trainer(build_model(1), kind, follows) for follows in (False, True))
+    views = views_of(one.model)
+    for version in (1, 2):
+        one.learn(version)
+        other.learn(version)
+        torch.testing.assert_close(said(one.teacher, views), said(other.teacher, views))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_any_version_every_teacher_is_the_initial_policy(
+    build_model: Any, kind: str
+) -> None:
+    trainer = Trainer(build_model(1), kind, follows=False)
+    views = views_of(trainer.model)
+    assert trainer.teacher.version == 0
+    found = said(trainer.teacher, views)
+    torch.testing.assert_close(found, whole(trainer.initial, views), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_never_changes_the_trainers_model(build_model: Any, kind: str) -> None:
+    trainer = Trainer(build_model(1), kind, follows=True)
+    views = views_of(trainer.model)
+    nearby(trainer.model, seed=9)
+    before = weights_of(trainer.model)
+    trainer.teacher.absorb(1, blend_from(trainer.model))
+    trainer.teacher.signal(views)
+    assert largest_change(before, weights_of(trainer.model)) == 0
+    assert all(weights.requires_grad for weights in trainer.model.parameters())
+
+
+def test_only_kinds_with_other_weights_than_the_trainers_copy_its_model(build_model: Any) -> None:
+    model = build_model(1)
+    for kind in KINDS:
+        held = TeacherModel(model, config(kind), 512, follows=True).models
+        assert [one is model for one in held] == {
+            "live": [True],
+            "ema": [False],
+            "frozen": [False],
+            "trust_region": [True, False],
+        }[kind]
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["mesh", "inline"])
+def test_an_average_of_rate_one_is_live(build_model: Any, follows: bool) -> None:
+    model = build_model(1)
+    own = model if follows else copy.deepcopy(model)
+    settings = SdpoConfig(alpha=0.5, teacher="ema", teacher_rate=1.0)
+    teacher = TeacherModel(own, settings, 4096, follows)
+    nearby(model)
+    teacher.absorb(1, blend_from(model))
+    assert largest_change(weights_of(teacher.models[0]), weights_of(model)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_is_made_once_for_a_version(build_model: Any, kind: str) -> None:
+    trainer = Trainer(build_model(1), kind, follows=False)
+    first = trainer.teacher.head()
+    assert trainer.teacher.head() is first
+    trainer.learn(1)
+    assert trainer.teacher.head() is not first
+
+
+def test_a_trust_regions_states_and_head_stand_side_by_side(build_model: Any) -> None:
+    trainer = Trainer(build_model(1), "trust_region", follows=False)
+    width = trainer.model.config.hidden_size
+    views = views_of(trainer.model)
+    tokens = sum(len(view.targets) for view in views)
+    assert trainer.teacher.states(views).shape == (tokens, 2 * width)
+    assert trainer.teacher.head().weight.shape[1] == 2 * width
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_starts_at_a_teacher(build_model: Any, kind: str) -> None:
+    trainer = Trainer(build_model(1), kind, follows=True)
+    found = trainer.teacher.signal(views_of(trainer.model))
+    assert not any(tensor.requires_grad for tensor in found.values())
+
+
+@pytest.mark.parametrize("signal", ["full", "topk", "sampled"])
+def test_other_signals_of_a_trust_region_are_of_its_mixed_logits(
+    build_model: Any, signal: str
+) -> None:
+    trainer = Trainer(build_model(1), "trust_region", False, signal=signal, top_k=3)
+    trainer.learn(1)
+    views = views_of(trainer.model)
+    mixed = expected("trust_region", trainer, [], views)
+    found = trainer.teacher.signal(views)
+    targets = torch.tensor([target for view in views for target in view.targets])
+    logprobs = mixed.log_softmax(-1)
+    wanted = {
+        "full": mixed,
+        "topk": logprobs.topk(3).values,
+        "sampled": logprobs.gather(-1, targets[:, None])[:, 0],
+    }[signal]
+    name = "logits" if signal == "full" else "logprobs"
+    torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [40, 100, 4096])
+def test_states_are_in_the_views_order_however_they_are_batched(
+    build_model: Any, budget: int
+) -> None:
+    model = build_model(1)
+    views = [view for view in views_of(model) if len(view.teacher_ids) <= 40][::-1]
+    assert len(views) > 2
+    states = hinted_states(model, views, budget)
+    language = LanguageModel(model)
+    found = scores(states, Head(language.weight, language.bias))
+    torch.testing.assert_close(found, whole(model, views), rtol=1e-4, atol=1e-4)
