@@ -45,8 +45,8 @@ class _RatioLoss(Section):
     def _options_have_an_effect(self) -> Self:
         if self.kl_importance and self.kl_beta == 0:
             raise ValueError(
-                "kl_importance is true but kl_beta is 0, so there is no KL to multiply: set kl_beta "
-                "above 0 or remove kl_importance"
+                "kl_importance is true but kl_beta is 0, so there is no KL to multiply: set "
+                "kl_beta above 0 or remove kl_importance"
             )
         if self.correction_minimum is not None and self.correction == "none":
             raise ValueError(
