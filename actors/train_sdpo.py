@@ -142,8 +142,6 @@ class SdpoChannel:
         )
 
     def _top_k(self, rows: StudentRows, ids: Tensor, teacher: Tensor, normalizer: int) -> Tensor:
-        model, kept = rows.model, ids.shape[-1]
-
         def rows_loss(scores: Tensor, place: slice) -> Tensor:
             student = (scores / rows.temperature).log_softmax(-1).gather(-1, ids[place].long())
             return topk_distillation(
@@ -151,10 +149,10 @@ class SdpoChannel:
                 teacher[place],
                 torch.ones_like(student[:, 0], dtype=torch.bool),
                 alpha=self._config.jsd_beta,
-                tail=kept < len(model.weight),  # what is left of everything is rounding alone
                 normalizer=normalizer,
             )
 
+        model = rows.model
         return linear_scores(rows_loss, rows.hidden, model.weight, bias=model.bias)
 
     def _sampled(self, rows: StudentRows, teacher: Tensor, normalizer: int) -> Tensor:

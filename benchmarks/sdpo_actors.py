@@ -33,6 +33,9 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.services.teaching import SdpoTeachers
 
+FORWARD = 1 / 3
+"""Share of a trainer's microbatch that is done before it needs the signal."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -126,7 +129,7 @@ class SleepingTeacher(SDPOTeacherActor):
 
 
 class _SleepingStep:
-    """A step whose microbatches take so many seconds: a third before the signal is needed."""
+    """A step whose microbatches take so many seconds, a part of them before the signal's use."""
 
     def __init__(self, config: Config, seconds: float) -> None:
         self._budget, self._seconds = config.trainer.microbatch_tokens, seconds
@@ -137,11 +140,11 @@ class _SleepingStep:
     def run(self, batch: StepBatch, source: SignalSource) -> dict[str, float]:
         began = time.perf_counter()
         for index, microbatch in enumerate(self.plan(batch).microbatches):
-            time.sleep(self._seconds / 3)
+            time.sleep(self._seconds * FORWARD)
             if microbatch.views:
                 views = [batch.views[place] for place in microbatch.views]
                 source.take(index, views, lambda: torch.empty(0))
-            time.sleep(self._seconds * 2 / 3)
+            time.sleep(self._seconds * (1 - FORWARD))
         return {"time/step_s": time.perf_counter() - began}
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from composer_mesh.configs.base import Count, FilePath, NotNegative, Positive, Section
+from composer_mesh.configs.endpoint import ChatEndpoint
 
 HintSource = Literal["error", "sibling", "feedback"]
 
@@ -37,20 +38,8 @@ def checked_template(template: str) -> str:
 Template = Annotated[str, Field(min_length=1), AfterValidator(checked_template)]
 
 
-class HintWriterConfig(Section):
+class HintWriterConfig(ChatEndpoint):
     """The model that words the hints of the error source."""
-
-    kind: Literal["builtin", "openai"]
-    """"builtin": a rule that the run serves itself, to try the way; "openai": any URL."""
-
-    base_url: str | None = None
-    """Root of an openai writer's API, up to and including /v1."""
-
-    model: str | None = None
-    """Model name that is sent to an openai writer."""
-
-    api_key_env: str | None = None
-    """Environment variable that holds an openai writer's key; not set means no key is sent."""
 
     timeout_s: Positive = 10.0
     """Seconds that a group waits for all its hints; the template stands in for what is missing."""
@@ -69,28 +58,6 @@ class HintWriterConfig(Section):
 
     cache: FilePath | None = None
     """SQLite file that keeps answers between runs; hints.sqlite in the run directory if not set."""
-
-    @model_validator(mode="after")
-    def _fields_fit_the_kind(self) -> Self:
-        address = ("base_url", "model", "api_key_env")
-        for key in address if self.kind == "builtin" else ():
-            if (value := getattr(self, key)) is not None:
-                raise ValueError(
-                    f"{key} is {value!r} but kind is 'builtin', which does not read it: "
-                    f"remove {key} or change kind"
-                )
-        for key in ("base_url", "model") if self.kind == "openai" else ():
-            if not getattr(self, key):
-                raise ValueError(
-                    f"{key} is not set but kind is 'openai', which needs base_url and model: "
-                    f"set {key}"
-                )
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"base_url is {self.base_url!r} but must begin with http:// or https://: "
-                "write the whole address"
-            )
-        return self
 
     @model_validator(mode="after")
     def _a_request_fits_the_budget(self) -> Self:

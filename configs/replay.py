@@ -1,63 +1,27 @@
-"""The replay channel: which teachers are asked, and when their answers make a pair.
-
-Holds no credentials: `api_key_env` names an environment variable, never its value.
-"""
+"""The replay channel: which teachers are asked, and when their answers make a pair."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import Count, NotNegative, Positive, Section, Share
+from composer_mesh.configs.endpoint import ChatEndpoint
 
 
-class TeacherConfig(Section):
+class TeacherConfig(ChatEndpoint):
     """One external teacher that speaks the OpenAI chat protocol."""
 
     name: Annotated[str, Field(min_length=1)]
     """How reports call this teacher; unique in the run."""
 
-    kind: Literal["builtin", "openai"]
-    """"builtin": a rule-based expert that the run serves itself; "openai": any compatible URL."""
-
     error_rate: Share | None = None
     """Share of a builtin teacher's actions that are wrong on purpose; 0 when not set."""
 
-    base_url: str | None = None
-    """Root of an openai teacher's API, up to and including /v1."""
-
-    model: str | None = None
-    """Model name that is sent to an openai teacher."""
-
-    api_key_env: str | None = None
-    """Environment variable that holds an openai teacher's key; not set means no key is sent."""
-
     @model_validator(mode="after")
-    def _fields_fit_the_kind(self) -> Self:
-        foreign = (
-            ("base_url", "model", "api_key_env") if self.kind == "builtin" else ("error_rate",)
-        )
-        for key in foreign:
-            if (value := getattr(self, key)) is not None:
-                raise ValueError(
-                    f"{key} is {value!r} but kind is {self.kind!r}, which does not read it: "
-                    f"remove {key} or change kind"
-                )
+    def _errors_are_a_builtin_teachers(self) -> Self:
         if self.kind == "openai":
-            self._check_address()
+            self._refuse(("error_rate",))
         return self
-
-    def _check_address(self) -> None:
-        for key in ("base_url", "model"):
-            if not getattr(self, key):
-                raise ValueError(
-                    f"{key} is not set but kind is 'openai', which needs base_url and model: "
-                    f"set {key}"
-                )
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"base_url is {self.base_url!r} but must begin with http:// or https://: "
-                "write the whole address"
-            )
 
 
 class ReplayConfig(Section):

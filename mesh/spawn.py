@@ -134,8 +134,7 @@ class MeshHost:
         """
         await processes.wait_gone(spawned.pid, math.inf, WATCH_S)
         await asyncio.sleep(MONARCH_S)
-        if self.supervisor is not None:
-            self.supervisor.lost(spawned.name, f"its process {spawned.pid} has ended")
+        self.lost(spawned, f"its process {spawned.pid} has ended")
 
     async def _start(
         self,
@@ -167,6 +166,11 @@ class MeshHost:
     def _command(self, name: str, env: Mapping[str, str] | None) -> BootstrapCommand:
         arguments = ["-m", "composer_mesh.mesh.child", name, self._token]
         return BootstrapCommand(sys.executable, None, arguments, dict(env or {}))
+
+    def lost(self, spawned: SpawnedActor, reason: str) -> None:
+        """Take note of a death that a caller heard of, perhaps before Monarch tells."""
+        if self.supervisor is not None:
+            self.supervisor.lost(spawned.name, reason)
 
     async def stop(self, spawned: SpawnedActor) -> None:
         """Stop one actor and its process. Waits until the process is gone, kills it if it stays."""

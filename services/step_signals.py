@@ -121,14 +121,18 @@ async def while_alive(teacher: SpawnedActor, work: Coroutine[Any, Any, None]) ->
 
 
 def requests_for(
-    part: int, batch: StepBatch, plans: Sequence[RankPlan], teachers: int
+    teacher: int, batch: StepBatch, plans: Sequence[RankPlan], teachers: int
 ) -> list[Request]:
-    """One teacher's share of a step, in the order in which the ranks will need it."""
+    """One teacher's share of a step, in the order in which the ranks will need it.
+
+    Parts go round, so that microbatches with fewer views than there are teachers leave none idle.
+    """
     found: list[tuple[int, Request]] = []
     for rank, plan in enumerate(plans):
         wanted = [(i, m) for i, m in enumerate(plan.microbatches) if m.views]
         for turn, (index, microbatch) in enumerate(wanted):
             views = [batch.views[place] for place in microbatch.views]
+            part = (teacher + turn + rank) % teachers
             run = split_views(views, teachers)[part]
             if len(run):
                 found.append((turn, Request(rank, index, part, views[run.start : run.stop])))

@@ -92,7 +92,8 @@ class SdpoTeachers:
         ranks: Sequence[SpawnedActor],
     ) -> None:
         """Bring a step's signals to the trainer's ranks. Waits until all were read, or given up."""
-        shares = [requests_for(part, batch, plans, len(teachers)) for part in range(len(teachers))]
+        count = len(teachers)
+        shares = [requests_for(place, batch, plans, count) for place in range(count)]
         work = StepWork(self._config, batch.step, ranks, self._deadline_s)
         try:
             await self._insist(teachers[0], work.bring_head)
@@ -127,6 +128,7 @@ class SdpoTeachers:
                 if died.actor != teacher.name:
                     raise
                 place = self._names.index(teacher.name)
+                self._host.lost(teacher, died.reason)
                 replacing = self._replace(place, teacher)
                 if self._config.sdpo.when_lost == "skip":
                     raise _Lost(str(died)) from None
@@ -149,7 +151,8 @@ class SdpoTeachers:
     async def _pull(self, teacher: SpawnedActor, handle: WeightsHandle) -> int | None:
         try:
             version: int = await teacher.call("pull", handle, deadline_s=self._deadline_s)
-        except ActorDied:
+        except ActorDied as died:
+            self._host.lost(teacher, died.reason)
             self._replace(self._names.index(teacher.name), teacher)
             return None
         return version

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
 import shlex
 import sys
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from guides import QUICKSTART, ROOT, Guide, as_a_run, names_in_code
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CustomAdvantage, CustomLoss
-from composer_mesh.configs.schema import Config
 from composer_mesh.losses import policy
 from composer_mesh.losses.custom import LossInputs, custom_policy_loss
 from composer_mesh.losses.custom_advantage import custom_advantages
 from composer_mesh.losses.custom_function import CustomFunctionError, check_signature, load_function
 
-ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
-GUIDE = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+GUIDE = Guide.read("losses.md")
 CONTENTS = (
     "policy",
     "advantages",
@@ -56,19 +51,9 @@ PARTS = {
 """Functions that others are made of; the guide may leave them out."""
 
 
-def blocks(language: str) -> list[str]:
-    """The guide's fenced blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
-
-
-def inline() -> list[str]:
-    """What stands between single backticks outside of blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", GUIDE, flags=re.M | re.S))
-
-
 def recipes() -> list[list[str]]:
     """Each recipe's overrides, as they are typed after --set."""
-    table = GUIDE.split("### Published recipes")[1].split("## Advantages")[0]
+    table = GUIDE.text.split("### Published recipes")[1].split("## Advantages")[0]
     rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("|")]
     found = [re.findall(r"`([^`]+)`", row) for row in rows]
     return [settings for settings in found if settings and "=" in settings[0]]
@@ -81,31 +66,25 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_guide_has_code_settings_and_recipes() -> None:
-    assert len(blocks("python")) >= 3
-    assert len(blocks("toml")) >= 1
+    assert len(GUIDE.blocks("python")) >= 3
+    assert len(GUIDE.blocks("toml")) >= 1
     assert len(recipes()) >= 10
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[-1][:40])
+@pytest.mark.parametrize(
+    "code", GUIDE.blocks("python"), ids=lambda code: code.splitlines()[-1][:40]
+)
 def test_every_python_block_runs(code: str, at_the_root: None) -> None:
     exec(compile(code, "docs/losses.md", "exec"), {})
 
 
-@pytest.mark.parametrize("text", blocks("toml"))
+@pytest.mark.parametrize("text", GUIDE.blocks("toml"))
 def test_every_toml_block_is_a_part_of_a_run(text: str, at_the_root: None) -> None:
-    table = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
-    config = Config.model_validate(merged(table, tomllib.loads(text)))
+    config = as_a_run(text)
     for section in (config.loss, config.advantage):
         if isinstance(section, CustomLoss | CustomAdvantage):
             path = section.import_path
             check_signature(load_function(path), path, section.kwargs)
-
-
-def merged(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    return table | {
-        key: merged(table.get(key, {}), value) if isinstance(value, dict) else value
-        for key, value in over.items()
-    }
 
 
 @pytest.mark.parametrize("overrides", recipes(), ids=" ".join)
@@ -116,7 +95,7 @@ def test_every_recipe_resolves_and_changes_the_run(overrides: list[str]) -> None
 def test_every_command_is_accepted(at_the_root: None) -> None:
     commands = [
         shlex.split(line)
-        for block in blocks("sh")
+        for block in GUIDE.blocks("sh")
         for line in block.replace("\\\n", " ").splitlines()
     ]
     for program, command, config, *options in commands:
@@ -129,29 +108,9 @@ def test_every_command_is_accepted(at_the_root: None) -> None:
 
 
 def test_every_name_in_the_guide_exists() -> None:
-    words = {word for code in inline() for word in re.findall(r"[a-z]+(?:_[a-z0-9]+)+", code)}
-    assert words - names_in_code() - THEIRS == set()
-
-
-def names_in_code() -> set[str]:
-    """What the sources define, read or spell as a key; what they only write about is left out."""
-    found = {"composer_mesh"}
-    for folder in ("configs", "losses", "actors", "services", "examples"):
-        for path in (ROOT / folder).glob("*.py"):
-            found.add(path.stem)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                found |= set(re.findall(r"\w+", name_of(node)))
     sides = ("input_ids", "response_mask", "ref_logprobs")
-    return found | {f"dpo_chosen_{part}" for part in sides}
-
-
-def name_of(node: ast.AST) -> str:
-    """A name, an argument, or a string that can be a key: without spaces."""
-    for field in ("id", "arg", "attr", "name", "value"):
-        found = getattr(node, field, None)
-        if isinstance(found, str) and not re.search(r"\s", found):
-            return found
-    return ""
+    keys = {f"dpo_chosen_{part}" for part in sides}
+    assert GUIDE.names() - names_in_code() - THEIRS - keys == set()
 
 
 def modules() -> list[Any]:
@@ -159,7 +118,7 @@ def modules() -> list[Any]:
 
 
 def test_every_public_function_is_in_the_guide() -> None:
-    named = {word for code in inline() for word in re.findall(r"\w+", code)}
+    named = {word for code in GUIDE.inline() for word in re.findall(r"\w+", code)}
     public = {
         name
         for module in modules()
@@ -172,7 +131,7 @@ def test_every_public_function_is_in_the_guide() -> None:
 
 
 def test_the_errors_in_the_guide_are_the_ones_that_are_raised(at_the_root: None) -> None:
-    shown = blocks("text")[0].splitlines()
+    shown = GUIDE.blocks("text")[0].splitlines()
     with pytest.raises(CustomFunctionError) as missing:
         load_function("examples.custom_loss.asymetric_loss")
     assert shown[0] == f"composer-mesh: {missing.value}"

@@ -23,14 +23,18 @@ from step_batches import (
 from torch import Tensor
 
 from composer_mesh.actors.inbox import SignalsLost
+from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.signals import Signal
 from composer_mesh.actors.sources import InlineSource
 from composer_mesh.actors.teaching import TeacherModel
+from composer_mesh.actors.train_step import ThreeChannelStep
 from composer_mesh.rollouts.batches import StepBatch
 
 ALPHA = 0.5
 LOOSE = {"grad_clip": 1e9, "lr": 1e-3}
-VOCABULARY, TEMPERATURE = 400, 1.3
+TEMPERATURE = 1.3
+WHOLE = 100_000
+"""More entries than the vocabulary has."""
 
 
 class Trained:
@@ -82,7 +86,7 @@ def test_topk_comes_to_the_exact_loss_as_k_grows(make: Make, choice: str, beta: 
     exact = Trained(make, signal="hidden", jsd_beta=beta)
     found = [
         Trained(make, signal="topk", top_k=k, top_k_choice=choice, jsd_beta=beta)
-        for k in (1, 16, 128, VOCABULARY)
+        for k in (1, 16, 128, WHOLE)
     ]
     errors = [abs(one.loss - exact.loss) / exact.loss for one in found]
     assert errors == sorted(errors, reverse=True)
@@ -95,7 +99,7 @@ def test_topk_comes_to_the_exact_loss_as_k_grows(make: Make, choice: str, beta: 
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_topk_of_the_whole_vocabulary_is_the_full_signal(make: Make, temperature: float) -> None:
     sdpo = {"temperature": temperature, "jsd_beta": 0.5}
-    whole = Trained(make, signal="topk", top_k=VOCABULARY, **sdpo)
+    whole = Trained(make, signal="topk", top_k=WHOLE, **sdpo)
     full = Trained(make, signal="full", **sdpo)
     assert whole.loss == pytest.approx(full.loss, rel=1e-5)
     assert distance(whole, full) < 1e-5
@@ -161,3 +165,20 @@ def test_a_step_whose_signals_are_lost_is_the_step_without_the_channel(make: Mak
     assert found["loss/sdpo"] is None
     assert found == expected
     assert largest_change(weights_of(model), weights_of(other)) == 0
+
+
+class AnotherRankLost(Ranks):
+    """This process's view when the signals of another rank did not come."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+
+def test_what_another_rank_lost_is_lost_for_all(make: Make) -> None:
+    model, plain = make(2, sdpo={"alpha": ALPHA})
+    step = ThreeChannelStep(model, None, plain._config, AnotherRankLost())
+    batch = batch_of(model, random.Random(0))
+    states = torch.ones(batch.sdpo_tokens, model.config.hidden_size)
+    metrics = step.run(batch, GivenStates(batch, states))
+    assert metrics["sdpo/lost_steps"] == 1
+    assert metrics["loss/sdpo"] is None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.supervision import ActorDied, Supervisor, together
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call, together
 
 Events = list[tuple[str, str, str]]
 
@@ -131,3 +134,77 @@ async def test_work_that_runs_together_answers_in_order() -> None:
         return value
 
     assert await together(*map(answer, range(3))) == [0, 1, 2]
+
+
+async def test_a_fault_that_its_owner_handles_is_recorded_and_no_failure_of_the_run() -> None:
+    supervisor, events = recording()
+    death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
+    await deliver(supervisor, "teacher-xyz")
+    assert events == [("actor_died", "teacher", "gone")]
+    assert not supervisor.failure.done()
+    assert (await death).args == ("teacher", "gone")
+
+
+async def test_the_owner_of_an_actor_that_escalates_hears_of_its_death_too() -> None:
+    supervisor, _ = recording()
+    death = supervisor.watch("trainer-xyz", "trainer")
+    await deliver(supervisor, "trainer-xyz")
+    assert (await death).actor == (await supervisor.wait_failure()).actor == "trainer"
+
+
+async def test_a_planned_stop_is_a_death_for_whoever_still_waits_for_an_answer() -> None:
+    supervisor, _ = recording()
+    death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
+    supervisor.expect_stop("teacher")
+    await deliver(supervisor, "teacher-xyz")
+    assert death.done()
+
+
+async def test_a_replacement_of_the_same_name_is_not_dead_with_the_first() -> None:
+    supervisor, _ = recording()
+    first = supervisor.watch("teacher-one", "teacher", FaultPolicy.OWNER)
+    supervisor.expect_stop("teacher")
+    second = supervisor.watch("teacher-two", "teacher", FaultPolicy.OWNER)
+    await deliver(supervisor, "teacher-one")
+    assert (first.done(), second.done()) == (True, False)
+    supervisor.lost("teacher", "its process has ended")
+    assert second.result().reason == "its process has ended"
+
+
+@dataclass
+class Reply:
+    """What a call through Monarch gives back."""
+
+    answer: asyncio.Future[Any]
+
+    def as_asyncio(self) -> asyncio.Future[Any]:
+        return self.answer
+
+
+async def test_a_call_under_way_ends_with_the_death_of_its_actor() -> None:
+    supervisor, _ = recording()
+    death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
+    never = Reply(asyncio.get_running_loop().create_future())
+    calling = asyncio.create_task(call(never, 60, "teacher", "signal", death))
+    await deliver(supervisor, "teacher-xyz")
+    with pytest.raises(ActorDied, match="teacher died: gone"):
+        await asyncio.wait_for(calling, 5)
+
+
+async def test_an_answer_that_came_before_the_death_is_the_answer() -> None:
+    supervisor, _ = recording()
+    death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
+    reply = Reply(asyncio.get_running_loop().create_future())
+    reply.answer.set_result(3)
+    await deliver(supervisor, "teacher-xyz")
+    assert await call(reply, 60, "teacher", "signal", death) == 3
+
+
+async def test_an_actor_is_alive_until_somebody_notices_its_end() -> None:
+    supervisor, _ = recording()
+    death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
+    actor = SpawnedActor("teacher", "echo", None, 1, MeshActor, None, death)
+    assert actor.alive
+    assert SpawnedActor("teacher", "echo", None, 1, MeshActor, None).alive
+    await deliver(supervisor, "teacher-xyz")
+    assert not actor.alive

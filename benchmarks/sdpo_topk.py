@@ -1,0 +1,152 @@
+"""How far top k signals are from the whole distribution, on rollouts that a run has made.
+
+    python benchmarks/sdpo_topk.py RUN [--quick] [--json FILE]
+
+Takes the newest checkpoint and the last rollouts with error sites of a finished run's directory,
+shows the teacher their hints, and compares loss and gradient of each signal with those of `hidden`,
+through the trainer's own channel. Trains nothing and starts no process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Report, arguments
+from torch import Tensor
+
+from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.policy import load_model, load_tokenizer
+from composer_mesh.actors.signals import Signal, pack
+from composer_mesh.actors.sources import asks_the_student
+from composer_mesh.actors.teaching import TeacherModel
+from composer_mesh.actors.train_sdpo import SdpoChannel, StudentRows
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import hinted_sites
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.traces import Trace, trace_from_json
+from composer_mesh.services.hint_writing import verified_answer
+
+KEPT = (1, 4, 16, 64)
+FULL, TOPK = "sdpo.signal=full", "sdpo.signal=topk"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one signal makes of the views."""
+
+    loss: float
+    gradient: Tensor
+    bytes_per_token: float
+
+
+class Sample:
+    """A policy, and its own hinted rollouts."""
+
+    def __init__(self, run: Path, sites: int) -> None:
+        config = load_config(run / "config.toml")
+        newest = max((run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
+        self.model: Any = load_model(newest)
+        traces = rollouts(run)
+        task = make_task(config)
+        chat = ChatFormat(load_tokenizer(newest), task.tools)
+        self.views: list[HintedView] = hinted_sites(
+            traces, chat, partial(verified_answer, task), sites, config.policy.max_context
+        ).views
+        wanted = {view.trace_id for view in self.views}
+        self.traces = [trace for trace in traces if trace.trace_id in wanted]
+        self._budget = config.trainer.microbatch_tokens
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(view.targets) for view in self.views)
+
+    def measure(self, config: Config) -> Found:
+        """Loss and gradient of all weights with a config's signal."""
+        model, channel = LanguageModel(self.model), SdpoChannel(config)
+        places = {trace.trace_id: row for row, trace in enumerate(self.traces)}
+        rows = StudentRows.of(
+            model,
+            model.hidden([trace.token_ids() for trace in self.traces]),
+            [places[view.trace_id] for view in self.views],
+            self.views,
+            channel.temperature,
+        )
+        choice = rows.top_k(channel.top_k) if asks_the_student(config.sdpo) else None
+        teacher = TeacherModel(self.model, config.sdpo, self._budget, follows=True)
+        tensors = teacher.signal(self.views, choice)
+        loss = channel.loss(rows, Signal(tensors), self.tokens)
+        gradients = torch.autograd.grad(loss, list(self.model.parameters()))
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        return Found(loss.item(), flat, pack(tensors)[1].nbytes / self.tokens)
+
+
+def rollouts(run: Path) -> list[Trace]:
+    """The training rollouts of a run, the last ones first."""
+    lines = (run / "traces" / "traces.jsonl").read_bytes().splitlines()
+    found = [trace_from_json(line) for line in lines]
+    return [trace for trace in reversed(found) if trace.split == "train"]
+
+
+def compare(report: Report, run: Path, sample: Sample) -> None:
+    """A row for each signal: what it costs, and how far it is from `hidden`."""
+    vocabulary = sample.model.config.vocab_size
+    exact = measured(run, sample, ["sdpo.signal=hidden"])
+    full = measured(run, sample, [FULL])
+    rows = [row("hidden", exact, exact), row("full", exact, full)]
+    for choice in ("teacher", "student"):
+        for kept in (*KEPT, vocabulary):
+            overrides = [TOPK, f"sdpo.top_k={kept}", f"sdpo.top_k_choice={choice}"]
+            found = measured(run, sample, overrides)
+            name = f"topk {kept}, {choice}"
+            rows.append(row(name, exact, found))
+            report.figures[f"loss error, {name}"] = error(exact.loss, found.loss)
+            report.figures[f"gradient error, {name}"] = distance(exact, found)
+    report.ratios["full_gradient_error"] = distance(exact, full)
+    report.ratios["whole_topk_gradient_error"] = distance(exact, found)
+    title = f"{len(sample.views)} error sites, {sample.tokens} tokens, vocabulary {vocabulary}"
+    columns = ["signal", "bytes a token", "loss", "loss error", "gradient error"]
+    report.print_table(title, columns, rows)
+
+
+def measured(run: Path, sample: Sample, overrides: Sequence[str]) -> Found:
+    return sample.measure(load_config(run / "config.toml", overrides))
+
+
+def row(name: str, exact: Found, found: Found) -> list[str]:
+    errors = (error(exact.loss, found.loss), distance(exact, found))
+    return [
+        name,
+        f"{found.bytes_per_token:,.0f}",
+        f"{found.loss:.6f}",
+        *(f"{each:.1e}" if each else "0" for each in errors),
+    ]
+
+
+def error(exact: float, found: float) -> float:
+    """Relative difference of losses."""
+    return abs(found - exact) / abs(exact)
+
+
+def distance(exact: Found, found: Found) -> float:
+    """Length of the difference of gradients over that of the exact one."""
+    return float((found.gradient - exact.gradient).norm() / exact.gradient.norm())
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    report = Report("sdpo_topk")
+    compare(report, options.run, Sample(options.run, 8 if options.quick else 64))
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""SDPO teachers in processes of their own: the losses of one in the trainer, and a killed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import END_DEADLINE_S, ENDLESS, LiveRun, launched
+
+pytestmark = pytest.mark.timeout(900)
+
+SYNCHRONOUS: dict[str, Any] = {
+    "schedule.max_lag": 0,
+    "eval.episodes": 1,
+    "replay.beta": 0,
+    "sdpo.alpha": 0.5,
+    "trainer.microbatch_tokens": 400,  # a microbatch for every rollout or two
+}
+LOSSES = ("loss/total", "loss/policy", "loss/sdpo", "policy/grad_norm")
+Steps = list[dict[str, Any]]
+Train = Callable[..., Steps]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Train:
+    """The steps of a synchronous run by its settings; the same settings run once."""
+    done: dict[str, Steps] = {}
+
+    def steps_of(steps: int, settings: Mapping[str, Any]) -> Steps:
+        values = {**SYNCHRONOUS, "run.steps": steps, **settings}
+        if str(values) not in done:
+            root = tmp_path_factory.mktemp("trained") / "run"
+            with launched(root, policy_cache, values) as run:
+                assert run.wait() == 0, run.stderr
+            done[str(values)] = run.objects("metrics.jsonl")
+        return done[str(values)]
+
+    return steps_of
+
+
+def assert_same_losses(one: Steps, two: Steps) -> None:
+    assert len(one) == len(two)
+    for mine, other in zip(one, two, strict=True):
+        for name in LOSSES:
+            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), (
+                mine["step"],
+                name,
+            )
+
+
+def test_teachers_of_the_mesh_have_the_losses_of_one_in_the_trainer(train: Train) -> None:
+    mesh, inline = (train(20, {"sdpo.placement": place}) for place in ("mesh", "inline"))
+    assert_same_losses(mesh, inline)
+    taught = [step for step in mesh if step["sdpo/views"]]
+    assert len(taught) >= 10
+    assert [step["step"] - 1 for step in taught] == [
+        step["sdpo/teacher_version"] for step in taught
+    ]
+    assert all(step["loss/sdpo"] > 0 < step["sdpo/bytes"] for step in taught)
+    assert [step["sdpo/bytes"] for step in inline] == [0] * 20
+
+
+def test_an_average_in_the_mesh_is_the_one_in_the_trainer(train: Train) -> None:
+    ema = {"sdpo.teacher": "ema", "sdpo.teacher_rate": 0.3}
+    mesh, inline = (train(4, {"sdpo.placement": place, **ema}) for place in ("mesh", "inline"))
+    assert_same_losses(mesh, inline)
+    assert all(step["loss/sdpo"] > 0 for step in mesh if step["sdpo/views"])
+    assert any(step["sdpo/views"] for step in mesh)
+
+
+def test_two_ranks_and_two_teachers_have_the_losses_of_one_each(train: Train) -> None:
+    many = train(20, {"sdpo.placement": "mesh", "trainer.ranks": 2, "sdpo.replicas": 2})
+    assert_same_losses(many, train(20, {"sdpo.placement": "mesh"}))
+
+
+def test_a_rank_without_an_error_site_waits_for_nothing(train: Train) -> None:
+    """Here with a signal that every teacher asks its rank's student about."""
+    one_site: dict[str, Any] = {
+        "sdpo.max_sites_per_step": 1,
+        "sdpo.signal": "topk",
+        "sdpo.top_k": 8,
+        "sdpo.top_k_choice": "student",
+    }
+    many = train(3, {**one_site, "trainer.ranks": 2, "sdpo.replicas": 2})
+    assert_same_losses(many, train(3, {**one_site, "sdpo.placement": "inline"}))
+    assert [step["sdpo/views"] for step in many] == [1, 1, 1]
+
+
+def replaced(run: LiveRun) -> None:
+    """Kill the teacher while the run trains, and wait until another one is there."""
+    run.until_training()
+    os.kill(run.pids()["sdpo_teacher"], signal.SIGKILL)
+    run.until(lambda run: run.events("actor_restarted"), "replacement of the teacher")
+
+
+def with_and_without(run: LiveRun) -> tuple[list[int], list[int]]:
+    """The steps with error sites that had the channel, and those that had not."""
+    steps = [step for step in run.objects("metrics.jsonl") if step["sdpo/views"]]
+    taught = [step["step"] for step in steps if step["loss/sdpo"] is not None]
+    return taught, [step["step"] for step in steps if step["loss/sdpo"] is None]
+
+
+def test_with_skip_a_run_goes_on_without_a_killed_teacher_and_has_it_back(
+    tmp_path: Path, policy_cache: Path
+) -> None:
+    settings = {**ENDLESS, "replay.beta": 0, "sdpo.when_lost": "skip"}
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        replaced(run)
+        there = len(run.lines("metrics.jsonl"))
+        run.until(lambda run: with_and_without(run)[0][-1] > there + 1, "step with the channel")
+        run.signal_group(signal.SIGINT)
+        assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
+    assert run.stderr == ""
+    lost = [int(event["detail"].split(":")[0].split()[1]) for event in run.events("sdpo_lost")]
+    taught, untaught = with_and_without(run)
+    assert untaught
+    assert set(untaught) <= set(lost)
+    assert taught[0] < untaught[0] < untaught[-1] < taught[-1]
+    check_that_one_teacher_was_replaced(run)
+
+
+def test_with_wait_no_step_of_a_run_is_without_the_channel(
+    tmp_path: Path, policy_cache: Path
+) -> None:
+    settings = {"run.steps": 12, "eval.episodes": 1, "replay.beta": 0, "sdpo.when_lost": "wait"}
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        replaced(run)
+        assert run.wait() == 0, run.stderr
+    assert run.stderr == ""
+    assert with_and_without(run)[1] == []
+    assert run.events("sdpo_lost") == []
+    assert run.summary()["steps"] == 12
+    check_that_one_teacher_was_replaced(run)
+
+
+def check_that_one_teacher_was_replaced(run: LiveRun) -> None:
+    assert [event["actor"] for event in run.events("actor_died")] == ["sdpo_teacher"]
+    (restarted,) = run.events("actor_restarted")
+    assert restarted["actor"] == "sdpo_teacher"
+    assert "at version " in restarted["detail"]
+    assert run.summary()["restarts"] == 1
+    assert run.events("run_failed") == []

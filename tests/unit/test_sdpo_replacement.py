@@ -1,0 +1,211 @@
+"""A teacher that dies: the step goes on as configured, says so, and the next ones have it back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import hinted
+import pytest
+from fake_teachers import FakeTeacher, Ring, batch, config, training, weights
+
+from composer_mesh.mesh.supervision import ActorDied
+
+
+async def killed(ring: Ring, settings: Any, where: str) -> dict[str, Any]:
+    """A step whose first teacher dies at a point: the metrics that the step ends with."""
+    teacher, rank = ring.host.started[0], ring.ranks[0]
+    if where == "reading":
+        rank.block(1)  # a read of memory that is gone would wait for long
+    else:
+        teacher.block({"head": "head", "computing": 1}[where])
+    step = asyncio.create_task(training(ring, settings).train(batch()))
+    await ring.settle()
+    assert not step.done()
+    teacher.die()
+    await ring.settle()
+    if where == "reading":
+        rank.gates.pop(1).set()
+    return await asyncio.wait_for(step, 5)
+
+
+@pytest.mark.parametrize("where", ["computing", "reading"])
+async def test_with_skip_the_step_ends_without_the_channel_and_says_so(
+    build_config: Any, where: str
+) -> None:
+    ring = Ring(settings := config(build_config), ranks=[3])
+    await ring.begin()
+    await killed(ring, settings, where)
+    assert ring.ranks[0].lost == "sdpo_teacher died: killed"
+    await ring.settle()
+    told = {event[0]: event[2] for event in ring.events}
+    assert told.keys() == {"sdpo_lost", "actor_restarted"}
+    assert told["sdpo_lost"] == "step 1: sdpo_teacher died: killed"
+    assert ring.log.index(("lost", "sdpo_teacher", "killed")) < ring.log.index(
+        ("stop", "sdpo_teacher")  # or its death would look like a planned stop
+    )
+    assert ring.sdpo.restarts == 1
+
+
+async def test_with_skip_every_rank_is_told(build_config: Any) -> None:
+    ring = Ring(settings := config(build_config), ranks=[2, 1])
+    await ring.begin()
+    await killed(ring, settings, "computing")
+    assert sorted(ring.of("lose")) == [("lose", f"trainer-{n}", 0) for n in (0, 1)]
+
+
+@pytest.mark.parametrize("where", ["computing", "reading"])
+async def test_with_wait_the_replacement_serves_what_was_not_delivered(
+    build_config: Any, where: str
+) -> None:
+    ring = Ring(settings := config(build_config, when_lost="wait"), ranks=[3])
+    await ring.begin()
+    await killed(ring, settings, where)
+    assert ring.ranks[0].lost == ""
+    taken = {micro: views for micro, _, views in ring.ranks[0].taken}
+    assert taken == {n: ((f"t{n}", 0),) for n in range(3)}
+    assert [event[0] for event in ring.events] == ["actor_restarted"]
+    replacement = ring.host.started[1]
+    assert replacement.served == 2  # the first microbatch had been delivered
+    assert replacement.held == set()
+
+
+async def test_with_wait_other_teachers_go_on_meanwhile(build_config: Any) -> None:
+    settings = config(build_config, when_lost="wait", replicas=2)
+    ring = Ring(settings, ranks=[6])
+    dead, survivor = await ring.begin()
+    dead.block(0)
+    ring.host.prepare = lambda teacher: teacher.gates.update(load=asyncio.Event())
+    views = [hinted.view(f"t{n // 2}", turn=n % 2) for n in range(6)]
+    step = asyncio.create_task(training(ring, settings).train(batch(3, views)))
+    await ring.settle()
+    dead.die()
+    await ring.settle()
+    assert not step.done()
+    assert survivor.served == 3
+    ring.host.started[2].gates.pop("load").set()
+    await asyncio.wait_for(step, 5)
+    assert sorted(ring.ranks[0].taken) == [
+        (n // 2, n % 2, ((f"t{n // 2}", n % 2),)) for n in range(6)
+    ]
+
+
+async def test_the_next_step_has_the_replacement(build_config: Any) -> None:
+    ring = Ring(settings := config(build_config), ranks=[3])
+    await ring.begin()
+    await killed(ring, settings, "computing")
+    await ring.settle()
+    ring.ranks[0].taken.clear()
+    ring.ranks[0].lost = ""
+    await training(ring, settings).train(batch())
+    assert len(ring.ranks[0].taken) == 3
+    assert ring.host.started[1].served == 3
+
+
+@pytest.mark.parametrize(("when_lost", "teachers"), [("skip", 0), ("wait", 1)])
+async def test_a_step_that_begins_while_the_only_teacher_is_gone(
+    build_config: Any, when_lost: str, teachers: int
+) -> None:
+    ring = Ring(settings := config(build_config, when_lost=when_lost), ranks=[3])
+    (dead,) = await ring.begin()
+    dead.die()
+    await training(ring, settings).train(batch())
+    assert ring.of("train") == [("train", "trainer-0", 0, teachers)]
+    lost = [event for event in ring.events if event[0] == "sdpo_lost"]
+    assert len(lost) == 1 - teachers
+
+
+async def test_with_skip_the_others_serve_a_step_that_begins_without_one(build_config: Any) -> None:
+    ring = Ring(settings := config(build_config, replicas=2), ranks=[3])
+    dead, _ = await ring.begin()
+    dead.die()
+    await training(ring, settings).train(batch())
+    assert ring.of("train") == [("train", "trainer-0", 0, 1)]
+    assert {entry[1] for entry in ring.of("signal")} == {"sdpo_teacher-1"}
+
+
+@pytest.mark.parametrize("when_lost", ["skip", "wait"])
+async def test_a_teacher_may_die_while_it_makes_its_head(build_config: Any, when_lost: str) -> None:
+    settings = config(build_config, teacher="ema", when_lost=when_lost)
+    ring = Ring(settings, ranks=[3])
+    await ring.begin()
+    await killed(ring, settings, "head")
+    assert bool(ring.ranks[0].lost) == (when_lost == "skip")
+    assert len(ring.ranks[0].taken) == (0 if when_lost == "skip" else 3)
+
+
+async def test_a_replacement_brings_its_own_head_before_its_signals(build_config: Any) -> None:
+    settings = config(build_config, teacher="ema", when_lost="wait")
+    ring = Ring(settings, ranks=[3])
+    await ring.begin()
+    await killed(ring, settings, "computing")
+    kinds = [entry[0] for entry in ring.log if entry[0] in ("head", "signal", "stop")]
+    assert kinds == ["head", "signal", "signal", "stop", "head", "signal", "signal"]
+
+
+async def replaced(ring: Ring, version: int) -> None:
+    """A teacher that dies while it pulls a version, and its replacement."""
+    dead = ring.host.started[0]
+    dead.block("pull")
+    pulling = asyncio.create_task(ring.sdpo.pull(weights(version)))
+    await ring.settle()
+    dead.die()
+    served = await asyncio.wait_for(pulling, 5)
+    assert served == [version] * (len(ring.sdpo._teachers) - 1)
+    await ring.settle()
+
+
+@pytest.mark.parametrize("teacher", ["live", "frozen", "trust_region"])
+async def test_a_replacement_pulls_the_version_that_the_others_serve(
+    build_config: Any, teacher: str
+) -> None:
+    ring = Ring(config(build_config, teacher=teacher))
+    await ring.begin()
+    await replaced(ring, 4)
+    assert ring.of("pull") == [("pull", "sdpo_teacher", 4)]
+    assert ring.events == [
+        ("actor_restarted", "sdpo_teacher", f"process {ring.host.started[1].pid}, at version 4")
+    ]
+
+
+async def test_an_average_is_taken_over_from_a_teacher_that_lives(build_config: Any) -> None:
+    ring = Ring(config(build_config, teacher="ema", replicas=2))
+    await ring.begin()
+    await replaced(ring, 4)
+    assert ring.of("state") == [("state", "sdpo_teacher-1")]
+    assert ring.of("adopt") == [("adopt", "sdpo_teacher-0", 4)]
+    assert "its average taken from sdpo_teacher-1" in ring.events[0][2]
+
+
+async def test_an_average_that_nobody_has_begins_again_and_that_is_told(build_config: Any) -> None:
+    ring = Ring(config(build_config, teacher="ema"))
+    await ring.begin()
+    await replaced(ring, 4)
+    assert ring.of("adopt") == [("adopt", "sdpo_teacher", 4)]
+    assert "its average begins again there" in ring.events[0][2]
+
+
+@pytest.mark.parametrize("when_lost", ["skip", "wait"])
+async def test_a_replacement_that_dies_too_ends_the_run_with_its_reason(
+    build_config: Any, when_lost: str
+) -> None:
+    ring = Ring(settings := config(build_config, when_lost=when_lost), ranks=[3])
+    (dead,) = await ring.begin()
+    ring.host.prepare = FakeTeacher.die
+    dead.die()
+    if when_lost == "skip":  # the step that finds it out does not wait for the replacement
+        await training(ring, settings).train(batch())
+        await ring.settle()
+    with pytest.raises(ActorDied, match="sdpo_teacher died"):
+        await training(ring, settings).train(batch())
+
+
+async def test_the_end_of_a_run_ends_replacements_under_way(build_config: Any) -> None:
+    ring = Ring(settings := config(build_config), ranks=[3])
+    (dead,) = await ring.begin()
+    ring.host.prepare = lambda teacher: teacher.gates.update(load=asyncio.Event())
+    dead.die()
+    await training(ring, settings).train(batch())
+    await ring.settle()
+    await asyncio.wait_for(ring.sdpo.close(), 5)
+    assert ring.sdpo.restarts == 0
