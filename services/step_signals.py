@@ -4,6 +4,7 @@ Which teachers there are, and what becomes of a step when one dies, is `teaching
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from composer_mesh.mesh.supervision import ActorDied, cancel_and_wait
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, split_views
+
+ASKED = 2
+"""Requests that a teacher holds, so that it goes on without hearing from us."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,21 @@ class StepWork:
     async def run(self, teacher: SpawnedActor, left: list[Request]) -> None:
         """Serve requests in order, taking each from `left` once it was delivered.
 
-        The teacher computes the next signal while the one before is delivered.
+        Two requests are with the teacher, so that it goes on without hearing from us, while the
+        signal before is delivered.
         """
-        delivering: asyncio.Task[None] | None = None
+        todo, asked = list(left), deque[asyncio.Task[SignalHandle]]()
+        delivering: list[asyncio.Task[None]] = []
         try:
-            for request in list(left):
-                handle = await self._signal(teacher, request)
-                if delivering is not None:
-                    await delivering
-                delivering = asyncio.create_task(self._deliver(teacher, request, handle, left))
-            if delivering is not None:
-                await delivering
+            for place, request in enumerate(todo):
+                for following in todo[place + len(asked) : place + ASKED]:
+                    asked.append(asyncio.create_task(self._signal(teacher, following)))
+                handle = await asked.popleft()
+                await asyncio.gather(*delivering)
+                delivering = [asyncio.create_task(self._deliver(teacher, request, handle, left))]
+            await asyncio.gather(*delivering)
         finally:
-            if delivering is not None:
-                await cancel_and_wait([delivering])
+            await cancel_and_wait([*asked, *delivering])
 
     async def lose(self, rank: SpawnedActor, reason: str) -> None:
         """Tell a rank that nothing more will come."""
