@@ -1,7 +1,7 @@
 """The SDPO teachers of a run: fed with views, their signals brought to the trainer, replaced.
 
-Each teacher works through its share of a step in the order in which the trainer will need it, one
-microbatch ahead of what travels, so that its forward runs beside the trainer's work. Bytes move
+Each teacher works through its share of a step in the order in which the trainer will need it, two
+requests ahead of what travels, so that its forward runs beside the trainer's work. Bytes move
 between the actors; here are only calls.
 
     teacher j   signal 0   signal 1   signal 2  ...
@@ -46,6 +46,7 @@ class SdpoTeachers:
         self._latest: WeightsHandle | None = None
         self._syncing = asyncio.Lock()
         self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._frozen_head_brought = False
         self.restarts = 0
 
     async def start(self) -> None:
@@ -96,7 +97,9 @@ class SdpoTeachers:
         shares = [requests_for(place, batch, plans, count) for place in range(count)]
         work = StepWork(self._config, batch.step, ranks, self._deadline_s)
         try:
-            await self._insist(teachers[0], work.bring_head)
+            if not self._frozen_head_brought:
+                await self._insist(teachers[0], work.bring_head)
+                self._frozen_head_brought = self._config.sdpo.teacher == "frozen"
             await together(
                 *(self._serve(work, t, share) for t, share in zip(teachers, shares, strict=True))
             )

@@ -150,6 +150,19 @@ async def test_a_head_of_the_teachers_own_comes_to_every_rank_before_any_signal(
     assert kinds == ["head", "take_head", "take_head", "signal", "signal"]
 
 
+@pytest.mark.parametrize(("teacher", "times"), [("frozen", 1), ("ema", 2)])
+async def test_a_frozen_head_travels_once_and_a_moving_one_at_each_step(
+    build_config: Any, teacher: str, times: int
+) -> None:
+    ring = Ring(settings := config(build_config, teacher=teacher), ranks=[3])
+    await ring.begin()
+    trainer = training(ring, settings)
+    await trainer.train(batch())
+    ring.ranks[0].taken.clear()
+    await trainer.train(batch())
+    assert len(ring.of("head")) == len(ring.of("take_head")) == times
+
+
 @pytest.mark.parametrize("sdpo", [{"teacher": "live"}, {"teacher": "ema", "signal": "full"}])
 async def test_no_head_travels_where_the_trainer_needs_none(build_config: Any, sdpo: Any) -> None:
     ring = Ring(settings := config(build_config, **sdpo), ranks=[3])
