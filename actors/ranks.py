@@ -6,6 +6,7 @@ nothing to sum and starts no process group. Sharding of parameters is not done h
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
 
 
 class Ranks:
@@ -23,16 +23,14 @@ class Ranks:
         self.rank, self.size = rank, size
 
     @classmethod
-    def serve(cls) -> "tuple[dist.TCPStore, int]":
-        """A meeting point for ranks on this host, and its port; the owner keeps it alive."""
-        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        return store, store.port
+    def connect(cls, rank: int, size: int, meeting: Path, deadline_s: float) -> "Ranks":
+        """Join the others by a file that all of them see and nobody else does. Waits for all.
 
-    @classmethod
-    def connect(cls, rank: int, size: int, port: int, deadline_s: float) -> "Ranks":
-        """Join the others at the meeting point. Waits until all have come."""
+        A file, because torch's TCP store listens on every interface and asks nobody for a token.
+        """
         timeout = timedelta(seconds=deadline_s)
-        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+        store = dist.FileStore(str(meeting), size)
+        store.set_timeout(timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return cls(rank, size)
 

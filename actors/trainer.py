@@ -65,15 +65,9 @@ class TrainerActor(MeshActor):
         return folder
 
     @concurrent_endpoint
-    async def meeting_point(self) -> int:
-        """Open the port at which all ranks meet."""
-        self._store, port = Ranks.serve()
-        return port
-
-    @concurrent_endpoint
-    async def connect(self, rank: int, size: int, port: int, deadline_s: float) -> None:
+    async def connect(self, rank: int, size: int, meeting: Path, deadline_s: float) -> None:
         """Become one of several ranks, before `load`. Waits for all the others."""
-        self._ranks = await asyncio.to_thread(Ranks.connect, rank, size, port, deadline_s)
+        self._ranks = await asyncio.to_thread(Ranks.connect, rank, size, meeting, deadline_s)
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from composer_mesh.actors.environment import EnvironmentActor
@@ -107,13 +108,15 @@ class RunMesh:
         size, deadline = len(self.trainers), self.config.run.deadline_s
         if size == 1:
             return
-        port = await self.trainer.call("meeting_point", deadline_s=deadline)
-        await together(
-            *(
-                one.call("connect", rank, size, port, deadline, deadline_s=deadline)
-                for rank, one in enumerate(self.trainers)
+        # Private to this user, and only needed until all have met.
+        with TemporaryDirectory(prefix="composer-mesh-") as folder:
+            meeting = Path(folder) / "ranks"
+            await together(
+                *(
+                    one.call("connect", rank, size, meeting, deadline, deadline_s=deadline)
+                    for rank, one in enumerate(self.trainers)
+                )
             )
-        )
 
     @property
     def restarts(self) -> int:
