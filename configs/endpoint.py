@@ -1,47 +1,69 @@
 """Who answers over the OpenAI chat protocol: the run itself, or any compatible URL.
 
-Holds no credentials: `api_key_env` names an environment variable, never its value.
+Holds no credentials: `api_key_env` and `api_key_file` say where a key is, never what it is.
 """
 
 from typing import Literal, Self
 
 from pydantic import model_validator
 
-from composer_mesh.configs.base import Section
+from composer_mesh.configs.base import FilePath, Section
 
-ADDRESS = ("base_url", "model", "api_key_env")
+ADDRESS = ("base_url", "model", "api_key_env", "api_key_file")
+OPENROUTER_URL = "https://openrouter.ai/api/v1"
+OPENROUTER_KEY = "OPENROUTER_API_KEY"
 
 
 class ChatEndpoint(Section):
     """A model that can be asked; more keys come from who asks it."""
 
-    kind: Literal["builtin", "openai"]
-    """"builtin": rules that the run serves itself; "openai": any compatible URL."""
+    kind: Literal["builtin", "openai", "openrouter"]
+    """"builtin": rules that the run serves itself; "openai": any compatible URL; "openrouter"."""
 
     base_url: str | None = None
-    """Root of an openai API, up to and including /v1."""
+    """Root of the API, up to and including /v1; openrouter has its own."""
 
     model: str | None = None
     """Model name that is sent to it."""
 
     api_key_env: str | None = None
-    """Environment variable that holds its key; not set means no key is sent."""
+    """Environment variable that holds its key; without one and without a file no key is sent."""
+
+    api_key_file: FilePath | None = None
+    """File that holds its key and nothing else, instead of an environment variable."""
+
+    @property
+    def url(self) -> str | None:
+        """Where it is asked; None for what the run serves itself."""
+        return self.base_url or (OPENROUTER_URL if self.kind == "openrouter" else None)
+
+    @property
+    def key_variable(self) -> str | None:
+        """The environment variable of its key; openrouter has a customary one."""
+        if self.kind == "openrouter" and self.api_key_file is None:
+            return self.api_key_env or OPENROUTER_KEY
+        return self.api_key_env
 
     @model_validator(mode="after")
     def _address_fits_the_kind(self) -> Self:
         if self.kind == "builtin":
             self._refuse(ADDRESS)
             return self
-        for key in ("base_url", "model"):
-            if not getattr(self, key):
+        for key, value in (("base_url", self.url), ("model", self.model)):
+            if not value:
                 raise ValueError(
-                    f"{key} is not set but kind is 'openai', which needs base_url and model: "
+                    f"{key} is not set but kind is {self.kind!r}, which needs base_url and model: "
                     f"set {key}"
                 )
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"base_url is {self.base_url!r} but must begin with http:// or https://: "
                 "write the whole address"
+            )
+        if self.api_key_env and self.api_key_file:
+            raise ValueError(
+                f"api_key_env is {self.api_key_env!r} and api_key_file is "
+                f"{str(self.api_key_file)!r} but a key comes from one place: remove one of them"
             )
         return self
 

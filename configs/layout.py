@@ -157,7 +157,7 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
         states = _addresses(config.replay)
         rows.append(TransportRow("frozen states", "teacher_replay", states, CHAT))
     if (asked := config.sdpo.hints.asked) is not None and "hint_writer" in kinds:
-        address = asked.base_url or "expert_server"
+        address = asked.url or "expert_server"
         rows.append(TransportRow("errors and hints", "hint_writer", (address,), CHAT))
     rows.append(TransportRow("requests and handles", "controller", tuple(kinds), MESSAGES))
     return tuple(rows)
@@ -165,7 +165,7 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
 
 def _addresses(replay: ReplayConfig) -> tuple[str, ...]:
     """Who answers the teachers' questions: the run's own server, and every configured URL."""
-    named = [teacher.base_url or "expert_server" for teacher in replay.teachers]
+    named = [teacher.url or "expert_server" for teacher in replay.teachers]
     return tuple(dict.fromkeys(named))
 
 

@@ -4,24 +4,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section, Share
-from composer_mesh.configs.endpoint import ChatEndpoint
+from composer_mesh.configs.base import Count, FilePath, NotNegative, Positive, Section
+from composer_mesh.configs.budget import BudgetConfig
+from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
+from composer_mesh.configs.gate import GateConfig
+from composer_mesh.configs.teachers import TeacherConfig
 
 
-class TeacherConfig(ChatEndpoint):
-    """One external teacher that speaks the OpenAI chat protocol."""
+class BreakerConfig(Section):
+    """When a teacher that keeps failing is left alone for a while."""
 
-    name: Annotated[str, Field(min_length=1)]
-    """How reports call this teacher; unique in the run."""
+    failures: Count = 5
+    """Failed requests in a row after which no more are sent."""
 
-    error_rate: Share | None = None
-    """Share of a builtin teacher's actions that are wrong on purpose; 0 when not set."""
-
-    @model_validator(mode="after")
-    def _errors_are_a_builtin_teachers(self) -> Self:
-        if self.kind == "openai":
-            self._refuse(("error_rate",))
-        return self
+    rest_s: Positive = 30.0
+    """Seconds until one request tries whether it answers again."""
 
 
 class ReplayConfig(Section):
@@ -58,7 +55,40 @@ class ReplayConfig(Section):
     """Frozen states that are sent to the teachers for one optimizer step."""
 
     timeout_s: Positive = 30.0
-    """Seconds until a teacher's answer no longer counts."""
+    """Seconds until a teacher's answer no longer counts, all retries included."""
+
+    connect_timeout_s: Positive = 5.0
+    """Seconds until a connection must stand."""
+
+    read_timeout_s: Positive | None = None
+    """Seconds without a byte until a request is given up; timeout_s when not set."""
+
+    attempts: Count = 4
+    """Times that one question is sent at most, while failures may pass."""
+
+    delivery: Literal["same_step", "late"] | None = None
+    """"same_step": a step waits for its pairs; "late": pairs train when they have come.
+
+    Not set: late where rollouts run ahead of the trainer, same_step in synchronous runs.
+    """
+
+    max_age: Count = 8
+    """Steps after which a pair no longer trains, counted from its rollout's policy version."""
+
+    cache: FilePath | None = None
+    """SQLite file of paid answers that runs may share; in the run directory when not set."""
+
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    """What the teachers may cost."""
+
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig)
+    """When a failing teacher is left alone."""
+
+    gate: GateConfig = Field(default_factory=GateConfig)
+    """Which states are worth an answer."""
+
+    filters: Annotated[tuple[FilterConfig, ...], Field(strict=False)] = DEFAULT_FILTERS
+    """Which pairs are fit for training, in order."""
 
     teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
     """The teachers, in the order in which they are asked."""
@@ -90,6 +120,23 @@ class ReplayConfig(Section):
                 raise ValueError(
                     f"teachers has {names.count(name)} entries named {name!r} but names must be "
                     "unique, because reports are by name: rename all but one"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _costs_are_bounded(self) -> Self:
+        for teacher in self.teachers if self.on else ():
+            known = teacher.has_prices or teacher.kind == "openrouter"
+            if not known and self.budget.unknown_prices == "refuse":
+                raise ValueError(
+                    f"teacher {teacher.name!r} has no price, so no ceiling could hold: set its "
+                    "prompt_usd_per_million and completion_usd_per_million (0 where it is free), "
+                    "or set replay.budget.unknown_prices to 'allow'"
+                )
+            if (teacher.costs or not known) and self.budget.usd == 0:
+                raise ValueError(
+                    f"budget.usd is 0 but teacher {teacher.name!r} costs money, so it could never "
+                    "be asked: set replay.budget.usd to what the run may cost"
                 )
         return self
 

@@ -148,6 +148,18 @@ class ScheduleConfig(Section):
     """Policy versions a rollout may be behind the step that trains on it; 0 is synchronous."""
 
 
+class LateRewardsConfig(Section):
+    """Rewards that are posted after their rollouts were trained on."""
+
+    max_age: Annotated[int, Field(ge=0)] = 0
+    """Policy versions a rollout may be behind when its late reward comes; 0 takes none."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the run reads posted rewards."""
+        return self.max_age > 0
+
+
 class EvalConfig(Section):
     """Held-out evaluation."""
 
@@ -197,8 +209,18 @@ class Config(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """The teacher-replay channel."""
 
+    late_rewards: LateRewardsConfig = Field(default_factory=LateRewardsConfig)
+    """Rewards that come after training."""
+
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
+
+    @property
+    def pairs_wait(self) -> bool:
+        """Whether a step waits for the preference pairs of its own rollouts."""
+        if self.replay.delivery is None:
+            return self.schedule.max_lag == 0
+        return self.replay.delivery == "same_step"
 
     @property
     def asks_for_hints(self) -> bool:

@@ -45,7 +45,12 @@ class StudentState:
 
 @dataclass(frozen=True, slots=True)
 class TeacherAnswer:
-    """One teacher's action. `usd` is 0.0 where the provider did not say (`usd_known`)."""
+    """One teacher's action.
+
+    `usd` is what it cost this time: 0.0 where it came from the cache, and where neither the
+    provider nor the prices say (`usd_known`). `model` and `request_id` are the provider's own words
+    about who answered what; they are untrusted text.
+    """
 
     teacher: str
     action_text: str
@@ -53,6 +58,11 @@ class TeacherAnswer:
     usd: float
     usd_known: bool
     latency_s: float
+    cached: bool = False
+    model: str = ""
+    request_id: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class FailureKind(StrEnum):
@@ -61,10 +71,13 @@ class FailureKind(StrEnum):
     AUTH = "auth"
     PAYMENT = "payment"
     RATE = "rate"
+    MODERATION = "moderation"
     SERVER = "server"
     REQUEST = "request"
     MALFORMED = "malformed"
     TIMEOUT = "timeout"
+    BUDGET = "budget"
+    SUSPENDED = "suspended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,7 @@ class TeacherFailure:
     kind: FailureKind
     text: str
     latency_s: float
+    usd: float = 0.0
 
 
 TeacherReply = TeacherAnswer | TeacherFailure
@@ -107,6 +121,8 @@ class PreferencePair:
 
     `chosen_text` is encoded by the chat format later; `rejected_ids` are the ids that the student
     sampled. `votes` counts well-formed answers, `asked` every teacher that was asked.
+    `reference` holds the frozen initial policy's summed log-probs (nats) of the chosen and of the
+    rejected answer, once they were computed.
     """
 
     pair_id: str
@@ -126,6 +142,7 @@ class PreferencePair:
     asked: int
     usd: float
     usd_known: bool
+    reference: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
