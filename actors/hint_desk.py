@@ -11,37 +11,28 @@ from dataclasses import dataclass, field, replace
 
 from composer_mesh.actors.hint_cache import HintCache, HintCacheError
 from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint
-from composer_mesh.actors.provider_errors import ProviderError
+from composer_mesh.actors.provider_errors import ProviderBudgetError, ProviderError
 from composer_mesh.rollouts.hint_budget import HintBudget
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, tidied
+from composer_mesh.rollouts.money import dollars, nano
 
-PATIENCE = 4
-"""Failures in a row after which the provider is left alone for a while."""
-REST_S = 30.0
 NO_TEXT = "its answer holds no plain text"
 
 
 @dataclass
 class HintDesk:
-    """Belongs to one event loop. `timeout_s` bounds one `write`, whatever it has to wait for."""
+    """Belongs to one event loop. Limits, timeouts and the breaker are the client's."""
 
     client: ProviderClient
     writer: TeacherEndpoint
     cache: HintCache
     budget: HintBudget
-    timeout_s: float
-    max_concurrent: int
     counts: Counter[str] = field(default_factory=Counter)
     last_failure: str = ""
     _asking: dict[str, asyncio.Task[HintReply]] = field(default_factory=dict)
-    _failures: int = 0
-    _rest_until: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._slots = asyncio.Semaphore(self.max_concurrent)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
-        """A reply for each request, in order. Waits at most `timeout_s` for all of them."""
+        """A reply for each request, in order. Waits for them as long as the client does."""
         replies = await asyncio.gather(*map(self._reply, requests))
         self.counts.update(reply.origin for reply in replies)
         return list(replies)
@@ -76,51 +67,48 @@ class HintDesk:
         return HintReply(text, "cached") if text else self._without(NO_TEXT)
 
     async def _ask(self, request: HintRequest, key: str) -> HintReply:
-        """One request; the slot, the answer and the retries share `timeout_s`."""
-        sent: list[float] = []
+        """One request, where its budget allows it."""
+        meter = HintMeter(self.budget)
         try:
-            async with asyncio.timeout(self.timeout_s), self._slots:
-                if refusal := self._refusal():
-                    return self._without(refusal)
-                reserved = self.budget.reserve()
-                if reserved is None:
-                    return self._without(self.budget.refusal)
-                sent.append(reserved)
-                answer = await self.client.complete(self.writer, request.messages, [], seed=0)
-        except TimeoutError:
-            return self._failed(f"no answer within {self.timeout_s} s", sent, None)
+            answer = await self.client.complete(
+                self.writer, request.messages, [], seed=0, meter=meter
+            )
         except ProviderError as error:
-            return self._failed(f"{error.kind.value}: {error.text}", sent, None)
-        except asyncio.CancelledError:
-            self._settle(sent, None)
-            raise
-        usd = self._settle(sent, answer.usd if answer.usd_known else None)
-        self._failures, text = 0, tidied(answer.action_text)
+            refused = isinstance(error, ProviderBudgetError)
+            reason = error.text if refused else f"{error.kind.value}: {error.text}"
+            return replace(self._without(reason), sent=meter.sent, usd=dollars(error.charged))
+        text = tidied(answer.action_text)
         try:  # also without words, or each run would pay for the same answer again
             await asyncio.to_thread(self.cache.put, key, self.writer.model, text)
         except HintCacheError as error:
             self.last_failure = str(error)
         if not text:
-            return replace(self._without(NO_TEXT), sent=True, usd=usd)
-        return HintReply(text, "llm", sent=True, usd=usd)
-
-    def _refusal(self) -> str:
-        if asyncio.get_running_loop().time() < self._rest_until:
-            return f"{PATIENCE} requests failed in a row: the next one waits {REST_S:g} s"
-        return ""
-
-    def _failed(self, reason: str, sent: list[float], usd: float | None) -> HintReply:
-        charged = self._settle(sent, usd)
-        if sent:
-            self._failures += 1
-        if self._failures >= PATIENCE:
-            self._rest_until = asyncio.get_running_loop().time() + REST_S
-            self._failures = 0
-        return replace(self._without(reason), sent=bool(sent), usd=charged)
-
-    def _settle(self, sent: list[float], usd: float | None) -> float:
-        return self.budget.settle(sent[0], usd) if sent else 0.0
+            return replace(self._without(NO_TEXT), sent=True, usd=answer.usd)
+        return HintReply(text, "llm", sent=True, usd=answer.usd)
 
     def _without(self, reason: str) -> HintReply:
         self.last_failure = reason
         return HintReply("", "none", reason=reason)
+
+
+class HintMeter:
+    """One question's way to the budget of hints, as the client's meter."""
+
+    def __init__(self, budget: HintBudget) -> None:
+        self._budget = budget
+        self._reserved: list[float] = []
+
+    @property
+    def sent(self) -> bool:
+        return bool(self._reserved)
+
+    async def reserve(self, teacher: str, _: int | None) -> int:
+        reserved = self._budget.reserve()
+        if reserved is None:
+            raise ProviderBudgetError(teacher, self._budget.refusal)
+        self._reserved.append(reserved)
+        return len(self._reserved) - 1
+
+    async def settle(self, reservation: int, charge: int | None) -> int:
+        usd = None if charge is None else dollars(charge)
+        return nano(self._budget.settle(self._reserved[reservation], usd))

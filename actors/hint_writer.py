@@ -4,6 +4,7 @@ What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hint_d
 decides whether words may be shown. Neither this module nor what it imports loads torch.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +12,21 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.hint_cache import HintCache
 from composer_mesh.actors.hint_desk import HintDesk
-from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider import (
+    BreakerRules,
+    ProviderClient,
+    Retries,
+    TeacherEndpoint,
+    Timeouts,
+)
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.hint_budget import HintBudget
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+
+ONCE = Retries(attempts=1)
+"""A hint is not worth a second try: a template stands ready."""
+PATIENCE = BreakerRules(failures=4, rest_s=30.0)
 
 
 class HintWriterActor(MeshActor):
@@ -37,12 +48,11 @@ class HintWriterActor(MeshActor):
 
         Asks nothing. Replaces what an earlier `load` opened, its budget included.
         """
-        client = ProviderClient(Timeouts(total_s=config.timeout_s), Retries(attempts=1))
+        writer = replace(writer, concurrency=config.max_concurrent)
+        client = ProviderClient(Timeouts(total_s=config.timeout_s), ONCE, PATIENCE)
         client.check(writer)
         budget = HintBudget(config.budget_requests, config.budget_usd, config.assumed_usd)
-        desk = HintDesk(
-            client, writer, HintCache(cache), budget, config.timeout_s, config.max_concurrent
-        )
+        desk = HintDesk(client, writer, HintCache(cache), budget)
         await self._close_desk()
         self._desk = desk
 

@@ -1,105 +1,79 @@
-"""The client of teachers' providers: one chat completion at a time, retried within bounds.
+"""The client of teachers' providers: one question at a time, retried within bounds.
 
-Speaks the OpenAI chat protocol over one pool of kept connections. It knows no budget, no votes
-and no actors. A key is read from the environment at each request and kept nowhere.
+Speaks the OpenAI chat protocol, and OpenRouter's additions where an endpoint is OpenRouter's.
+Fates of failures are in `provider_errors`, limits in `provider_lane`, money in `provider_bill`,
+bytes in `provider_wire` and `provider_reply`. It knows no ceiling, no votes and no actors.
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import httpx
 
-from composer_mesh.actors.provider_errors import (
-    ProviderAuthError,
-    ProviderError,
-    ProviderMalformed,
-    ProviderRequestError,
-    ProviderServerError,
-    ProviderTimeout,
-)
-from composer_mesh.actors.provider_reply import read_answer, read_completion
+from composer_mesh.actors.breaker import BreakerRules
+from composer_mesh.actors.metering import Meter
+from composer_mesh.actors.provider_bill import Bill, Bookkeeping
+from composer_mesh.actors.provider_endpoint import Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider_errors import ProviderError, ProviderRequestError
+from composer_mesh.actors.provider_keys import read_key, warn_if_others_can_read
+from composer_mesh.actors.provider_lane import Clock, Deadline, Lane, Sleep
+from composer_mesh.actors.provider_money import bound, listed_prices, routing_of
+from composer_mesh.actors.provider_reply import Lost, read_completion, read_reply
+from composer_mesh.actors.provider_wire import Outgoing, Wire
+from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
 
-LARGEST_BODY = 8 * 2**20
-SHORTEST_SECRET = 8
-LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+__all__ = ["BreakerRules", "ProviderClient", "Retries", "TeacherEndpoint", "Timeouts"]
+
+T = TypeVar("T")
+ID_DIGITS = 24
+RETRIES, BREAKER = Retries(), BreakerRules()
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherEndpoint:
-    """Where a teacher is asked. `api_key_env` names a variable; None sends no key."""
+class _Question:
+    """One chat completion as it is sent, the same at every attempt."""
 
-    name: str
-    base_url: str
-    model: str
-    api_key_env: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds. `total_s` bounds one `complete` with all its retries and waits.
-
-    `read_s` bounds the wait for the next bytes; None leaves it to `total_s`.
-    """
-
-    total_s: float
-    connect_s: float = 5.0
-    read_s: float | None = None
-
-    def of_request(self) -> httpx.Timeout:
-        read_s = self.total_s if self.read_s is None else self.read_s
-        return httpx.Timeout(self.total_s, connect=self.connect_s, read=read_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """How often and how late a failed request is sent again: full jitter, doubling its range.
-
-    A provider's Retry-After is the least wait, and jitter comes on top, so that clients that
-    were refused together do not return together.
-    """
-
-    attempts: int = 4
-    base_s: float = 0.25
-    cap_s: float = 8.0
-
-    def delay_s(self, failures: int, error: ProviderError, rng: random.Random) -> float | None:
-        """The wait after this many failures, or None to give up."""
-        if not error.retryable or failures >= self.attempts:
-            return None
-        if error.retry_after_s is not None:
-            return error.retry_after_s + rng.uniform(0, self.base_s)
-        return rng.uniform(0, min(self.cap_s, self.base_s * 2**failures))
+    teacher: TeacherEndpoint
+    content: bytes
+    request_id: str
+    call_id: str
 
 
 class ProviderClient:
-    """Asks any teacher for its next action. Safe to use from many tasks of one event loop."""
+    """Asks any teacher for its next action. Safe to use from many tasks of one event loop.
+
+    A teacher's limits and breaker are kept by its name: give each teacher its own.
+    """
 
     def __init__(
         self,
         timeouts: Timeouts,
-        retries: Retries = Retries(),
+        retries: Retries = RETRIES,
+        breaker: BreakerRules = BREAKER,
         *,
         environ: Mapping[str, str] = os.environ,
         transport: httpx.AsyncBaseTransport | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sleep: Sleep = asyncio.sleep,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self._timeouts, self._retries = timeouts, retries
-        self._environ, self._sleep = environ, sleep
+        self._timeouts, self._retries, self._rules = timeouts, retries, breaker
+        self._environ, self._sleep, self._clock = environ, sleep, clock
         self._rng = random.Random()
-        # A proxy of the environment is never asked for an address of this machine.
-        direct: dict[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(LOOPBACK)
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
-        self._client = httpx.AsyncClient(
-            timeout=timeouts.of_request(), limits=limits, transport=transport, mounts=direct
-        )
+        self._lanes: dict[str, Lane] = {}
+        self._warned: set[Path] = set()
+        self._books = Bookkeeping()
+        self._wire = Wire(timeouts, transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,20 +82,25 @@ class ProviderClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the kept connections; requests under way fail."""
-        await self._client.aclose()
+        """Closes the kept connections, so that requests under way fail.
+
+        Waits until the charges of cancelled questions are written.
+        """
+        await self._wire.aclose()
+        await self._books.finish()
 
     def check(self, teacher: TeacherEndpoint) -> None:
         """Raises what would stop every request to this teacher; sends nothing."""
-        self._key(teacher)
-        try:
-            url = httpx.URL(teacher.base_url)
-        except httpx.InvalidURL:
-            url = httpx.URL("")
-        if url.scheme not in ("http", "https") or not url.host or url.userinfo:
-            raise ProviderRequestError(
-                teacher.name, "its base_url is not http(s)://HOST/PATH without credentials"
-            )
+        read_key(teacher, self._environ)
+        teacher.check_address()
+        path = teacher.api_key_file
+        if path is not None and path not in self._warned:
+            self._warned.add(path)
+            warn_if_others_can_read(path)
+
+    def admit(self, teacher: TeacherEndpoint) -> None:
+        """Raises ProviderSuspended while the teacher's breaker lets nothing through."""
+        self._lane(teacher).refuse_while_resting()
 
     async def complete(
         self,
@@ -130,74 +109,128 @@ class ProviderClient:
         tools: Sequence[dict[str, Any]],
         *,
         seed: int,
+        meter: Meter | None = None,
     ) -> TeacherAnswer:
-        """The teacher's next action. Waits for it, at most `total_s`; raises a ProviderError."""
-        self.check(teacher)
-        content = json.dumps(_request(teacher.model, messages, tools, seed)).encode()
-        started, total_s = time.perf_counter(), self._timeouts.total_s
-        try:
-            async with asyncio.timeout(total_s):
-                completion = await self._persist(teacher, content)
-        except TimeoutError:
-            raise ProviderTimeout(teacher.name, f"no answer within {total_s} s") from None
-        turn = sum(message["role"] == "assistant" for message in messages)
-        latency_s = time.perf_counter() - started
-        return read_answer(teacher.name, completion, f"call_{turn}", latency_s)
+        """The teacher's next action; raises a ProviderError, which tells what was `charged`.
 
-    async def _persist(self, teacher: TeacherEndpoint, content: bytes) -> dict[str, Any]:
-        clock = asyncio.get_running_loop().time
-        deadline, failures = clock() + self._timeouts.total_s, 0
+        Waits at most `total_s` for it, and for what the meter takes to write. Cancelled, it closes
+        its request and charges all that it had reserved.
+        """
+        lane, started = self._lane(teacher), time.perf_counter()
+        bill = Bill(None, teacher.name, None, self._books)
+        try:
+            self.check(teacher)
+            question = _question(teacher, messages, tools, seed)
+            most = bound(teacher, len(question.content))
+            bill = Bill(meter, teacher.name, most, self._books)
+            answer = await self._persist(lane, partial(self._ask, lane, question, bill))
+        except ProviderError as error:
+            error.charged = bill.charged
+            lane.counts[error.kind.value] += 1
+            raise
+        lane.counts["answered"] += 1
+        return replace(
+            answer,
+            usd=dollars(bill.charged),
+            usd_known=bill.known,
+            latency_s=time.perf_counter() - started,
+        )
+
+    async def prices(self, teacher: TeacherEndpoint) -> Prices | None:
+        """The teacher's prices in its provider's list of models; None where it lists none.
+
+        Reads the list, which costs nothing; raises a ProviderError where it cannot.
+        """
+        self.check(teacher)
+        lane = Lane(teacher, self._rules, self._clock, self._sleep)
+        listing = await self._persist(lane, partial(self._list_models, lane, teacher))
+        return listed_prices(listing, teacher.model)
+
+    def details(self) -> dict[str, Any]:
+        """By teacher: the breaker's state, requests under way and waiting, ends by kind."""
+        return {name: lane.details() for name, lane in self._lanes.items()}
+
+    async def _persist(self, lane: Lane, attempt: Callable[[int, Deadline], Awaitable[T]]) -> T:
+        """Try until it succeeds, it is final, the attempts are used up or the time is."""
+        deadline, failures = Deadline.of(self._timeouts, self._clock), 0
         while True:
             try:
-                return await self._attempt(teacher, content)
+                return await attempt(failures, deadline)
             except ProviderError as error:
                 failures += 1
+                if error.retryable and error.retry_after_s is not None:
+                    lane.hold(error.retry_after_s)
                 delay_s = self._retries.delay_s(failures, error, self._rng)
-                if delay_s is None or clock() + delay_s >= deadline:
+                hopeless = delay_s is None or delay_s >= deadline.left_s
+                if delay_s is None or hopeless or lane.rests_for(delay_s):
                     raise
             await self._sleep(delay_s)
 
-    async def _attempt(self, teacher: TeacherEndpoint, content: bytes) -> dict[str, Any]:
-        key = self._key(teacher)
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        url = f"{teacher.base_url.rstrip('/')}/chat/completions"
-        try:
-            async with self._client.stream("POST", url, content=content, headers=headers) as reply:
-                raw = await _bounded_body(teacher.name, reply)
-        except httpx.TimeoutException as fault:
-            raise ProviderTimeout(teacher.name, f"{type(fault).__name__}") from None
-        except httpx.HTTPError as fault:
-            raise ProviderServerError(teacher.name, f"{type(fault).__name__}") from None
-        if key is not None and len(key) >= SHORTEST_SECRET:
-            raw = raw.replace(key.encode(), b"[key]")
-        return read_completion(teacher.name, reply.status_code, reply.headers, raw)
-
-    def _key(self, teacher: TeacherEndpoint) -> str | None:
-        if teacher.api_key_env is None:
-            return None
-        key = self._environ.get(teacher.api_key_env, "").strip()
-        if not key:
-            raise ProviderAuthError(teacher.name, f"{teacher.api_key_env} is not set or empty")
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ProviderAuthError(
-                teacher.name, f"{teacher.api_key_env} holds characters that no HTTP header may"
+    async def _ask(
+        self, lane: Lane, question: _Question, bill: Bill, number: int, deadline: Deadline
+    ) -> TeacherAnswer:
+        """One attempt: in line, reserved, sent, settled."""
+        teacher = question.teacher
+        async with lane.turn(deadline):
+            outgoing = Outgoing(
+                teacher,
+                "chat/completions",
+                read_key(teacher, self._environ),
+                question.content,
+                f"{question.request_id}-{number}",
             )
-        return key
+            async with bill.attempt() as attempt:
+                reply = await self._wire.send(outgoing, deadline.left_s)
+                reading = read_reply(teacher, reply, question.call_id)
+                attempt.charge = reading.charge
+            return reading.answer()
+
+    async def _list_models(
+        self, lane: Lane, teacher: TeacherEndpoint, _: int, deadline: Deadline
+    ) -> dict[str, Any]:
+        """One attempt to read the provider's list of models."""
+        async with lane.turn(deadline):
+            outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
+            reply = await self._wire.send(outgoing, deadline.left_s)
+            if isinstance(reply, Lost):
+                raise reply.error
+            return read_completion(teacher.name, reply, reply.body())
+
+    def _lane(self, teacher: TeacherEndpoint) -> Lane:
+        lane = self._lanes.get(teacher.name)
+        if lane is None:
+            lane = Lane(teacher, self._rules, self._clock, self._sleep)
+            self._lanes[teacher.name] = lane
+        elif lane.teacher != teacher:
+            raise ValueError(
+                f"two different teachers are named {teacher.name!r}, so one's failures would "
+                "count against the other: give each its own name"
+            )
+        return lane
 
 
-def _request(
-    model: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], seed: int
-) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": model, "messages": list(messages), "seed": seed}
-    return {**body, "tools": list(tools), "tool_choice": "auto"} if tools else body
-
-
-async def _bounded_body(teacher: str, reply: httpx.Response) -> bytes:
-    body = bytearray()
-    async for chunk in reply.aiter_bytes():
-        body += chunk
-        if len(body) > LARGEST_BODY:
-            raise ProviderMalformed(teacher, f"its answer is longer than {LARGEST_BODY} bytes")
-    return bytes(body)
+def _question(
+    teacher: TeacherEndpoint,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    seed: int,
+) -> _Question:
+    body: dict[str, Any] = {
+        "model": teacher.model,
+        "messages": list(messages),
+        "seed": seed,
+        "max_tokens": teacher.max_tokens,
+    }
+    if teacher.temperature is not None:
+        body["temperature"] = teacher.temperature
+    if tools:
+        body |= {"tools": list(tools), "tool_choice": "auto"}
+    if teacher.routing is not None:
+        body |= {"usage": {"include": True}, "provider": routing_of(teacher)}
+    try:
+        content = json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise ProviderRequestError(teacher.name, "the question cannot be written as JSON") from None
+    told = hashlib.sha256(teacher.name.encode() + b"\n" + content).hexdigest()[:ID_DIGITS]
+    turn = sum(message["role"] == "assistant" for message in messages)
+    return _Question(teacher, content, told, f"call_{turn}")

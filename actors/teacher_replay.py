@@ -1,23 +1,22 @@
 """The teacher-replay actor: a frozen state goes out to several teachers, their actions come back.
 
-It does not choose states, count votes or make pairs; `rollouts.pairs` does. Neither this module
-nor what it imports loads torch.
+It is a process around `teacher_panel`, which asks, pays and remembers. It does not choose states,
+count votes or make pairs; `rollouts.consensus` does. Neither this module nor what it imports
+loads torch.
 """
 
-import asyncio
-from collections import Counter
 from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import ProviderError
+from composer_mesh.actors.panel_settings import PanelSettings
+from composer_mesh.actors.teacher_panel import TeacherPanel
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.rollouts.pairs import FrozenState, TeacherFailure, TeacherReply
+from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 
 
 class TeacherReplayActor(MeshActor):
-    """One of a pool of actors, each with its own connections to the teachers.
+    """One of a pool of actors, each with its own connections to the teachers, under one ledger.
 
     controller -- FrozenState --> TeacherReplayActor == HTTP ==> N teachers
                <-- answers and failures --
@@ -26,90 +25,50 @@ class TeacherReplayActor(MeshActor):
     kind: ClassVar[str] = "teacher_replay"
 
     def __init__(self) -> None:
-        self._client: ProviderClient | None = None
-        self._teachers: list[TeacherEndpoint] = []
-        self._tools: list[dict[str, Any]] = []
-        self._counts: Counter[str] = Counter()
+        self._panel: TeacherPanel | None = None
         self._running = 0
 
     @concurrent_endpoint
-    async def load(
-        self, teachers: list[TeacherEndpoint], tools: list[dict[str, Any]], timeout_s: float
-    ) -> None:
-        """Open a pool for these teachers; raises where one has no usable key or address.
+    async def load(self, settings: PanelSettings) -> None:
+        """Open connections, ledger and cache; raises where a teacher or a file cannot be used.
 
-        Asks nothing. Replaces what an earlier `load` opened.
+        Asks no question; a provider's list of prices is read where the settings name none.
+        Replaces what an earlier `load` opened.
         """
-        client = ProviderClient(Timeouts(total_s=timeout_s))
-        for teacher in teachers:
-            client.check(teacher)
-        await self._close_client()
-        self._client, self._teachers, self._tools = client, list(teachers), list(tools)
+        panel = await TeacherPanel.open(settings)
+        await self._close_panel()
+        self._panel = panel
 
     @concurrent_endpoint
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
         """Ask `n` teachers at once; which ones is settled by the state's seed, in turns.
 
-        Waits until each has answered or failed, at most `timeout_s`. A failure is a value in the
-        list, and counted; no teacher's failure takes another's answer away.
+        Waits until each has answered or failed, at most `timeouts.total_s`. A failure is a value
+        in the list, and counted; no teacher's failure takes another's answer away.
         """
-        client = self._loaded()
-        if not 1 <= n <= len(self._teachers):
-            raise ValueError(
-                f"n is {n}, but {len(self._teachers)} teachers are loaded: ask 1 to that many"
-            )
+        panel = self._loaded()
         self._running += 1
         self.activity = f"asking about {self._running} states"
         try:
-            asked = chosen_teachers(self._teachers, state.seed, n)
-            asking = (ask(client, teacher, state, self._tools) for teacher in asked)
-            replies = await asyncio.gather(*asking)
+            return await panel.ask(state, n)
         finally:
             self._running -= 1
             self.activity = f"asking about {self._running} states" if self._running else "idle"
-        self._counts.update(map(_counted_as, replies))
-        return replies
 
     @concurrent_endpoint
     async def aclose(self) -> None:
-        """Close the connections. Queries under way fail; `load` opens new ones."""
-        await self._close_client()
+        """Close connections and files. Queries under way are cancelled; `load` opens new ones."""
+        await self._close_panel()
 
     def details(self) -> dict[str, Any]:
-        return {"teachers": [t.name for t in self._teachers], "replies": dict(self._counts)}
+        return {} if self._panel is None else self._panel.details()
 
-    def _loaded(self) -> ProviderClient:
-        if self._client is None:
+    def _loaded(self) -> TeacherPanel:
+        if self._panel is None:
             raise RuntimeError("no teachers are loaded: call load first")
-        return self._client
+        return self._panel
 
-    async def _close_client(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
-
-
-def chosen_teachers(teachers: list[TeacherEndpoint], seed: int, n: int) -> list[TeacherEndpoint]:
-    """`n` teachers in a row, from a place that the seed settles, in their configured order."""
-    start = seed % len(teachers)
-    places = sorted((start + step) % len(teachers) for step in range(n))
-    return [teachers[place] for place in places]
-
-
-async def ask(
-    client: ProviderClient,
-    teacher: TeacherEndpoint,
-    state: FrozenState,
-    tools: list[dict[str, Any]],
-) -> TeacherReply:
-    """One teacher's answer, or its failure as a value."""
-    clock = asyncio.get_running_loop().time
-    started = clock()
-    try:
-        return await client.complete(teacher, state.messages, tools, seed=state.seed)
-    except ProviderError as error:
-        return TeacherFailure(teacher.name, error.kind, str(error), clock() - started)
-
-
-def _counted_as(reply: TeacherReply) -> str:
-    return reply.kind.value if isinstance(reply, TeacherFailure) else "answered"
+    async def _close_panel(self) -> None:
+        panel, self._panel = self._panel, None
+        if panel is not None:
+            await panel.aclose()

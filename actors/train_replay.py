@@ -1,5 +1,7 @@
 """The replay channel of a step: preference pairs against the frozen reference, or without one.
 
+The reference's log-probs come with the pairs; who computed them is not known here.
+
 Axes: B pairs of a microbatch.
 """
 
@@ -25,15 +27,15 @@ Sides = tuple[Tensor, Tensor]
 class ReplayChannel:
     """The configured preference loss; only SimPO does without a reference."""
 
-    def __init__(self, config: ReplayConfig, reference: LanguageModel | None) -> None:
-        self._config, self._reference = config, reference
+    def __init__(self, config: ReplayConfig) -> None:
+        self._config = config
 
     def loss(
         self, model: LanguageModel, pairs: Sequence[PairSample], normalizer: int
     ) -> PreferenceLoss:
         """The loss of some pairs, over the number of pairs in the whole batch."""
         config = self._config
-        (chosen, rejected), lengths = _answers(model, pairs), _lengths(pairs)
+        (chosen, rejected), lengths = answer_logprobs(model, pairs), _lengths(pairs)
         if config.loss == "simpo":
             return simpo_loss(
                 chosen,
@@ -44,10 +46,7 @@ class ReplayChannel:
                 label_smoothing=config.label_smoothing,
                 normalizer=normalizer,
             )
-        if self._reference is None:
-            raise ValueError(f"{len(pairs)} pairs need a reference model: load one")
-        with torch.no_grad():
-            reference = _answers(self._reference, pairs)
+        reference = _reference(pairs, chosen)
         sides = (chosen, rejected, *reference)
         if config.loss == "ipo":
             return ipo_loss(*sides, *lengths, beta=config.dpo_beta, normalizer=normalizer)
@@ -59,13 +58,8 @@ class ReplayChannel:
         )
 
 
-def needs_reference(config: ReplayConfig) -> bool:
-    """Whether the channel is on and reads the log-probs of the frozen initial policy."""
-    return config.on and config.loss != "simpo"
-
-
-def _answers(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
-    """Summed log-probs [B] of the chosen and of the rejected answers."""
+def answer_logprobs(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
+    """Summed log-probs [B] in nats of the chosen and of the rejected answers."""
     answers = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]
     contexts = [p.context_ids for p in pairs] * 2
     sequences = [context + answer for context, answer in zip(contexts, answers, strict=True)]
@@ -74,6 +68,19 @@ def _answers(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
     logprobs = model.logprobs(model.hidden(sequences), padded(sequences), mask)
     sums = sequence_logprobs(logprobs, mask)
     return sums[: len(pairs)], sums[len(pairs) :]
+
+
+def _reference(pairs: Sequence[PairSample], like: Tensor) -> Sides:
+    """The frozen policy's log-probs [B] of both answers, as they came with the pairs."""
+    without = [pair.pair_id for pair in pairs if pair.reference is None]
+    if without:
+        raise ValueError(
+            f"{len(without)} of {len(pairs)} pairs have no reference log-probs (first: "
+            f"{without[0]}): score them with the frozen initial policy before they are trained on"
+        )
+    both = [pair.reference for pair in pairs if pair.reference is not None]
+    chosen, rejected = (torch.tensor(side, dtype=like.dtype) for side in zip(*both, strict=True))
+    return chosen.to(like.device), rejected.to(like.device)
 
 
 def _lengths(pairs: Sequence[PairSample]) -> Sides:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors import train_policy, train_replay
+from composer_mesh.actors import train_policy
 from composer_mesh.actors.inbox import SignalsLost
 from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.ranks import Ranks
@@ -63,12 +63,12 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether any channel reads the log-probs of the frozen initial policy."""
-    return train_policy.needs_reference(config.loss) or train_replay.needs_reference(config.replay)
+    """Whether the step itself computes the log-probs of the frozen initial policy."""
+    return train_policy.needs_reference(config.loss)
 
 
 class ThreeChannelStep:
-    """Owns the optimizer of one model; `reference` is frozen, None where no channel needs one."""
+    """Owns the optimizer of one model; `reference` is frozen, None where the loss needs none."""
 
     def __init__(
         self, model: Any, reference: Any | None, config: Config, ranks: Ranks | None = None
@@ -77,7 +77,7 @@ class ThreeChannelStep:
         frozen = None if reference is None else LanguageModel(reference)
         self._policy = PolicyChannel(config, frozen)
         self._sdpo = SdpoChannel(config)
-        self._replay = ReplayChannel(config.replay, frozen)
+        self._replay = ReplayChannel(config.replay)
         trainer = config.trainer
         self._optimizer = torch.optim.AdamW(
             model.parameters(),

@@ -49,7 +49,7 @@ class LengthFilter(_Between):
 
 
 class WordsFilter(_Between):
-    """Words of a text, split at white space."""
+    """Words of a text; characters of scripts without spaces count one each."""
 
     type: Literal["words"]
 
@@ -61,7 +61,7 @@ class WordsFilter(_Between):
 
 
 class SpecialCharactersFilter(_OfSides):
-    """Share of characters that are neither letters, digits nor white space."""
+    """Share of characters that are no letters, digits or white space; of a call, in its values."""
 
     type: Literal["special_characters"]
 

@@ -17,6 +17,7 @@ ActorKind = Literal[
     "sdpo_teacher",
     "hint_writer",
     "teacher_replay",
+    "reference",
     "expert_server",
 ]
 RDMA = "RDMA buffers (ibverbs where present, TCP otherwise)"
@@ -100,7 +101,7 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
         ActorRow(
             "trainer",
             "sums the three losses, steps, publishes weights",
-            replicas=1,
+            replicas=config.trainer.ranks,
             threads=config.trainer.threads,
         ),
         ActorRow(
@@ -138,7 +139,10 @@ def _replay(config: Config) -> tuple[ActorRow, ...]:
     if not replay.on:
         return ()
     role = f"asks {replay.ask} of {len(replay.teachers)} teachers about frozen states"
-    return (ActorRow("teacher_replay", role, replicas=replay.actors, threads=1),)
+    pool = ActorRow("teacher_replay", role, replicas=replay.actors, threads=1)
+    if not replay.needs_reference:
+        return (pool,)
+    return (pool, ActorRow("reference", "scores pairs as the frozen initial policy", 1, 1))
 
 
 def _experts(config: Config) -> tuple[ActorRow, ...]:

@@ -29,16 +29,23 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Relative paths inside it stay relative to the working directory.
     """
-    table = _read(path)
+    return resolve_config(read_table(path), overrides, str(path))
+
+
+def resolve_config(table: Table, overrides: Sequence[str], source: str) -> Config:
+    """The run that a table and the overrides describe; changes the table, as the overrides say.
+
+    Errors begin with `source`.
+    """
     problems = [line for text in overrides if (line := _override(table, text))]
     if problems:
-        raise _error(path, problems)
+        raise _error(source, problems)
     try:
         config = Config.model_validate(table)
     except ValidationError as error:
-        raise _error(path, describe_all(Config, error)) from None
+        raise _error(source, describe_all(Config, error)) from None
     if problems := _missing_files(config):
-        raise _error(path, problems)
+        raise _error(source, problems)
     return config
 
 
@@ -47,7 +54,8 @@ def dump_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _read(path: Path) -> Table:
+def read_table(path: Path) -> Table:
+    """A TOML file as it is written; raises `ConfigError` where it is none."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -63,10 +71,10 @@ def _read(path: Path) -> Table:
         raise ConfigError(f"{path} is not valid TOML: {error}: correct that line") from None
 
 
-def _error(path: Path, problems: Sequence[str]) -> ConfigError:
+def _error(source: str, problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
-        return ConfigError(f"{path}: {problems[0]}")
-    return ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
+        return ConfigError(f"{source}: {problems[0]}")
+    return ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *problems]))
 
 
 def _override(table: Table, text: str) -> str | None:

@@ -146,6 +146,11 @@ class ReplayConfig(Section):
         return self.beta > 0
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether pairs need the log-probs of the frozen initial policy."""
+        return self.on and self.loss != "simpo"
+
+    @property
     def has_builtin_teachers(self) -> bool:
         """Whether the run itself must serve experts."""
         return any(teacher.kind == "builtin" for teacher in self.teachers)

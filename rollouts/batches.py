@@ -29,12 +29,16 @@ class PolicySample:
 
 @dataclass(frozen=True, slots=True)
 class PairSample:
-    """A preference pair as ids: one context, two answers."""
+    """A preference pair as ids: one context, two answers.
+
+    `reference` holds the frozen policy's summed log-probs of the chosen and the rejected answer.
+    """
 
     pair_id: str
     context_ids: list[int]
     chosen_ids: list[int]
     rejected_ids: list[int]
+    reference: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,9 @@ def pair_samples(
 ) -> list[PairSample]:
     """Pairs as ids; the chosen text is encoded here, once. Too long ones are left out."""
     samples = [
-        PairSample(p.pair_id, p.context_ids, chat.action(p.chosen_text), p.rejected_ids)
+        PairSample(
+            p.pair_id, p.context_ids, chat.action(p.chosen_text), p.rejected_ids, p.reference
+        )
         for p in pairs
     ]
     return [

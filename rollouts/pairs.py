@@ -1,19 +1,14 @@
-"""From teachers' answers to preference pairs: what counts as the same action, and who agrees.
+"""The replay channel's data: states, teachers' replies, and the preference pairs they come to.
 
-A pair is made when a majority of the teachers that answered agrees on an action that is not the
-student's. Nothing here asks a teacher, encodes text or knows what a pair is trained with.
+Nothing here counts votes, asks a teacher, encodes text or knows what a pair is trained with.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter
 
-from composer_mesh.rollouts.session import read_answer
-from composer_mesh.rollouts.tool_calls import ToolCall, assistant_message, parse_action
 from composer_mesh.rollouts.traces import Message
 
 
@@ -31,7 +26,8 @@ class StudentState:
     """A frozen state with what the student did there.
 
     `context_ids` are all ids the student had read, `action_ids` the ones it sampled, stop token
-    included where it came; `action_text` is the same action as text.
+    included where it came; `action_text` is the same action as text. `situation` names what kind
+    of state it is, coarsely.
     """
 
     state: FrozenState
@@ -41,6 +37,7 @@ class StudentState:
     context_ids: list[int]
     action_ids: list[int]
     oldest_version: int
+    situation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +90,37 @@ class TeacherFailure:
 
 TeacherReply = TeacherAnswer | TeacherFailure
 
+VoiceKind = Literal["call", "number", "words", "malformed", "undecided", "failed"]
+
 
 @dataclass(frozen=True, slots=True)
-class ActionKey:
-    """The equivalence class of an action. A malformed one agrees with nothing, not even itself."""
+class Voice:
+    """What one teacher said about a state, and whom it sided with.
 
-    kind: Literal["call", "answer", "malformed"]
-    value: str
+    `kind` and `action` are the class of its action, cut where it is long; "undecided" is a teacher
+    that answered twice in different ways, "failed" one that did not answer, for the reason in
+    `failure`. `usd` is what it cost this time, in all its attempts. `model` and `request_id` are
+    the provider's own words: untrusted text.
+    """
 
-    def agrees(self, other: "ActionKey") -> bool:
-        return self.kind != "malformed" and self == other
+    teacher: str
+    kind: VoiceKind
+    action: str = ""
+    with_majority: bool = False
+    with_student: bool = False
+    failure: FailureKind | None = None
+    usd: float = 0.0
+    cached: bool = False
+    model: str = ""
+    request_id: str = ""
 
 
-class Outcome(StrEnum):
-    """What the teachers' replies to one state came to; only `PAIR` makes a pair."""
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Every asked teacher's voice, by name, and how many had to agree."""
 
-    PAIR = "pair"
-    STUDENT_AGREES = "student_agrees"
-    TIE = "tie"
-    NO_MAJORITY = "no_majority"
-    TOO_FEW_VOTES = "too_few_votes"
+    threshold: int = 0
+    voices: tuple[Voice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,9 @@ class PreferencePair:
     """A teachers' action preferred to the student's own, with where it comes from.
 
     `chosen_text` is encoded by the chat format later; `rejected_ids` are the ids that the student
-    sampled. `votes` counts well-formed answers, `asked` every teacher that was asked.
+    sampled, and `rejected_version` the policy version of the oldest of them. `teachers` agreed on
+    the chosen action, `votes` counts the teachers that voted, `asked` all that were asked. What
+    each of them said is in `provenance`, which is empty in pairs of older runs.
     `reference` holds the frozen initial policy's summed log-probs (nats) of the chosen and of the
     rejected answer, once they were computed.
     """
@@ -143,128 +153,7 @@ class PreferencePair:
     usd: float
     usd_known: bool
     reference: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The outcome of one state, and its pair when there is one."""
-
-    state_id: str
-    outcome: Outcome
-    agreeing: list[str]
-    pair: PreferencePair | None
-
-
-def canonical_action(text: str) -> ActionKey:
-    """The class of an action's text.
-
-    Calls are equal by tool and arguments as JSON values (key order, spacing and 2 against 2.0 do
-    not matter; "2" is another type and does). Answers are equal by their number after `Answer:`,
-    or else by their words. An empty answer is malformed.
-    """
-    action = parse_action(text)
-    if isinstance(action, ToolCall):
-        return _call_key(text, action)
-    number, words = read_answer(text), " ".join(text.split()).casefold()
-    if action is not None or not words:
-        return ActionKey("malformed", text)
-    return ActionKey("answer", words if number is None else _canonical_json(number))
-
-
-def _call_key(text: str, call: ToolCall) -> ActionKey:
-    try:
-        return ActionKey("call", f"{call.name} {_canonical_json(call.arguments)}")
-    except RecursionError:
-        return ActionKey("malformed", text)
-
-
-def _canonical_json(value: Any) -> str:
-    return json.dumps(_normal(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
-def _normal(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _normal(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_normal(inner) for inner in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-def decide(student: StudentState, replies: Sequence[TeacherReply], threshold: int) -> Decision:
-    """Whether the teachers agree against the student.
-
-    Each teacher has one vote, its first well-formed answer; failures and malformed answers
-    abstain. The leading action needs `threshold` votes and more than half of those cast. Two
-    actions that lead together are a tie, also when one of them is the student's. The student has
-    no vote. The order of the replies does not matter, unless one teacher answers twice.
-    """
-    if threshold < 2:
-        raise ValueError(f"agreement threshold is {threshold}, below 2: one teacher agrees alone")
-    votes = _votes(replies)
-    cast = sum(len(camp) for camp in votes.values())
-    ranked = sorted(votes.items(), key=lambda item: (-len(item[1]), item[0].kind, item[0].value))
-    outcome = _outcome(canonical_action(student.action_text), ranked, cast, threshold)
-    camp = sorted(ranked[0][1], key=lambda answer: answer.teacher) if ranked else []
-    pair = _pair(student, replies, camp, cast) if outcome is Outcome.PAIR else None
-    return Decision(student.state.state_id, outcome, [a.teacher for a in camp], pair)
-
-
-def _votes(replies: Sequence[TeacherReply]) -> dict[ActionKey, list[TeacherAnswer]]:
-    votes: dict[ActionKey, list[TeacherAnswer]] = {}
-    voted: set[str] = set()
-    for reply in replies:
-        if isinstance(reply, TeacherFailure) or reply.teacher in voted:
-            continue
-        key = canonical_action(reply.action_text)
-        if key.kind != "malformed":
-            voted.add(reply.teacher)
-            votes.setdefault(key, []).append(reply)
-    return votes
-
-
-def _outcome(
-    own: ActionKey,
-    ranked: list[tuple[ActionKey, list[TeacherAnswer]]],
-    cast: int,
-    threshold: int,
-) -> Outcome:
-    if cast < threshold:
-        return Outcome.TOO_FEW_VOTES
-    key, most = ranked[0][0], len(ranked[0][1])
-    if most < threshold:
-        return Outcome.NO_MAJORITY
-    if len(ranked) > 1 and len(ranked[1][1]) == most:
-        return Outcome.TIE
-    if 2 * most <= cast:
-        return Outcome.NO_MAJORITY
-    return Outcome.STUDENT_AGREES if key.agrees(own) else Outcome.PAIR
-
-
-def _pair(
-    student: StudentState, replies: Sequence[TeacherReply], camp: list[TeacherAnswer], cast: int
-) -> PreferencePair:
-    answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
-    return PreferencePair(
-        pair_id=student.state.state_id,
-        state_id=student.state.state_id,
-        trace_id=student.trace_id,
-        turn=student.turn,
-        messages=student.state.messages,
-        context_ids=student.context_ids,
-        chosen_text=camp[0].action_text,
-        chosen_message=camp[0].message,
-        rejected_text=student.action_text,
-        rejected_message=assistant_message(student.action_text, f"call_{student.turn}"),
-        rejected_ids=student.action_ids,
-        rejected_version=student.oldest_version,
-        teachers=[answer.teacher for answer in camp],
-        votes=cast,
-        asked=len({reply.teacher for reply in replies}),
-        usd=sum(answer.usd for answer in answers),
-        usd_known=all(answer.usd_known for answer in answers),
-    )
+    provenance: Provenance = field(default_factory=Provenance)
 
 
 _ADAPTER = TypeAdapter(PreferencePair)

@@ -1,72 +1,172 @@
-"""Which of the student's turns to show to teachers, when there is room for a few.
+"""Which of the student's turns to show to teachers, when an answer costs something.
 
-Error turns come first, then turns of failed episodes, then the others. Nothing here asks a
-teacher or knows what an answer costs.
+The states worth most come first; those worth too little are skipped. Nothing here asks a teacher,
+says what a state is worth or knows what an answer costs.
 """
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from composer_mesh.rollouts.pairs import FrozenState, StudentState, canonical_action
+from composer_mesh.configs.gate import GateConfig
+from composer_mesh.rollouts.actions import ActionKey, canonical_action
+from composer_mesh.rollouts.pairs import FrozenState, StudentState
+from composer_mesh.rollouts.state_value import (
+    Novelty,
+    Signs,
+    action_disagreement,
+    entropy_sign,
+    error_sign,
+    reward_spread,
+    situation,
+    state_value,
+)
 from composer_mesh.rollouts.tool_calls import message_text
 from composer_mesh.rollouts.traces import Trace
 
 
-def select_states(traces: Iterable[Trace], limit: int, rng: random.Random) -> list[StudentState]:
-    """At most `limit` states, the most telling first; the same traces and rng give the same.
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The states to ask about, best first, and the `values` of each.
 
-    Samples of a group start from one prompt: a state that differs from an earlier one in nothing
-    but its trace is chosen once.
+    Of `distinct` states in all, `skipped` were below the gate's `min_value`; what is missing
+    beyond that found no room. `saved` is how many more would be asked about without that bound.
     """
+
+    states: list[StudentState]
+    values: list[float]
+    skipped: int
+    distinct: int
+    saved: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """One turn of one trace. `context` stands for all ids that the student had read."""
+
+    trace: Trace
+    turn: int
+    context: bytes
+    action: ActionKey
+    situation: str
+
+
+def select_states(
+    traces: Iterable[Trace],
+    limit: int,
+    rng: random.Random,
+    gate: GateConfig | None = None,
+    novelty: Novelty | None = None,
+) -> Selection:
+    """At most `limit` states, the most telling first; the same arguments give the same ones.
+
+    Samples of a group start from one prompt: of states that have the same context and action the
+    best one is kept. States that have the same context and different actions are each kept, and
+    have the same seed, so that one question answers all of them. Nothing is counted in `novelty`:
+    the caller does that with the states it asks about.
+    """
+    gate, novelty = gate or GateConfig(), novelty or Novelty()
     salt = rng.getrandbits(64)
-    ordered = sorted(traces, key=lambda trace: trace.trace_id)
-    turns = [(t, turn) for t in ordered for turn, said in enumerate(t.turns) if said.action_ids]
-    rng.shuffle(turns)
-    turns.sort(key=lambda item: _urgency(*item))
-    states = _distinct(student_state(*item, salt) for item in turns)
-    return list(islice(states, limit))
-
-
-def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
-    """The state of one turn; its seed depends on `salt` and the state's id alone."""
-    state_id = f"{trace.trace_id}/{turn}"
-    digest = hashlib.sha256(f"{salt}/{state_id}".encode()).digest()
-    at = _action_index(trace, turn)
-    return StudentState(
-        state=FrozenState(state_id, trace.messages[:at], int.from_bytes(digest[:4]) >> 1),
-        trace_id=trace.trace_id,
-        turn=turn,
-        action_text=message_text(trace.messages[at]),
-        context_ids=trace.prompt_ids(turn),
-        action_ids=trace.turns[turn].action_ids,
-        oldest_version=min(trace.turns[turn].versions),
+    moments = [moment for trace in _in_order(traces) for moment in _moments(trace)]
+    ranked = list(zip(moments, _values(moments, gate, novelty), strict=True))
+    rng.shuffle(ranked)
+    ranked.sort(key=lambda item: -item[1])
+    distinct = list(_distinct(ranked))
+    worthy = [item for item in distinct if item[1] >= gate.min_value]
+    chosen = worthy[:limit]
+    return Selection(
+        [student_state(moment.trace, moment.turn, salt) for moment, _ in chosen],
+        [value for _, value in chosen],
+        skipped=len(distinct) - len(worthy),
+        distinct=len(distinct),
+        saved=len(distinct[:limit]) - len(chosen),
     )
 
 
-def _action_index(trace: Trace, turn: int) -> int:
-    """Where the action of a turn is in the messages; a prompt may hold assistant messages too."""
+def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
+    """The state of one turn; its seed depends on `salt` and on what the student had read."""
+    context_ids = trace.prompt_ids(turn)
+    digest = hashlib.sha256(f"{salt}/".encode() + _bytes(context_ids)).digest()
+    at = _actions_at(trace)[turn]
+    text = message_text(trace.messages[at])
+    seed = int.from_bytes(digest[:4]) >> 1
+    return StudentState(
+        state=FrozenState(f"{trace.trace_id}/{turn}", trace.messages[:at], seed),
+        trace_id=trace.trace_id,
+        turn=turn,
+        action_text=text,
+        context_ids=context_ids,
+        action_ids=trace.turns[turn].action_ids,
+        oldest_version=min(trace.turns[turn].versions),
+        situation=situation(trace, turn, text),
+    )
+
+
+def _actions_at(trace: Trace) -> list[int]:
+    """Where the turns' actions are in the messages; a prompt may hold assistant messages too."""
     spoken = [i for i, message in enumerate(trace.messages) if message["role"] == "assistant"]
     if len(spoken) < len(trace.turns):
         raise ValueError(
             f"trace {trace.trace_id} has {len(trace.turns)} turns and {len(spoken)} assistant "
             "messages: store the conversation with each action in it"
         )
-    return spoken[len(spoken) - len(trace.turns) + turn]
+    return spoken[len(spoken) - len(trace.turns) :]
 
 
-def _urgency(trace: Trace, turn: int) -> int:
-    if any(site.turn == turn for site in trace.error_sites):
-        return 0
-    return 2 if trace.success else 1
+def _in_order(traces: Iterable[Trace]) -> list[Trace]:
+    return sorted(traces, key=lambda trace: trace.trace_id)
 
 
-def _distinct(states: Iterable[StudentState]) -> Iterator[StudentState]:
-    seen: set[tuple[tuple[int, ...], str, str]] = set()
-    for state in states:
-        key = canonical_action(state.action_text)
-        mark = (tuple(state.context_ids), key.kind, key.value)
+def _moments(trace: Trace) -> Iterator[_Moment]:
+    """Every turn in which the student sampled something."""
+    for turn, (at, context) in enumerate(zip(_actions_at(trace), _contexts(trace), strict=True)):
+        if trace.turns[turn].action_ids:
+            text = message_text(trace.messages[at])
+            kind = situation(trace, turn, text)
+            yield _Moment(trace, turn, context, canonical_action(text), kind)
+
+
+def _contexts(trace: Trace) -> Iterator[bytes]:
+    """A digest for each turn of the ids before its action."""
+    read = hashlib.sha256()
+    for turn in trace.turns:
+        read.update(_bytes(turn.context_ids))
+        yield read.digest()
+        read.update(_bytes(turn.action_ids))
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return array("q", ids).tobytes()
+
+
+def _values(moments: Sequence[_Moment], gate: GateConfig, novelty: Novelty) -> list[float]:
+    acted: defaultdict[tuple[int, bytes], Counter[ActionKey]] = defaultdict(Counter)
+    rewards: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for moment in moments:
+        acted[moment.trace.group_id, moment.context][moment.action] += 1
+        rewards[moment.trace.group_id][moment.trace.trace_id] = moment.trace.reward
+    spread = {group: reward_spread(list(of.values())) for group, of in rewards.items()}
+    values = []
+    for moment in moments:
+        trace, turn = moment.trace, moment.turn
+        otherwise = action_disagreement(moment.action, acted[trace.group_id, moment.context])
+        signs = Signs(
+            error=error_sign(trace, turn),
+            entropy=entropy_sign(trace.turns[turn].logprobs, gate.entropy_scale),
+            disagreement=(otherwise + spread[trace.group_id]) / 2,
+            novelty=novelty.sign(moment.situation),
+        )
+        values.append(state_value(signs, gate))
+    return values
+
+
+def _distinct(ranked: Iterable[tuple[_Moment, float]]) -> Iterator[tuple[_Moment, float]]:
+    seen: set[tuple[bytes, ActionKey]] = set()
+    for moment, value in ranked:
+        mark = (moment.context, moment.action)
         if mark not in seen:
             seen.add(mark)
-            yield state
+            yield moment, value

@@ -28,6 +28,7 @@ from composer_mesh.services.ablate_figures import (
     paired,
     steps_to,
 )
+from composer_mesh.services.page import plain_text
 from composer_mesh.services.report import (
     EVALUATIONS_FILE,
     SUMMARY_FILE,
@@ -35,7 +36,6 @@ from composer_mesh.services.report import (
     read_evaluations,
     read_metrics,
 )
-from composer_mesh.services.view import plain_text
 
 REPORT_FILE = "ablation.json"
 TARGET = 0.8

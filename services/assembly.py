@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,19 @@ from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.curve import draw_reward_curve
 from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
 from composer_mesh.services.hint_writing import HintWriting
-from composer_mesh.services.mesh_ports import MeshEnvironments, MeshTeachers, MeshTraining
-from composer_mesh.services.replay import Replay
+from composer_mesh.services.late_store import LATE_FILE, LateStore
+from composer_mesh.services.mesh_ports import (
+    MeshEnvironments,
+    MeshReference,
+    MeshTeachers,
+    MeshTraining,
+)
+from composer_mesh.services.metrics import replay_metrics
+from composer_mesh.services.pair_stream import PairStream, Taken
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
 from composer_mesh.services.rollout import Rollouts
 from composer_mesh.services.run_mesh import RunMesh
+from composer_mesh.services.run_replay import make_late_rewards, make_pair_stream
 from composer_mesh.services.run_store import RunStore
 from composer_mesh.services.status import RunStatus, write_status
 from composer_mesh.services.view import RunView
@@ -51,11 +59,17 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
     """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
     assert not resume, "the command line refuses --resume until runs can be resumed"
     began = time.monotonic()
-    with RunStore(output, config) as store, RunView(config.run.name, config.run.steps) as view:
+    ceiling = config.replay.budget.usd if config.replay.on else None
+    shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
+    with RunStore(output, config) as store, shown as view:
         run = Run(config, store, view)
         code = asyncio.run(_until_interrupted(run.live()))
     summary = write_summary(
-        output, wall_s=time.monotonic() - began, evaluations=run.evaluations, restarts=run.restarts
+        output,
+        wall_s=time.monotonic() - began,
+        evaluations=run.evaluations,
+        restarts=run.restarts,
+        rest=run.rest,
     )
     curve = output / "reward.png"
     metrics = read_metrics(output / "metrics.jsonl")
@@ -106,6 +120,13 @@ class Run:
     @property
     def evaluations(self) -> list[Any]:
         return self.controller.evaluations if self.controller else []
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What the teachers did after the last step, as metrics of a step."""
+        if self.controller is None:
+            return {}
+        return replay_metrics(self.controller.step, Taken([], self.controller.rest))
 
     async def live(self) -> int:
         """Start the mesh, run the controller, stop the mesh; returns the exit status."""
@@ -161,31 +182,38 @@ class Run:
         chat = ChatFormat(load_tokenizer(folder), task.tools)
         check_chat(chat, hints=self.config.sdpo.on)
         await mesh.load(folder, task, self.store.root)
-        self.controller = self._controller(mesh, task, chat)
-        await self.controller.run()
+        with closing(LateStore(self.store.root / LATE_FILE)) as late:
+            self.controller = self._controller(mesh, task, chat, late)
+            await self.controller.run()
 
-    def _controller(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> Controller:
-        config = self.config
+    def _controller(
+        self, mesh: RunMesh, task: Task, chat: ChatFormat, late: LateStore
+    ) -> Controller:
+        config, advantages = self.config, make_advantages(self.config.advantage)
         closed = config.schedule.max_lag == 0
         generation = (LockstepGeneration if closed else PooledGeneration)(mesh.generators)
         deadline = config.run.deadline_s
-        replay: Replay | None = None
-        if mesh.replay is not None:
-            prompts = config.schedule.prompts_per_step
-            replay = Replay(MeshTeachers(mesh.replay), config.replay, prompts, config.run.seed)
         ports = Ports(
             Rollouts(generation, MeshEnvironments(mesh.environments), chat),
-            replay,
+            self._pair_stream(mesh, chat, late),
             MeshTraining(config, mesh.trainers, mesh.teachers),
             MeshWeightSync(mesh.trainer, mesh.generators, mesh.teachers, deadline),
             self.store,
             self.view,
             self._saver(mesh),
             self._hint_writing(mesh, task, chat),
+            make_late_rewards(config, late, advantages, partial(self.event, "late_reward", "")),
         )
-        return Controller(
-            config, task, Batcher(config, task, chat, make_advantages(config.advantage)), ports
-        )
+        return Controller(config, task, Batcher(config, task, chat, advantages), ports)
+
+    def _pair_stream(self, mesh: RunMesh, chat: ChatFormat, late: LateStore) -> PairStream | None:
+        if mesh.replay is None:
+            return None
+        reference: MeshReference | None = None
+        if mesh.reference is not None:
+            reference = MeshReference(mesh.reference, self.config.run.deadline_s)
+        teachers = MeshTeachers(mesh.replay)
+        return make_pair_stream(self.config, teachers, reference, chat, self.store, late)
 
     def _hint_writing(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> HintWriting | None:
         if mesh.hints is None:

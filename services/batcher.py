@@ -40,12 +40,13 @@ class Batcher:
         groups: Sequence[Sequence[Trace]],
         pairs: Sequence[PreferencePair],
         worded: WordedHints | None = None,
+        corrections: Sequence[PolicySample] = (),
     ) -> StepBatch:
         """The batch of a step, with a writer's words for its hints where there is one.
 
-        A channel that is off gets nothing.
+        A channel that is off gets nothing. `corrections` are samples of earlier steps' rollouts.
         """
-        samples = self._samples(groups)
+        samples = [*self._samples(groups), *corrections]
         packed = pair_samples(pairs, self.chat, self.config.policy.max_context)
         if not self.config.sdpo.on:
             return StepBatch(step, samples, [], packed)

@@ -5,7 +5,6 @@ run, after the config has been accepted, so that `check` loads neither torch nor
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,8 @@ from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.tasks import make_task
 from composer_mesh.services.ablate import CHANNELS_OF, plan_ablation, refuse_other_runs
 from composer_mesh.services.custom_functions import check_custom_functions
+from composer_mesh.services.key_checks import MissingKey, check_keys
+from composer_mesh.services.replay_options import ReplayRefused, add_options, read_options
 from composer_mesh.services.run_directory import (
     RUNS,
     RunDirectoryError,
@@ -41,12 +42,15 @@ class UsageError(Exception):
     """A command that cannot run as it was typed."""
 
 
+REFUSALS = (ConfigError, DataError, MissingKey, ReplayRefused, RunDirectoryError, UsageError)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.command(arguments))
-    except (ConfigError, DataError, RunDirectoryError, UsageError) as error:
+    except REFUSALS as error:
         print(f"composer-mesh: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -128,27 +132,11 @@ def _accepted(arguments: argparse.Namespace) -> Config:
 
 def _accept(config: Config) -> None:
     make_task(config)
-    _check_keys(config)
+    check_keys(config)
     try:
         check_custom_functions(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _check_keys(config: Config) -> None:
-    for teacher in config.replay.teachers if config.replay.on else ():
-        name = teacher.api_key_env
-        if name is not None and not os.environ.get(name):
-            raise UsageError(
-                f"teacher {teacher.name!r} takes its key from the environment variable {name}, "
-                "which is not set: export it, or remove api_key_env if the teacher needs no key"
-            )
-    writer = config.sdpo.hints.asked if config.asks_for_hints else None
-    if writer is not None and writer.api_key_env and not os.environ.get(writer.api_key_env):
-        raise UsageError(
-            f"the hint writer takes its key from the environment variable {writer.api_key_env}, "
-            "which is not set: export it, or remove sdpo.hints.llm.api_key_env if it needs no key"
-        )
 
 
 def _items(text: str) -> list[str]:
@@ -170,6 +158,14 @@ def tree(arguments: argparse.Namespace) -> int:
     from composer_mesh.services.tree import tree_command
 
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Ask teachers about the states of stored traces; no mesh is started."""
+    options = read_options(arguments)
+    from composer_mesh.services.replay_command import replay_command
+
+    return replay_command(options)
 
 
 def print_plan(plan: MeshPlan, console: Console) -> None:
@@ -208,6 +204,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_ablate(
         commands.add_parser(
             "ablate", help="compare a run with and without its channels", allow_abbrev=False
+        )
+    )
+    _add_replay(
+        commands.add_parser(
+            "replay", help="preference pairs from the traces of a run", allow_abbrev=False
         )
     )
     _add_tree(commands.add_parser("tree", help=tree.__doc__, allow_abbrev=False))
@@ -262,6 +263,11 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
         help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept",
     )
     parser.set_defaults(command=ablate)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+    parser.set_defaults(command=replay)
 
 
 def _add_tree(parser: argparse.ArgumentParser) -> None:

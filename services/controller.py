@@ -3,8 +3,10 @@
 Rollouts, replay and training run beside each other. The window decides how far ahead rollouts may
 be; steps take groups in the order in which they entered. Everything it touches is a port.
 
-    evaluate -> [ groups -> traces stored -> replay ]  -> batch -> train -> sync -> ... -> evaluate
-                  as far ahead as the window allows        one step at a time
+    evaluate -> [ groups -> traces stored ] -> batch -> train -> sync -> ... -> evaluate
+                  as far ahead as the window    ^         one step at a time
+                  allows      |                 |
+                              +-> pair stream --+   teachers, filters, reference: beside the steps
 """
 
 import asyncio
@@ -15,15 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.supervision import cancel_and_wait, together
+from composer_mesh.mesh.supervision import cancel_and_wait
+from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.hint_writing import HintWriting, WordedHints
+from composer_mesh.services.late_rewards import Corrections, LateRewards
 from composer_mesh.services.metrics import step_metrics
+from composer_mesh.services.pair_stream import PairStream, Taken
 from composer_mesh.services.ports import Store, Training, Watcher, WeightSync
-from composer_mesh.services.replay import Replay, Replayed
+from composer_mesh.services.replay import Replayed
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import Rollouts, Sampling
 
@@ -32,25 +37,25 @@ from composer_mesh.services.rollout import Rollouts, Sampling
 class Ports:
     """The world, as far as a run needs it; `replay` is None when the channel is off.
 
-    `hints` is None where templates alone word the hints.
+    `hints` is None where templates alone word the hints, `late` where no late rewards are taken.
     """
 
     rollouts: Rollouts
-    replay: Replay | None
+    replay: PairStream | None
     trainer: Training
     weights: WeightSync
     store: Store
     watch: Watcher
     save: Callable[[int], Awaitable[None]]
     hints: HintWriting | None = None
+    late: LateRewards | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's samples, stored, with what teachers and the hint writer said about them."""
+    """One prompt's samples, stored, with what the hint writer said about them."""
 
     traces: list[Trace]
-    replayed: Replayed
     worded: WordedHints
 
 
@@ -64,6 +69,8 @@ class Controller:
     ports: Ports
     evaluations: list[Evaluation] = field(default_factory=list)
     step: int = 0
+    rest: Replayed = field(default_factory=Replayed)
+    """What teachers answered too late for the last step."""
     _running: deque[asyncio.Task[Group]] = field(default_factory=deque)
     _samples: set[asyncio.Task[Trace]] = field(default_factory=set)
 
@@ -83,9 +90,13 @@ class Controller:
                 await self._one_step(step)
             await self.ports.save(self.config.run.steps)
             await self._evaluate(self.config.run.steps)
+            if self.ports.replay is not None:
+                self.rest = await self.ports.replay.drain()
         finally:
             under_way: list[asyncio.Task[Any]] = [*self._running, *self._samples]
             await cancel_and_wait(under_way)
+            if self.ports.replay is not None:
+                await self.ports.replay.close()
 
     async def _one_step(self, step: int) -> None:
         began = time.perf_counter()
@@ -93,16 +104,14 @@ class Controller:
         groups = [await self._running[place] for place in range(self._prompts)]
         for _ in groups:
             self._running.popleft()
+        taken = await self._take_pairs(step)
         collected = time.perf_counter()
-        traces = [trace for group in groups for trace in group.traces]
-        replayed = sum_replayed(groups)
-        by_prompt = [group.traces for group in groups]
-        batch = self.batcher.batch(step, by_prompt, replayed.pairs, sum_worded(groups))
+        batch, traces, corrections = self._batch(step, groups, taken)
         trained = await self.ports.trainer.train(batch)
         stepped = time.perf_counter()
         self._window.pulled(await self.ports.weights.sync())
         ended = time.perf_counter()
-        metrics = step_metrics(batch, traces, replayed, trained)
+        metrics = step_metrics(batch, traces, taken, corrections, trained)
         metrics["time/step_s"] = ended - began
         metrics["time/wait_batch_s"] = collected - began
         metrics["time/train_s"] = stepped - collected
@@ -112,6 +121,21 @@ class Controller:
         self.ports.watch.update(metrics)
         if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
+
+    async def _take_pairs(self, step: int) -> Taken | None:
+        return None if self.ports.replay is None else await self.ports.replay.take(step)
+
+    def _batch(
+        self, step: int, groups: Sequence[Group], taken: Taken | None
+    ) -> tuple[StepBatch, list[Trace], Corrections]:
+        by_prompt, corrections = [group.traces for group in groups], Corrections()
+        if (late := self.ports.late) is not None:
+            corrections = late.corrections(step)
+            by_prompt = late.on_time(by_prompt, step)
+            late.remember(step, by_prompt)
+        pairs, worded = taken.pairs if taken else [], sum_worded(groups)
+        batch = self.batcher.batch(step, by_prompt, pairs, worded, corrections.samples)
+        return batch, [trace for group in by_prompt for trace in group], corrections
 
     def _evaluates_after(self, steps: int) -> bool:
         """Whether the run pauses to evaluate there; its end has an evaluation of its own."""
@@ -126,19 +150,17 @@ class Controller:
             self._running.append(asyncio.create_task(self._finish_group(samples)))
 
     async def _finish_group(self, samples: list[asyncio.Task[Trace]]) -> Group:
-        """Waits for a group's samples, stores them, and asks the teachers and the hint writer."""
+        """Waits for a group's samples, stores them, and asks the hint writer.
+
+        Teachers are asked from here on, but nobody waits for them here.
+        """
         traces = await gather_or_cancel(samples)
         self.ports.store.add_traces(traces)
+        if self.ports.replay is not None:
+            self.ports.replay.begin(traces)
         if self.ports.hints is None:
-            return Group(traces, await self._replay(traces), WordedHints())
-        return Group(traces, *await together(self._replay(traces), self.ports.hints.ask(traces)))
-
-    async def _replay(self, traces: list[Trace]) -> Replayed:
-        if self.ports.replay is None:
-            return Replayed()
-        replayed = await self.ports.replay.ask(traces)
-        self.ports.store.add_pairs(replayed.pairs)
-        return replayed
+            return Group(traces, WordedHints())
+        return Group(traces, await self.ports.hints.ask(traces))
 
     def _start(self, split: Split, index: int, sampling: Sampling) -> list[asyncio.Task[Trace]]:
         size = self.config.schedule.group_size if split == "train" else 1
@@ -173,13 +195,6 @@ async def gather_or_cancel(tasks: list[asyncio.Task[Trace]]) -> list[Trace]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def sum_replayed(groups: Sequence[Group]) -> Replayed:
-    total = Replayed()
-    for group in groups:
-        total += group.replayed
-    return total
 
 
 def sum_worded(groups: Sequence[Group]) -> WordedHints:

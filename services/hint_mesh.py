@@ -61,4 +61,10 @@ def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
     assert asked is not None
     if asked.kind == "builtin":
         return TeacherEndpoint("hint writer", expert_url, HINT_WRITER, TOKEN_ENV)
-    return TeacherEndpoint("hint writer", str(asked.base_url), str(asked.model), asked.api_key_env)
+    return TeacherEndpoint(
+        "hint writer",
+        str(asked.url),
+        str(asked.model),
+        asked.key_variable,
+        asked.api_key_file.absolute() if asked.api_key_file else None,
+    )

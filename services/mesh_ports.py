@@ -8,7 +8,7 @@ from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.supervision import together
-from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 from composer_mesh.rollouts.step_plan import plan_step
 from composer_mesh.rollouts.tasks import Episode, StepResult
@@ -52,6 +52,19 @@ class MeshTeachers:
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
         replies: list[TeacherReply] = await self._service.query(state, n=n)
         return replies
+
+
+class MeshReference:
+    """The frozen initial policy in a process of its own."""
+
+    def __init__(self, actor: SpawnedActor, deadline_s: float) -> None:
+        self._actor, self._deadline_s = actor, deadline_s
+
+    async def score(self, samples: Sequence[PairSample]) -> list[tuple[float, float]]:
+        scores: list[tuple[float, float]] = await self._actor.call(
+            "score", list(samples), deadline_s=self._deadline_s
+        )
+        return scores
 
 
 class MeshTraining:

@@ -3,16 +3,22 @@
 Pure; which step it is and where it is written are the controller's and the store's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.late_rewards import Corrections
+from composer_mesh.services.pair_stream import Taken
 from composer_mesh.services.replay import Replayed
 
 
 def step_metrics(
-    batch: StepBatch, traces: Sequence[Trace], replayed: Replayed, trained: dict[str, Any]
+    batch: StepBatch,
+    traces: Sequence[Trace],
+    taken: Taken | None,
+    corrections: Corrections,
+    trained: dict[str, Any],
 ) -> dict[str, Any]:
     """Counts and means over a step. Lags are in policy versions, money in US dollars."""
     lags = [
@@ -35,13 +41,43 @@ def step_metrics(
         "sdpo/refused_hints": batch.refused_hints,
         "sdpo/tokens": batch.sdpo_tokens,
         **(batch.hints.metrics() if batch.hints else {}),
-        "replay/states": replayed.states,
         "replay/pairs": len(batch.pairs),
-        "replay/failures": replayed.failures,
-        "replay/usd": replayed.usd,
+        **replay_metrics(batch.step, taken),
+        **{f"late/{name}": corrections.counts[name] for name in ("rewards", "expired")},
+        "late/samples": len(corrections.samples),
         "lag/mean": _mean([float(lag) for lag in lags]),
         "lag/max": max(lags, default=0),
     }
+
+
+def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
+    """What the teachers did since the step before, and what became of their pairs.
+
+    Dollars are what was charged; `saved_usd` is an estimate. Ages are in policy versions.
+    """
+    taken = taken or Taken([], Replayed())
+    replayed = taken.replayed
+    ages = [float(step - pair.rejected_version) for pair in taken.pairs]
+    return {
+        "replay/states": replayed.states,
+        "replay/skipped": replayed.skipped,
+        "replay/answers": replayed.answers,
+        "replay/cached": replayed.cached,
+        "replay/failures": sum(replayed.failures.values()),
+        **_named("replay/failed", replayed.failures),
+        **_named("replay/outcome", replayed.outcomes),
+        **_named("replay/dropped", replayed.dropped),
+        "replay/waiting": taken.waiting,
+        "replay/expired": taken.expired,
+        "replay/age": _mean(ages),
+        "replay/usd": replayed.usd,
+        "replay/usd_total": taken.usd_total,
+        "replay/saved_usd": taken.saved_usd,
+    }
+
+
+def _named(prefix: str, counts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{prefix}/{name}": counts[name] for name in sorted(counts)}
 
 
 def _mean(values: Sequence[float]) -> float:

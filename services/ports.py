@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
@@ -38,6 +38,12 @@ class Teachers(Protocol):
     """Asks external teachers."""
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
+
+
+class Reference(Protocol):
+    """The frozen initial policy: summed log-probs of both answers of each pair, in their order."""
+
+    async def score(self, samples: Sequence[PairSample]) -> list[tuple[float, float]]: ...
 
 
 class HintWriter(Protocol):

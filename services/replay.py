@@ -1,40 +1,54 @@
-"""The replay channel's round trip: states of finished groups go out, preference pairs come back.
+"""The replay channel's round trip: states of finished groups go out, teachers' decisions come back.
 
-Choosing states and counting votes are pure rules elsewhere; this file asks and collects.
+Choosing states and counting votes are pure rules elsewhere; this file asks and collects. When a
+group is asked about, and when its pairs train, is `pair_stream`'s business.
 """
 
-import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.rollouts.pairs import (
-    Decision,
-    PreferencePair,
-    StudentState,
-    TeacherAnswer,
-    decide,
-)
-from composer_mesh.rollouts.state_choice import select_states
+from composer_mesh.mesh.supervision import together
+from composer_mesh.rollouts.consensus import decide
+from composer_mesh.rollouts.pairs import PreferencePair, StudentState, TeacherAnswer, TeacherReply
+from composer_mesh.rollouts.state_choice import Selection, select_states
+from composer_mesh.rollouts.state_value import Novelty
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.ports import Teachers
 
 
 @dataclass
 class Replayed:
-    """What asking about some groups came to."""
+    """What asking about some groups came to. Dollars are those of this time, cached answers free.
+
+    `skipped` states were not worth an answer, and `saved` of them had found room; `failures` counts
+    teachers that gave none, by kind.
+    """
 
     pairs: list[PreferencePair] = field(default_factory=list)
     states: int = 0
-    failures: int = 0
+    skipped: int = 0
+    saved: int = 0
+    answers: int = 0
+    cached: int = 0
     usd: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
 
     def __iadd__(self, other: "Replayed") -> "Replayed":
         self.pairs += other.pairs
         self.states += other.states
-        self.failures += other.failures
+        self.skipped += other.skipped
+        self.saved += other.saved
+        self.answers += other.answers
+        self.cached += other.cached
         self.usd += other.usd
+        self.outcomes += other.outcomes
+        self.failures += other.failures
+        self.dropped += other.dropped
         return self
 
 
@@ -46,16 +60,31 @@ class Replay:
     ) -> None:
         self._teachers, self._config, self._seed = teachers, config, seed
         self._prompts = prompts_per_step
+        self._novelty = Novelty()
 
     async def ask(self, group: Sequence[Trace]) -> Replayed:
-        """The pairs of one group. Waits for its teachers, at most their timeout."""
+        """Choose a group's states and ask about them."""
+        return await self.ask_about(self.choose(group))
+
+    def choose(self, group: Sequence[Trace]) -> Selection:
+        """The group's states that are worth an answer.
+
+        What was chosen before makes a state less novel, so the order of the calls matters: callers
+        go by `group_id`.
+        """
         group_id = group[0].group_id
         rng = random.Random(f"{self._seed}:replay:{group_id}")
-        states = select_states(group, self._share(group_id), rng)
-        answered = await asyncio.gather(*(self._decide(state) for state in states))
-        replayed = Replayed()
-        for one in answered:
-            replayed += one
+        share = self._share(group_id)
+        selection = select_states(group, share, rng, self._config.gate, self._novelty)
+        self._novelty.asked(selection.states)
+        return selection
+
+    async def ask_about(self, selection: Selection) -> Replayed:
+        """The decisions about some states. Waits for the teachers, at most their timeout."""
+        replayed = Replayed(skipped=selection.skipped, saved=selection.saved)
+        if selection.states:
+            for one in await together(*(self._decide(state) for state in selection.states)):
+                replayed += one
         return replayed
 
     def _share(self, group_id: int) -> int:
@@ -65,11 +94,20 @@ class Replay:
 
     async def _decide(self, state: StudentState) -> Replayed:
         replies = await self._teachers.query(state.state, self._config.ask)
-        decision: Decision = decide(state, replies, self._config.agreement_threshold)
-        answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
-        return Replayed(
-            [decision.pair] if decision.pair else [],
-            states=1,
-            failures=len(replies) - len(answers),
-            usd=sum(answer.usd for answer in answers),
-        )
+        return decided(state, replies, self._config.agreement_threshold)
+
+
+def decided(state: StudentState, replies: Sequence[TeacherReply], threshold: int) -> Replayed:
+    """What the replies about one state came to."""
+    decision = decide(state, replies, threshold)
+    answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
+    failures = [reply for reply in replies if not isinstance(reply, TeacherAnswer)]
+    return Replayed(
+        [decision.pair] if decision.pair else [],
+        states=1,
+        answers=len(answers),
+        cached=sum(answer.cached for answer in answers),
+        usd=sum(reply.usd for reply in replies),
+        outcomes=Counter([decision.outcome.value]),
+        failures=Counter(failure.kind.value for failure in failures),
+    )

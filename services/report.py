@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 CHANNELS = ("policy", "sdpo", "replay")
+REPLAY_TOTALS = ("usd", "pairs", "states", "skipped", "cached", "expired", "saved_usd")
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -69,11 +70,12 @@ def summarize(
     wall_s: float,
     evaluations: Sequence[Evaluation] = (),
     restarts: int = 0,
+    rest: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The figures of `summary.json`; counts in the metrics are per step and are added up here.
 
     The first evaluation is the initial one and the last of several the final one; what was not
-    reached is None.
+    reached is None. `rest` is what the teachers did after the last step.
     """
     return {
         "steps": len(metrics),
@@ -83,7 +85,7 @@ def summarize(
             "final": _evaluation(evaluations[-1]) if len(evaluations) > 1 else None,
         },
         "channels": {name: {"active_steps": _active_steps(metrics, name)} for name in CHANNELS},
-        "replay": {"usd": _total(metrics, "replay/usd"), "pairs": _total(metrics, "replay/pairs")},
+        "replay": _replay([*metrics, rest or {}]),
         "restarts": restarts,
         **_hints(metrics),
         "lag_max": max((step.get("lag/max") or 0 for step in metrics), default=0),
@@ -93,7 +95,12 @@ def summarize(
 
 
 def write_summary(
-    run: Path, *, wall_s: float, evaluations: Sequence[Evaluation] = (), restarts: int = 0
+    run: Path,
+    *,
+    wall_s: float,
+    evaluations: Sequence[Evaluation] = (),
+    restarts: int = 0,
+    rest: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write the `summary.json` of a run directory, replaced as a whole, and return it."""
     summary = summarize(
@@ -101,6 +108,7 @@ def write_summary(
         wall_s=wall_s,
         evaluations=evaluations,
         restarts=restarts,
+        rest=rest,
     )
     draft = run / f".{SUMMARY_FILE}.{os.getpid()}"
     draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -128,11 +136,45 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             for name in CHANNELS
         ),
         ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
+        *_asked(replay),
         *([("hints", _shown_hints(summary["hints"]))] if "hints" in summary else []),
         ("largest lag", f"{summary['lag_max']} versions"),
         ("trained on", f"{summary['tokens_trained']:,} tokens, {summary['rollouts']:,} rollouts"),
         ("restarts", str(summary["restarts"])),
     ]
+
+
+def _replay(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the teachers were asked, cost and came to; `pairs` are those that were trained on."""
+    totals = {name: _total(metrics, f"replay/{name}") for name in REPLAY_TOTALS}
+    named = {
+        name: _totals(metrics, f"replay/{prefix}/")
+        for name, prefix in (("outcomes", "outcome"), ("failed", "failed"), ("dropped", "dropped"))
+    }
+    return {**totals, **named}
+
+
+def _asked(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is worth a row only where something was asked."""
+    if not replay.get("states"):
+        return []
+    dropped = ", ".join(f"{count:,} {name}" for name, count in replay["dropped"].items())
+    rows = [
+        (
+            "asked about",
+            f"{replay['states']:,} states, {replay['cached']:,} answers from the cache",
+        ),
+        ("gate", f"{replay['skipped']:,} states not asked, about ${replay['saved_usd']:.2f} saved"),
+        ("filters dropped", dropped or "none"),
+    ]
+    if replay["expired"]:
+        rows.append(("too late", f"{replay['expired']:,} pairs"))
+    return rows
+
+
+def _totals(metrics: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, int]:
+    keys = sorted({key for step in metrics for key in step if key.startswith(prefix)})
+    return {key.removeprefix(prefix): _total(metrics, key) for key in keys}
 
 
 def _evaluation(evaluation: Evaluation) -> dict[str, Any]:

@@ -15,17 +15,18 @@ from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
 from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.generator import GeneratorActor
-from composer_mesh.actors.provider import TeacherEndpoint
+from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import DeadlineExceeded, together
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import MeshHintWriter
 from composer_mesh.services.service import Service
 from composer_mesh.services.status import ActorStatus
+from composer_mesh.services.teacher_settings import panel_settings
 from composer_mesh.services.teaching import Record, SdpoTeachers
 
 WARM_START_DEADLINE_S = 1800.0
@@ -45,6 +46,7 @@ class RunMesh:
     environments: Service
     teachers: SdpoTeachers | None
     replay: Service | None
+    reference: SpawnedActor | None
     experts: SpawnedActor | None
     hints: MeshHintWriter | None
     token: str = field(repr=False)
@@ -55,28 +57,20 @@ class RunMesh:
         token = new_token()
         teachers = SdpoTeachers(config, host, threads(config.sdpo.threads), record)
         server = host.spawn("expert_server", ExpertServerActor)
-        trainers, generators, environments, replay, _, experts, hints = await together(
+        frozen = host.spawn("reference", ReferenceActor, env=threads(1))
+        trainers, generators, environments, replay, reference, _, experts, hints = await together(
             _trainers(host, config),
             _pool(host, config, GeneratorActor, "generator", config.generator.replicas),
             _pool(host, config, EnvironmentActor, "environment", config.environment.replicas),
-            _if(
-                config.replay.on,
-                service.spawn(
-                    TeacherReplayActor,
-                    n=config.replay.actors,
-                    host=host,
-                    name="teacher_replay",
-                    deadline_s=config.run.deadline_s,
-                    env={TOKEN_ENV: token},
-                ),
-            ),
+            _if(config.replay.on, _teachers(host, config, token)),
+            _if(config.replay.needs_reference, frozen),
             _if(config.sdpo.has_own_actors, teachers.start()),
             _if(config.serves_experts, server),
             _if(config.asks_for_hints, MeshHintWriter.start(config, host, token)),
         )
         own = teachers if config.sdpo.has_own_actors else None
         ring = (trainers, generators, environments)
-        return cls(config, host, *ring, own, replay, experts, hints, token)
+        return cls(config, host, *ring, own, replay, reference, experts, hints, token)
 
     @property
     def trainer(self) -> SpawnedActor:
@@ -101,6 +95,8 @@ class RunMesh:
         ]
         if self.teachers is not None:
             loads.append(self.teachers.load(folder))
+        if self.reference is not None:
+            loads.append(self.reference.call("load", config, folder, deadline_s=deadline))
         loads.append(self._load_asking(task, run))
         await asyncio.gather(*loads)
 
@@ -136,26 +132,13 @@ class RunMesh:
             experts = [Expert(teacher.name, teacher.error_rate or 0.0) for teacher in builtin]
             url = await self.experts.call("load", self.config, experts, self.token)
         if self.replay is not None:
-            teachers = endpoints(self.config, url)
-            await self.replay.fanout("load", teachers, task.tools, config.timeout_s)
+            await self.replay.load(panel_settings(self.config, url, run, task.tools))
         if self.hints is not None:
             await self.hints.load(url, run)
 
     async def describe(self) -> list[ActorStatus]:
         """How each actor is. Waits a few seconds at most; one that is silent is called busy."""
         return list(await asyncio.gather(*(_describe(actor) for actor in self.host.actors)))
-
-
-def endpoints(config: Config, expert_url: str) -> list[TeacherEndpoint]:
-    """Where each configured teacher is asked."""
-    return [
-        TeacherEndpoint(teacher.name, expert_url, teacher.name, TOKEN_ENV)
-        if teacher.kind == "builtin"
-        else TeacherEndpoint(
-            teacher.name, str(teacher.base_url), str(teacher.model), teacher.api_key_env
-        )
-        for teacher in config.replay.teachers
-    ]
 
 
 def threads(count: int) -> dict[str, str]:
@@ -174,9 +157,26 @@ async def _trainers(host: MeshHost, config: Config) -> list[SpawnedActor]:
 
 
 async def _pool(host: MeshHost, config: Config, kind: Any, name: str, n: int) -> Service:
+    """Replicas with state of their own: an episode or a version is lost with its replica."""
     env = threads(config.generator.threads if kind is GeneratorActor else 1)
     deadline_s = config.run.deadline_s
-    return await service.spawn(kind, n=n, host=host, name=name, deadline_s=deadline_s, env=env)
+    return await service.spawn(
+        kind, n=n, host=host, name=name, deadline_s=deadline_s, attempts=1, env=env
+    )
+
+
+async def _teachers(host: MeshHost, config: Config, token: str) -> Service:
+    """Replicas that are all alike: what one was asked when it died, another is asked again."""
+    replay = config.replay
+    return await service.spawn(
+        TeacherReplayActor,
+        n=replay.actors,
+        host=host,
+        name="teacher_replay",
+        # A panel keeps its own time; the deadline is for a process that does not answer.
+        deadline_s=config.run.deadline_s + replay.timeout_s,
+        env={TOKEN_ENV: token},
+    )
 
 
 async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
@@ -191,6 +191,8 @@ async def _describe(actor: SpawnedActor) -> ActorStatus:
         about = await actor.call("describe", deadline_s=DESCRIBE_DEADLINE_S)
     except DeadlineExceeded:
         return ActorStatus(actor.name, actor.kind, actor.pid, "busy", None, "does not answer now")
+    except ActorDied as died:
+        return ActorStatus(actor.name, actor.kind, actor.pid, "dead", None, died.reason)
     state = "ready" if about["activity"] == "idle" else "busy"
     version = about["policy_version"]
     return ActorStatus(actor.name, actor.kind, actor.pid, state, version, about["activity"])

@@ -3,132 +3,156 @@
     pool = await service.spawn(TeacherReplayActor, n=4)
     actions = await pool.query(state, n=3)
 
-A call goes to the replica with the fewest calls under way. A dead replica ends the service's user
-with `ActorDied`; what the endpoints mean is the actor's business.
+This is the surface; docs/service.md says what it promises. Calls travel in `dispatch` by the rules
+of `routing`, replicas come and go in `membership`, and what the endpoints mean is the actor's
+business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from monarch._src.actor.endpoint import EndpointProperty
-
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, Supervisor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import FaultPolicy, Supervisor
+from composer_mesh.services.dispatch import Anywhere, CallRules, Only
+from composer_mesh.services.endpoints import Endpoints, default_name
+from composer_mesh.services.membership import Membership
+from composer_mesh.services.replicas import Call, Recipe, Replica
+from composer_mesh.services.routing import Router
+from composer_mesh.services.sessions import Session
 
 DEADLINE_S = 120.0
+ATTEMPTS = 3
+MAX_OUTSTANDING = 256
+QUEUE = 10_000
+DRAIN_S = 30.0
 
 
-class ReplicaState(Enum):
-    """Where a replica is in its life."""
+class Service(Endpoints):
+    """The replicas of one actor class; the actor's endpoints, each call routed to one replica.
 
-    STARTING = "starting"
-    READY = "ready"
-    DEAD = "dead"
-    STOPPED = "stopped"
+    A call waits for room in order of arrival, and runs again on another replica where its own is
+    lost. Bound the whole of it, waiting included, with `asyncio.timeout`.
+    """
 
+    def __init__(self, recipe: Recipe, router: Router[Replica], rules: CallRules) -> None:
+        super().__init__(recipe.actor_class)
+        self.name = recipe.name
+        self._actor_class = recipe.actor_class
+        self._rules = rules
+        self._members = Membership(recipe, router)
+        self._dispatch = self._members.dispatch
+        self._anywhere = Anywhere(router, self._members.last_death)
+        self._session_names: set[str] = set()
+        self._session_numbers = count()
 
-@dataclass
-class Replica:
-    """One process of a service and the calls it has under way."""
+    @property
+    def replicas(self) -> list[Replica]:
+        """Those that shall serve, dead ones among them; their places are the indexes of `on`."""
+        return self._members.members
 
-    name: str
-    state: ReplicaState = ReplicaState.STARTING
-    actor: SpawnedActor | None = field(default=None, repr=False)
-    outstanding: int = 0
-    calls: int = 0
-    reason: str = ""
+    @property
+    def waiting(self) -> int:
+        """Calls in the line, which no replica has yet."""
+        return self._members.router.waiting
 
-    async def call(self, endpoint: str, args: Any, kwargs: Any, deadline_s: float) -> Any:
-        """Call an endpoint of this replica, and know afterwards whether it still lives."""
-        if self.actor is None or self.state is not ReplicaState.READY:
-            raise ActorDied(self.name, self.reason or f"it is {self.state.value}")
-        self.outstanding += 1
-        self.calls += 1
-        try:
-            return await self.actor.call(endpoint, *args, deadline_s=deadline_s, **kwargs)
-        except ActorDied as died:
-            if died.actor == self.name:
-                self.state, self.reason = ReplicaState.DEAD, died.reason
-            raise
-        finally:
-            self.outstanding -= 1
-
-    def about(self) -> dict[str, Any]:
-        """One line of `Service.status`."""
-        return {
-            "name": self.name,
-            "state": self.state.value,
-            "pid": self.actor.pid if self.actor else None,
-            "outstanding": self.outstanding,
-            "calls": self.calls,
-            "reason": self.reason,
-        }
-
-
-class Service:
-    """The replicas of one actor class; the actor's endpoints, each routed to one replica."""
-
-    def __init__(
-        self,
-        name: str,
-        actor_class: type[MeshActor],
-        replicas: list[Replica],
-        host: MeshHost,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        self.name = name
-        self.replicas = replicas
-        self.deadline_s = deadline_s
-        self.endpoints = endpoints_of(actor_class)
-        self._class_name = actor_class.__name__
-        self._host = host
+    @property
+    def retried(self) -> int:
+        """Attempts beyond the first, over all calls so far."""
+        return self._dispatch.retried
 
     def __len__(self) -> int:
         return len(self.replicas)
 
-    def __getattr__(self, endpoint: str) -> Callable[..., Awaitable[Any]]:
-        self.__dict__[
-            "endpoints"
-        ]  # not yet set while unpickling or copying: KeyError, no recursion
-        self._check(endpoint)
+    async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint of the least busy replica. Waits for its turn and its answer."""
+        self.check(endpoint)
+        return await self._dispatch.call(Call(endpoint, args, kwargs), self._rules, self._anywhere)
 
-        async def routed(*args: Any, **kwargs: Any) -> Any:
-            return await self._pick().call(endpoint, args, kwargs, self.deadline_s)
-
-        return routed
-
-    async def on(self, index: int, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-        """Call an endpoint of the replica with this index. Waits for its answer."""
-        self._check(endpoint)
-        if not 0 <= index < len(self.replicas):
+    async def on(self, index: int, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint of the replica with this index. Waits for its turn and its answer."""
+        self.check(endpoint)
+        if not 0 <= index < len(self):
             raise IndexError(f"replica {index} of {self.name}, which has 0 to {len(self) - 1}")
-        return await self.replicas[index].call(endpoint, args, kwargs, self.deadline_s)
+        only = Only(self.replicas[index])
+        return await self._dispatch.call(Call(endpoint, args, kwargs), self._rules, only)
 
-    async def fanout(self, endpoint: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call an endpoint of every replica. Waits for all answers, in the replicas' order."""
-        self._check(endpoint)
-        calls = [r.call(endpoint, args, kwargs, self.deadline_s) for r in self.replicas]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+    async def fanout(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call an endpoint of every replica, past the line. Waits for all, in their order.
+
+        Dead replicas are left out where their deaths are the service's business (`policy`), and
+        raise where not.
+        """
+        self.check(endpoint)
+        return await self._members.fanout(Call(endpoint, args, kwargs), self._rules.deadline_s)
+
+    async def setup(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """A fanout that replicas which come later hear too, before they get any other call."""
+        self.check(endpoint)
+        return await self._members.set_up(Call(endpoint, args, kwargs), self._rules.deadline_s)
+
+    async def load(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """`setup` of the actor's endpoint `load`."""
+        return await self.setup("load", *args, **kwargs)
+
+    def session(self, name: str | None = None, *, movable: bool = False) -> Session:
+        """Calls that one replica gets all of: `async with pool.session() as session:`."""
+        name = name or f"{self.name}-session-{next(self._session_numbers)}"
+        return Session(
+            name, self._actor_class, self._members, self._rules, movable, self._session_names
+        )
+
+    def options(
+        self,
+        *,
+        deadline_s: float | None = None,
+        attempts: int | None = None,
+        retry_timeouts: bool | None = None,
+    ) -> Service:
+        """This service with other rules for its calls; what is None stays as it is.
+
+        With `retry_timeouts` a call that missed its deadline goes to another replica: it may then
+        be done twice.
+        """
+        given = {"deadline_s": deadline_s, "attempts": attempts, "retry_timeouts": retry_timeouts}
+        changes: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
+        view = copy(self)
+        view._rules = replace(self._rules, **changes)
+        return view
+
+    async def resize(self, n: int, drain_s: float = DRAIN_S) -> None:
+        """Have `n` living replicas. Waits until new ones serve and old ones are gone.
+
+        New ones are set up before they serve, and dead ones replaced. The least busy leave: they
+        get nothing new, and have `drain_s` for the calls and sessions that they have.
+        """
+        _at_least(1, n=n)
+        await self._members.resize(n, drain_s, self._rules.deadline_s)
 
     def status(self) -> list[dict[str, Any]]:
         """What each replica is doing, as far as this side knows. Waits for nothing."""
-        return [replica.about() for replica in self.replicas]
+        return [replica.about() for replica in self._members.everyone]
 
-    async def close(self) -> None:
-        """Stop every replica. Waits until their processes are gone."""
-        await asyncio.gather(*(self._stop(replica) for replica in self.replicas))
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop every replica. Waits until their processes are gone.
+
+        Calls that wait or come later end in `ServiceClosed`, and so do those that are still under
+        way after `drain_s`.
+        """
+        await self._members.close(drain_s)
+
+    async def _begin(self, n: int, load: tuple[Any, ...] | None) -> None:
+        if load is not None:
+            self.check("load")
+            self._members.remember(Call("load", load))
+        await self._members.grow(n, self._rules.deadline_s)
 
     async def __aenter__(self) -> Service:
         return self
@@ -136,73 +160,51 @@ class Service:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _stop(self, replica: Replica) -> None:
-        if replica.actor is not None and replica.state is not ReplicaState.STOPPED:
-            replica.state = ReplicaState.STOPPED
-            await self._host.stop(replica.actor)
-
-    def _pick(self) -> Replica:
-        ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
-        if not ready:
-            first = self.replicas[0]
-            raise ActorDied(first.name, first.reason or f"it is {first.state.value}")
-        return min(ready, key=lambda replica: (replica.outstanding, replica.calls))
-
-    def _check(self, endpoint: str) -> None:
-        if endpoint not in self.endpoints:
-            raise AttributeError(
-                f"{self._class_name} has no endpoint {endpoint!r}: "
-                f"it has {', '.join(sorted(self.endpoints))}"
-            )
-
 
 async def spawn(
     actor_class: type[MeshActor],
     *args: Any,
     n: int,
+    load: tuple[Any, ...] | None = None,
     host: MeshHost | None = None,
     name: str | None = None,
     supervisor: Supervisor | None = None,
     deadline_s: float = DEADLINE_S,
+    attempts: int = ATTEMPTS,
+    max_outstanding: int = MAX_OUTSTANDING,
+    queue: int = QUEUE,
+    policy: FaultPolicy | None = None,
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> Service:
-    """Start `n` replicas of an actor, each in its own process. Waits until all of them answer.
+    """Start `n` replicas of an actor, each in its own process. Waits until all of them are ready.
 
-    `args` and `kwargs` go to the actor's constructor. Without a host the replicas belong to the
-    host that this process keeps for such services.
+    `args` and `kwargs` go to the actor's constructor, `load` to its endpoint of that name. Without
+    a host the replicas belong to the host that this process keeps for such services. The death of a
+    replica is the service's own business where calls have several `attempts`, and ends the run
+    where they have one, unless `policy` says otherwise.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}, but a service has at least one replica: pass n >= 1")
+    _at_least(1, n=n, max_outstanding=max_outstanding)
+    _at_least(0, queue=queue)
+    rules = CallRules(deadline_s, attempts)
     host = host or default_host()
     host.supervisor = host.supervisor or supervisor
+    policy = policy or (FaultPolicy.OWNER if attempts > 1 else FaultPolicy.ESCALATE)
     name = name or default_name(actor_class)
-    replicas = [Replica(f"{name}-{index}") for index in range(n)]
-    service = Service(name, actor_class, replicas, host, deadline_s)
+    recipe = Recipe(name, actor_class, host, args, kwargs, env, policy)
+    service = Service(recipe, Router(max_outstanding, queue), rules)
     try:
-        await _start_all(replicas, actor_class, host, args, kwargs, env)
+        await service._begin(n, load)
     except BaseException:
         await service.close()
         raise
     return service
 
 
-async def _start_all(
-    replicas: list[Replica],
-    actor_class: type[MeshActor],
-    host: MeshHost,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    env: Mapping[str, str] | None,
-) -> None:
-    async def start(replica: Replica) -> None:
-        replica.actor = await host.spawn(replica.name, actor_class, *args, env=env, **kwargs)
-        replica.state = ReplicaState.READY
-
-    results = await asyncio.gather(*map(start, replicas), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+def _at_least(bound: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < bound:
+            raise ValueError(f"{name} is {value}, but a service has {bound} or more: raise {name}")
 
 
 _default_hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, MeshHost] = WeakKeyDictionary()
@@ -214,17 +216,3 @@ def default_host() -> MeshHost:
     if loop not in _default_hosts:
         _default_hosts[loop] = MeshHost(Supervisor())
     return _default_hosts[loop]
-
-
-def endpoints_of(actor_class: type[MeshActor]) -> frozenset[str]:
-    """The names of the endpoints of an actor class."""
-    names = (name for name in dir(actor_class) if not name.startswith("__"))
-    return frozenset(
-        name for name in names if isinstance(getattr(actor_class, name), EndpointProperty)
-    )
-
-
-def default_name(actor_class: type[MeshActor]) -> str:
-    """A service's name from its class: `TeacherReplayActor` gives `teacher-replay`."""
-    stem = actor_class.__name__.removesuffix("Actor") or actor_class.__name__
-    return re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", stem).lower()

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gated_provider import GatedProvider
 
 from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
 from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
-from composer_mesh.actors.provider import TeacherEndpoint
+from composer_mesh.actors.ledger import Ledger
+from composer_mesh.actors.panel_settings import PanelSettings
+from composer_mesh.actors.provider import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider_errors import ProviderAuthError
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.rollouts.consensus import Outcome, decide
+from composer_mesh.rollouts.money import Prices, dollars, nano
 from composer_mesh.rollouts.pairs import (
     FailureKind,
     FrozenState,
-    Outcome,
     StudentState,
     TeacherAnswer,
     TeacherFailure,
-    decide,
 )
 from composer_mesh.rollouts.tasks import make_task
 from composer_mesh.services import service
@@ -55,13 +62,20 @@ async def run(host: MeshHost) -> AsyncIterator[tuple[SpawnedActor, Service, str]
     await experts.call("aclose")
 
 
-def teachers(base_url: str, *names: str) -> list[TeacherEndpoint]:
-    return [TeacherEndpoint(name, base_url, name, TOKEN_ENV) for name in names]
+FREE = Prices.per_million(0, 0)
+
+
+def teachers(base_url: str, *names: str) -> tuple[TeacherEndpoint, ...]:
+    return tuple(TeacherEndpoint(name, base_url, name, TOKEN_ENV, prices=FREE) for name in names)
+
+
+def settings(*asked: TeacherEndpoint, total_s: float = 20.0) -> PanelSettings:
+    return PanelSettings(asked, TASK.tools, Timeouts(total_s))
 
 
 async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) -> None:
     _, pool, base_url = run
-    await pool.fanout("load", teachers(base_url, "a", "b", "c"), TASK.tools, 20.0)
+    await pool.load(settings(*teachers(base_url, "a", "b", "c")))
     states = [state(index) for index in range(8)]
     replies = await asyncio.gather(*(pool.query(s, n=3) for s in states))
     for asked, answers in zip(states, replies, strict=True):
@@ -79,8 +93,8 @@ async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) 
 
 async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(run: Any) -> None:
     experts, pool, base_url = run
-    nobody = TeacherEndpoint("nobody", base_url, "unserved", TOKEN_ENV)
-    await pool.fanout("load", [*teachers(base_url, "a", "wrong"), nobody], TASK.tools, 20.0)
+    nobody = TeacherEndpoint("nobody", base_url, "unserved", TOKEN_ENV, prices=FREE)
+    await pool.load(settings(*teachers(base_url, "a", "wrong"), nobody))
     first, second, third = await pool.on(0, "query", state(0), 3)
     right = TASK.expert(state(0).messages)
     assert (first.action_text == right, second.action_text == right) == (True, False)
@@ -92,14 +106,14 @@ async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(
     assert (about["kind"], about["activity"]) == ("teacher_replay", "idle")
     await experts.call("aclose")
     assert (await experts.call("describe"))["base_url"] is None
-    await pool.fanout("load", teachers(base_url, "a", "b"), TASK.tools, 0.5)
+    await pool.load(settings(*teachers(base_url, "a", "b"), total_s=0.5))
     failed = await pool.on(0, "query", state(1), 2)
     assert [reply.kind for reply in failed] == [FailureKind.SERVER] * 2
 
 
 async def test_n_chooses_teachers_by_the_states_seed_and_fairly(run: Any) -> None:
     _, pool, base_url = run
-    await pool.fanout("load", teachers(base_url, "a", "b", "c"), TASK.tools, 20.0)
+    await pool.load(settings(*teachers(base_url, "a", "b", "c")))
     asked = [[r.teacher for r in await pool.query(state(index), n=2)] for index in range(3)]
     assert asked == [["a", "b"], ["b", "c"], ["a", "c"]]
     with pytest.raises(ValueError, match="n is 4, but 3 teachers are loaded"):
@@ -109,10 +123,43 @@ async def test_n_chooses_teachers_by_the_states_seed_and_fairly(run: Any) -> Non
 async def test_a_missing_key_is_found_by_load(host: MeshHost) -> None:
     pool = await service.spawn(TeacherReplayActor, n=1, host=host, name="replay")
     with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
-        await pool.load([TeacherEndpoint("x", "https://x.test/v1", "m", "NO_SUCH_KEY")], [], 1.0)
+        await pool.load(settings(TeacherEndpoint("x", "https://x.test/v1", "m", "NO_SUCH_KEY")))
     with pytest.raises(RuntimeError, match="no teachers are loaded: call load first"):
         await pool.query(state(0), n=1)
     await pool.aclose()
+
+
+async def test_killing_a_replica_mid_query_loses_no_state_and_no_money(
+    host: MeshHost, tmp_path: Path
+) -> None:
+    pool = await service.spawn(TeacherReplayActor, n=3, host=host, name="replay")
+    states = [state(index) for index in range(12)]
+    prices = Prices.per_million(0.1, 0.1)
+    async with GatedProvider() as provider:
+        asked = [TeacherEndpoint(n, provider.base_url, n, prices=prices) for n in "abc"]
+        budget = BudgetRules(usd=0.1)
+        paid = PanelSettings(
+            tuple(asked), budget=budget, ledger=tmp_path / "ledger", cache=tmp_path / "cache"
+        )
+        await pool.load(paid)
+        asking = [asyncio.ensure_future(pool.query(one, n=3)) for one in states]
+        await provider.has(36)
+        os.kill(pool.replicas[0].actor.pid, signal.SIGKILL)
+        await provider.has(48)  # the third that it was asked is asked again elsewhere
+        provider.gate.set()
+        replies = await asyncio.gather(*asking)
+        assert all(isinstance(reply, TeacherAnswer) for three in replies for reply in three)
+        again = await asyncio.gather(*(pool.query(one, n=3) for one in states))
+        assert all(reply.cached for three in again for reply in three)
+        assert len(provider.requests) == 48
+        await pool.fanout("aclose")
+        ledger = Ledger(tmp_path / "ledger", budget, paid.run)
+        report = ledger.report()
+        ledger.close()
+    answered = sum(reply.usd for three in replies for reply in three)
+    assert dollars(report.run.spent) == pytest.approx(answered)
+    assert report.run.reserved == report.abandoned > 0
+    assert provider.charged <= report.run.spent + report.run.reserved <= nano(budget.usd)
 
 
 async def test_neither_actor_loads_torch() -> None:

@@ -80,6 +80,7 @@ def test_a_teacher_whose_key_is_not_set_is_refused_before_anything_starts(
     teacher = (
         'name = "far"\nkind = "openai"\nbase_url = "https://teacher.invalid/v1"\nmodel = "m"\n'
         'api_key_env = "A_KEY_THAT_IS_NOT_SET"\n'
+        "prompt_usd_per_million = 0\ncompletion_usd_per_million = 0\n"
     )
     text = QUICKSTART.read_text().replace("\n[eval]", f"\n[[replay.teachers]]\n{teacher}\n[eval]")
     config.write_text(text)

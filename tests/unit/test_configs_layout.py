@@ -16,6 +16,9 @@ def kinds(*overrides: str) -> list[str]:
     return [row.kind for row in plan(*overrides).actors]
 
 
+FREE = "prompt_usd_per_million = 0.0, completion_usd_per_million = 0.0"
+
+
 def test_the_quickstart_has_every_kind_of_actor() -> None:
     assert kinds() == [
         "trainer",
@@ -23,8 +26,10 @@ def test_the_quickstart_has_every_kind_of_actor() -> None:
         "environment",
         "sdpo_teacher",
         "teacher_replay",
+        "reference",
         "expert_server",
     ]
+    assert "reference" not in kinds("replay.loss=simpo")
 
 
 def test_a_channel_of_weight_zero_has_no_actors() -> None:
@@ -46,15 +51,13 @@ def test_weights_travel_from_the_trainer_to_all_who_read_them() -> None:
 
 
 def test_the_expert_server_is_there_only_for_builtin_teachers() -> None:
-    teachers = ", ".join(
-        f'{{name = "{name}", kind = "openai", model = "m", base_url = "http://localhost:1/v1"}}'
-        for name in "abc"
-    )
+    remote = f'kind = "openai", model = "m", base_url = "http://localhost:1/v1", {FREE}'
+    teachers = ", ".join(f'{{name = "{name}", {remote}}}' for name in "abc")
     assert "expert_server" not in kinds(f"replay.teachers=[{teachers}]")
 
 
 def test_the_states_go_to_each_address_once() -> None:
-    remote = '{name = "c", kind = "openai", model = "m", base_url = "https://host/v1"}'
+    remote = f'{{name = "c", kind = "openai", model = "m", base_url = "https://host/v1", {FREE}}}'
     local = ", ".join(f'{{name = "{name}", kind = "builtin"}}' for name in "ab")
     states = plan(f"replay.teachers=[{local}, {remote}]").transports[2]
     assert states.targets == ("expert_server", "https://host/v1")

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherAnswer, TeacherReply
@@ -27,9 +29,11 @@ from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.replay import Replay
+from composer_mesh.services.late_store import LATE_FILE, LateStore
+from composer_mesh.services.pair_stream import PairStream
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import PromptTooLong, Rollouts, Sampling
+from composer_mesh.services.run_replay import make_pair_stream
 
 Done = tuple[str, Any]
 CHANNELS = {
@@ -118,6 +122,10 @@ class World:
         said = assistant_message(text, "call")
         return [TeacherAnswer(name, text, said, 0.01, True, 0.1) for name in "ab"[:n]]
 
+    async def score(self, samples: Sequence[PairSample]) -> list[tuple[float, float]]:
+        await self.pause("score")
+        return [(-1.0, -2.0)] * len(samples)
+
     async def train(self, batch: StepBatch) -> dict[str, Any]:
         await self.pause("train")
         assert batch.step == self.trained
@@ -168,13 +176,12 @@ def make_world(tokenizer: Any, toolbox: ToolboxTask) -> MakeWorld:
     return lambda **options: World(toolbox, chat, **options)
 
 
-def controller_of(world: World, config: Config) -> Controller:
+def controller_of(world: World, config: Config, late: LateStore) -> Controller:
     rollouts = Rollouts(world, world, world.chat)
-    schedule = config.schedule
-    replay = Replay(world, config.replay, schedule.prompts_per_step, config.run.seed)
-    ports = Ports(
-        rollouts, replay if config.replay.on else None, world, world, world, world, world.save
-    )
+    stream: PairStream | None = None
+    if config.replay.on:
+        stream = make_pair_stream(config, world, world, world.chat, world, late)
+    ports = Ports(rollouts, stream, world, world, world, world, world.save)
     return Controller(
         config,
         world.task,
@@ -195,9 +202,16 @@ def config(build_config: Any, max_lag: int) -> Config:
 
 
 async def finished(world: World, config: Config) -> Controller:
-    controller = controller_of(world, config)
-    await controller.run()
+    with new_store() as late:
+        controller = controller_of(world, config, late)
+        await controller.run()
     return controller
+
+
+@contextmanager
+def new_store() -> Iterator[LateStore]:
+    with TemporaryDirectory() as folder, closing(LateStore(Path(folder) / LATE_FILE)) as late:
+        yield late
 
 
 def others() -> set[asyncio.Task[Any]]:
@@ -271,11 +285,12 @@ async def test_all_three_channels_get_their_data(make_world: MakeWorld, config: 
     batches = world.names("trained")
     assert sum(len(batch.views) for batch in batches) > 0
     assert sum(len(batch.pairs) for batch in batches) > 0
+    before: set[str] = set()
     for batch, metrics in zip(batches, world.names("metrics"), strict=True):
         trained = {sample.trace_id for sample in batch.samples}
         assert {view.trace_id for view in batch.views} <= trained
-        assert {pair.pair_id.rpartition("/")[0] for pair in batch.pairs} <= trained
-        assert metrics["replay/states"] <= 6
+        before = trained if config.pairs_wait else before | trained
+        assert {pair.pair_id.rpartition("/")[0] for pair in batch.pairs} <= before
         assert metrics["replay/usd"] == pytest.approx(0.02 * metrics["replay/states"])
 
 
@@ -339,7 +354,10 @@ async def test_the_same_seed_makes_the_same_batches_when_synchronous(
     assert one == two
 
 
-PORTS = ["begin", "generation", "step", "finish", "query", "train", "sync", "save", "add_traces"]
+PORTS = [
+    *("begin", "generation", "step", "finish", "query", "score"),
+    *("train", "sync", "save", "add_traces"),
+]
 
 
 @pytest.mark.parametrize("port", PORTS)
@@ -359,12 +377,13 @@ async def test_a_run_that_is_cancelled_at_any_moment_leaves_nothing_running(
         **CHANNELS, schedule={"max_lag": 1, "group_size": 2}, eval={"episodes": 1}
     )
     for moment in range(120):
-        running = asyncio.create_task(controller_of(make_world(seed=10), config).run())
-        for _ in range(moment):
-            await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        with new_store() as late:
+            running = asyncio.create_task(controller_of(make_world(seed=10), config, late).run())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
         assert others() == set(), moment
 
 
@@ -373,16 +392,18 @@ async def test_a_run_that_hangs_can_be_cancelled_and_keeps_what_was_finished(
     make_world: MakeWorld, config: Config, port: str
 ) -> None:
     world = make_world(seed=11, hang=port)
-    running = asyncio.create_task(controller_of(world, config).run())
+    running = asyncio.create_task(finished(world, config))
     for _ in range(3000):
         await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert others() == set()
-    if port in ("query", "train", "sync"):
-        ahead = config.schedule.max_lag + 1
+    ahead = config.schedule.max_lag + 1
+    if port in ("train", "sync") or (port == "query" and config.pairs_wait):
         assert len(world.names("stored")) == 3 * 2 * ahead
+    elif port == "query":
+        assert world.trained == config.run.steps  # silent teachers block no step
 
 
 async def test_a_trace_is_the_conversation_token_for_token(

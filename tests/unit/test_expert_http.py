@@ -229,7 +229,7 @@ async def test_the_provider_client_and_the_server_speak_the_same_protocol(
     server: ExpertServer,
 ) -> None:
     def teacher(model: str, env: str = "TOKEN") -> TeacherEndpoint:
-        return TeacherEndpoint("t", server.base_url, model, env)
+        return TeacherEndpoint(f"{model} {env}", server.base_url, model, env)
 
     keys = {"TOKEN": TOKEN, "WRONG": "sk-wrong-wrong"}
     async with ProviderClient(Timeouts(20.0), Retries(attempts=1), environ=keys) as client:

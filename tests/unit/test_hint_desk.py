@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import httpx
 import pytest
 
 from composer_mesh.actors.hint_cache import HintCache, HintCacheError
-from composer_mesh.actors.hint_desk import PATIENCE, HintDesk
-from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.hint_desk import HintDesk
+from composer_mesh.actors.hint_writer import ONCE, PATIENCE
+from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.rollouts.hint_budget import HintBudget
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 
@@ -60,10 +62,11 @@ async def open_desk(tmp_path: Path) -> AsyncIterator[OpenDesk]:
         max_concurrent: int = 8,
     ) -> HintDesk:
         transport = httpx.MockTransport(provider)
-        client = ProviderClient(Timeouts(timeout_s), Retries(1), transport=transport)
+        client = ProviderClient(Timeouts(timeout_s), ONCE, PATIENCE, transport=transport)
         cache = HintCache(tmp_path / "kept" / "hints.sqlite")
         budget = HintBudget(requests, usd, assumed_usd)
-        desks.append(HintDesk(client, WRITER, cache, budget, timeout_s, max_concurrent))
+        writer = replace(WRITER, concurrency=max_concurrent)
+        desks.append(HintDesk(client, writer, cache, budget))
         return desks[-1]
 
     yield open_one
@@ -163,9 +166,10 @@ async def test_a_slow_provider_is_waited_for_once_and_charged(open_desk: OpenDes
     replies = await desk.write([question(n) for n in range(6)])
     assert clock() - began < 5
     assert {reply.origin for reply in replies} == {"none"}
-    assert sum(reply.sent for reply in replies) == desk.budget.sent
-    assert desk.budget.spent_usd == pytest.approx(0.001 * desk.budget.sent)
-    assert "no answer within 0.2 s" in desk.last_failure
+    assert sum(reply.sent for reply in replies) == desk.budget.sent >= 2
+    assert desk.budget.spent_usd == pytest.approx(sum(reply.usd for reply in replies))
+    assert desk.budget.spent_usd >= 0.002
+    assert any("no answer within 0.2 s" in reply.reason for reply in replies)
 
 
 async def test_a_provider_that_fails_in_a_row_is_left_alone_for_a_while(
@@ -174,7 +178,7 @@ async def test_a_provider_that_fails_in_a_row_is_left_alone_for_a_while(
     provider = Provider(lambda request: httpx.Response(500, json={"error": {"message": "no"}}))
     desk = open_desk(provider, max_concurrent=1)
     replies = await desk.write([question(n) for n in range(20)])
-    assert len(provider.requests) == PATIENCE
+    assert len(provider.requests) == PATIENCE.failures
     assert {reply.origin for reply in replies} == {"none"}
     assert "failed in a row" in desk.last_failure
 

@@ -32,8 +32,8 @@ from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.hint_mesh import writer_endpoint
 from composer_mesh.services.hint_writing import HintWriting, WordedHints
+from composer_mesh.services.late_rewards import Corrections
 from composer_mesh.services.metrics import step_metrics
-from composer_mesh.services.replay import Replayed
 from composer_mesh.services.report import summarize, summary_table
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}
@@ -148,7 +148,7 @@ async def test_words_reach_the_batch_and_are_counted(
     assert len(batch.views) == 6
     for view in batch.views:
         assert "Hint: Look again." in chat.action_text(view.teacher_ids)
-    metrics = step_metrics(batch, [t for group in groups for t in group], Replayed(), {})
+    metrics = step_metrics(batch, [t for group in groups for t in group], None, Corrections(), {})
     assert metrics["hints/llm"] == metrics["hints/requests"] == 6
     assert (metrics["hints/usd"], metrics["hints/fallback"]) == (3.0, 0)
 
@@ -228,7 +228,9 @@ def test_a_channel_that_is_off_counts_no_hints(
     batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
     batch = batcher.batch(0, [group_of(toolbox, chat, 0, ["quits", "right"])], [])
     assert batch.hints is None
-    assert not any(key.startswith("hints/") for key in step_metrics(batch, [], Replayed(), {}))
+    assert not any(
+        key.startswith("hints/") for key in step_metrics(batch, [], None, Corrections(), {})
+    )
 
 
 def test_the_builtin_writer_is_served_beside_the_experts(

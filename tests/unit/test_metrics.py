@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.services.late_rewards import Corrections
 from composer_mesh.services.metrics import step_metrics
+from composer_mesh.services.pair_stream import Taken
 from composer_mesh.services.replay import Replayed
 
 SITE = ErrorSite(0, "no_answer", "no_answer", {})
@@ -35,8 +39,19 @@ def batch_of(traces: list[Trace]) -> StepBatch:
 
 
 def test_a_step_reports_what_it_trained_on() -> None:
-    replayed = Replayed(pairs=[], states=6, failures=2, usd=0.25)
-    metrics = step_metrics(batch_of(TRACES), TRACES, replayed, {"loss/total": 0.5})
+    replayed = Replayed(
+        states=6,
+        skipped=3,
+        answers=16,
+        cached=4,
+        usd=0.25,
+        outcomes=Counter(pair=5, tie=1),
+        failures=Counter(rate=2),
+        dropped=Counter(length=4),
+    )
+    taken = Taken([], replayed, expired=1, waiting=7, usd_total=1.5, saved_usd=0.125)
+    corrections = Corrections([policy_sample(TRACES[0], 1.0)], Counter(rewards=2))
+    metrics = step_metrics(batch_of(TRACES), TRACES, taken, corrections, {"loss/total": 0.5})
     assert metrics == {
         "step": 6,
         "policy_version": 6,
@@ -51,9 +66,24 @@ def test_a_step_reports_what_it_trained_on() -> None:
         "sdpo/refused_hints": 0,
         "sdpo/tokens": 2,
         "replay/states": 6,
+        "replay/skipped": 3,
+        "replay/answers": 16,
+        "replay/cached": 4,
         "replay/pairs": 1,
         "replay/failures": 2,
+        "replay/failed/rate": 2,
+        "replay/outcome/pair": 5,
+        "replay/outcome/tie": 1,
+        "replay/dropped/length": 4,
+        "replay/waiting": 7,
+        "replay/expired": 1,
+        "replay/age": 0.0,
         "replay/usd": 0.25,
+        "replay/usd_total": 1.5,
+        "replay/saved_usd": 0.125,
+        "late/rewards": 2,
+        "late/expired": 0,
+        "late/samples": 1,
         "lag/mean": pytest.approx(3 / 5),
         "lag/max": 2,
     }
@@ -62,18 +92,18 @@ def test_a_step_reports_what_it_trained_on() -> None:
 def test_lag_is_counted_for_every_token_against_the_version_that_is_trained() -> None:
     turn = Turn([1], [2, 3, 4], [-1.0] * 3, [5, 2, 5], "stop")
     trace = Trace("g", 0, 0, "t", "train", 0, [turn], [], 0.0, False, [])
-    metrics = step_metrics(batch_of([trace]), [trace], Replayed(), {})
+    metrics = step_metrics(batch_of([trace]), [trace], None, Corrections(), {})
     assert (metrics["lag/max"], metrics["lag/mean"]) == (3, 1.0)
 
 
 def test_a_step_without_a_sampled_token_has_figures_all_the_same() -> None:
     empty = Trace("g", 0, 0, "t", "train", 0, [], [], 0.0, False, [])
-    metrics = step_metrics(StepBatch(0, [], [], []), [empty], Replayed(), {})
+    metrics = step_metrics(StepBatch(0, [], [], []), [empty], None, Corrections(), {})
     assert (metrics["lag/max"], metrics["lag/mean"], metrics["rollouts/turns"]) == (0, 0.0, 0.0)
 
 
 def test_what_groups_cost_adds_up() -> None:
-    total = Replayed(states=1, failures=1, usd=0.1)
-    total += Replayed(states=2, failures=0, usd=0.2)
-    assert (total.states, total.failures) == (3, 1)
+    total = Replayed(states=1, failures=Counter(rate=1), usd=0.1)
+    total += Replayed(states=2, failures=Counter(rate=1, timeout=1), usd=0.2)
+    assert (total.states, total.failures) == (3, {"rate": 2, "timeout": 1})
     assert total.usd == pytest.approx(0.3)

@@ -31,6 +31,7 @@ METRICS: list[dict[str, Any]] = [
         "loss/replay": None,
         "replay/pairs": 2,
         "replay/usd": 0.25,
+        "replay/dropped/length": 3,
         "lag/max": step % 2,
         "rollouts/count": 8,
         "tokens/trained": 1000,
@@ -69,7 +70,8 @@ def test_the_summary_adds_up_the_steps() -> None:
         "sdpo": {"active_steps": 2},
         "replay": {"active_steps": 0},
     }
-    assert summary["replay"] == {"usd": 0.75, "pairs": 6}
+    assert (summary["replay"]["usd"], summary["replay"]["pairs"]) == (0.75, 6)
+    assert summary["replay"]["dropped"] == {"length": 9}
     assert summary["eval"]["initial"]["success"] == 0.25
     assert summary["eval"]["final"]["success"] == 0.95
     assert summary["eval"]["final"]["episodes"] == 200
@@ -143,3 +145,9 @@ def test_smoothing_takes_the_mean_of_the_neighbours_and_skips_gaps() -> None:
     assert smoothed([1.0, 2.0, 6.0], 1) == [1.5, 3.0, 4.0]
     assert smoothed([1.0, math.nan, 3.0], 1) == [1.0, 2.0, 3.0]
     assert smoothed([], 3) == []
+
+
+def test_what_teachers_cost_after_the_last_step_is_in_the_summary() -> None:
+    rest = {"replay/usd": 0.5, "replay/states": 4, "replay/outcome/tie": 4}
+    replay = summarize([], wall_s=1.0, rest=rest)["replay"]
+    assert (replay["usd"], replay["states"], replay["outcomes"]) == (0.5, 4, {"tie": 4})

@@ -1,10 +1,16 @@
-"""Which turns teachers are shown: errors first, no state twice, the same choice every time."""
+"""Which turns teachers are shown: the best first, no state twice, the same choice every time."""
 
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from composer_mesh.configs.gate import GateConfig
+from composer_mesh.rollouts.pairs import StudentState
 from composer_mesh.rollouts.state_choice import select_states, student_state
+from composer_mesh.rollouts.state_value import Novelty
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 
@@ -30,8 +36,12 @@ def several() -> list[Trace]:
     ]
 
 
+def chosen(traces: list[Trace], limit: int, seed: int) -> list[StudentState]:
+    return select_states(traces, limit, random.Random(seed)).states
+
+
 def test_error_turns_come_first_then_failed_episodes_then_the_rest() -> None:
-    states = select_states(several(), 99, random.Random(0))
+    states = chosen(several(), 99, 0)
     where = [state.trace_id for state in states]
     assert (where[0], states[0].turn) == ("recovered", 1)
     assert set(where[1:3]) == {"lost"}
@@ -40,18 +50,15 @@ def test_error_turns_come_first_then_failed_episodes_then_the_rest() -> None:
 
 
 def test_the_limit_keeps_the_first() -> None:
-    every = select_states(several(), 99, random.Random(0))
-    assert select_states(several(), 3, random.Random(0)) == every[:3]
-    assert select_states(several(), 0, random.Random(0)) == []
+    every = chosen(several(), 99, 0)
+    assert chosen(several(), 3, 0) == every[:3]
+    assert chosen(several(), 0, 0) == []
 
 
 def test_the_choice_depends_on_the_traces_and_the_rng_but_not_on_their_order() -> None:
-    one = select_states(several(), 4, random.Random(5))
-    assert select_states(several()[::-1], 4, random.Random(5)) == one
-    orders = {
-        tuple(s.state.state_id for s in select_states(several(), 9, random.Random(seed)))
-        for seed in range(20)
-    }
+    one = chosen(several(), 4, 5)
+    assert chosen(several()[::-1], 4, 5) == one
+    orders = {tuple(s.state.state_id for s in chosen(several(), 9, seed)) for seed in range(20)}
     assert len(orders) > 1
 
 
@@ -74,7 +81,7 @@ def test_assistant_messages_of_the_prompt_are_no_actions() -> None:
         {"role": "user", "content": "an example"},
         {"role": "assistant", "content": "Answer: 0"},
     ]
-    shown = Trace(**{**_fields(plain), "messages": [*shots, *plain.messages]})
+    shown = replace(plain, messages=[*shots, *plain.messages])
     state = student_state(shown, 0)
     assert state.action_text == "Answer: 4"
     assert state.state.messages[:2] == shots
@@ -83,26 +90,126 @@ def test_assistant_messages_of_the_prompt_are_no_actions() -> None:
 def test_samples_that_act_alike_in_one_state_are_asked_about_once() -> None:
     call = call_text("lookup", {"key": "x"})
     first = trace("same", [call, "Answer: 1"], success=False)
-    second = Trace(**{**_fields(first), "trace_id": "twin"})
-    assert len(select_states([first, second], 9, random.Random(0))) == 2
+    second = replace(first, trace_id="twin")
+    assert len(chosen([first, second], 9, 0)) == 2
+
+
+def test_what_the_student_did_before_is_part_of_its_context() -> None:
+    actions = [call_text("lookup", {"key": key}) for key in ("x", "y")]
+    said = [trace("same", [action, "Answer: 1"], success=False) for action in actions]
+    states = chosen([said[0], replace(said[1], trace_id="other")], 9, 0)
+    assert sorted(state.turn for state in states) == [0, 0, 1, 1]
+    assert len({state.state.seed for state in states}) == 3
 
 
 def test_a_turn_without_sampled_tokens_is_not_chosen() -> None:
     empty = trace("empty", ["", "Answer: 1"], success=False)
-    assert [s.turn for s in select_states([empty], 9, random.Random(0))] == [1]
+    assert [s.turn for s in chosen([empty], 9, 0)] == [1]
 
 
 def test_seeds_differ_between_states_and_fit_31_bits() -> None:
-    seeds = [s.state.seed for s in select_states(several(), 9, random.Random(1))]
+    seeds = [s.state.seed for s in chosen(several(), 9, 1)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
+ERRORS_ALONE = GateConfig(error=1, entropy=0, disagreement=0, novelty=0, min_value=0.5)
+
+
+def test_states_below_the_gate_are_skipped_and_counted() -> None:
+    selection = select_states(several(), 99, random.Random(0), ERRORS_ALONE)
+    where = [(state.trace_id, state.turn) for state in selection.states]
+    assert where[0] == ("recovered", 1)
+    assert sorted(where[1:]) == [("lost", 0), ("lost", 1)]
+    assert selection.values == [1.0, 0.5, 0.5]
+    assert (selection.skipped, selection.distinct, selection.saved) == (4, 7, 4)
+    cut = select_states(several(), 1, random.Random(0), ERRORS_ALONE)
+    assert (cut.states, cut.skipped, cut.distinct) == (selection.states[:1], 4, 7)
+
+
+@pytest.mark.parametrize(("limit", "saved"), [(0, 0), (3, 0), (4, 1), (7, 4), (99, 4)])
+def test_a_skipped_state_saves_a_question_where_there_was_room_for_it(
+    limit: int, saved: int
+) -> None:
+    assert select_states(several(), limit, random.Random(0), ERRORS_ALONE).saved == saved
+
+
+def test_without_a_gate_nothing_is_skipped() -> None:
+    selection = select_states(several(), 2, random.Random(0))
+    assert (selection.skipped, selection.distinct, len(selection.states)) == (0, 7, 2)
+    assert selection.values == sorted(selection.values, reverse=True)
+
+
+def test_the_unsure_turn_comes_before_the_sure_one() -> None:
+    gate = GateConfig(error=0, entropy=1, disagreement=0, novelty=0)
+    plain = trace("t", ["Answer: 1", "Answer: 2"], success=False)
+    sure, unsure = plain.turns
+    unsure = replace(unsure, logprobs=[-2.0] * len(unsure.action_ids))
+    selection = select_states([replace(plain, turns=[sure, unsure])], 9, random.Random(0), gate)
+    assert [state.turn for state in selection.states] == [1, 0]
+
+
+def test_where_the_group_disagrees_its_odd_one_comes_first() -> None:
+    gate = GateConfig(error=0, entropy=0, disagreement=1, novelty=0)
+    said = ["Answer: 1", "Answer: 1", "Answer: 1", "Answer: 2"]
+    group = [
+        replace(trace("same", [text], success=True), trace_id=f"s{i}")
+        for i, text in enumerate(said)
+    ]
+    selection = select_states(group, 9, random.Random(0), gate)
+    assert [state.action_text for state in selection.states] == ["Answer: 2", "Answer: 1"]
+    assert selection.values == [0.5, pytest.approx(1 / 6)]
+    winner = replace(group[0], reward=1.0)
+    spread = select_states([winner, *group[1:]], 9, random.Random(0), gate)
+    assert spread.values == [pytest.approx((1 + 0.75) / 2), pytest.approx((1 / 3 + 0.75) / 2)]
+
+
+def test_groups_do_not_disagree_with_each_other() -> None:
+    gate = GateConfig(error=0, entropy=0, disagreement=1, novelty=0)
+    one = trace("same", ["Answer: 1"], success=True)
+    other = replace(trace("same", ["Answer: 2"], success=True), trace_id="b", group_id=1)
+    assert select_states([one, replace(other, reward=1.0)], 9, random.Random(0), gate).values == [
+        0,
+        0,
+    ]
+
+
+def test_what_was_asked_about_before_comes_later_but_only_if_the_caller_says_so() -> None:
+    novelty = Novelty()
+    gate = GateConfig(error=0, entropy=0, disagreement=0, novelty=1)
+    first = select_states(several(), 1, random.Random(0), gate, novelty)
+    again = select_states(several(), 1, random.Random(0), gate, novelty)
+    assert again == first
+    assert novelty.counts == {}
+    novelty.asked(first.states)
+    later = select_states(several(), 1, random.Random(0), gate, novelty)
+    assert later.states[0].situation != first.states[0].situation
+    assert first.values == later.values == [1.0]
+
+
+def test_one_question_answers_all_samples_that_stand_in_one_context() -> None:
+    group = [
+        replace(trace("same", [text], success=False), trace_id=text)
+        for text in ("Answer: 1", "Answer: 2", "Answer: 3")
+    ]
+    states = chosen(group, 9, 0)
+    assert len({state.action_text for state in states}) == 3
+    assert len({state.state.seed for state in states}) == 1
+    assert all(state.state.messages == states[0].state.messages for state in states)
+
+
+@given(seed=st.integers(0, 99), limit=st.integers(0, 9), order=st.permutations(range(3)))
+def test_the_same_arguments_choose_the_same_states(seed: int, limit: int, order: list[int]) -> None:
+    traces, novelty = several(), Novelty({"t: opening: answers: no error": 3})
+    one, other = (
+        select_states(some, limit, random.Random(seed), GateConfig(), novelty)
+        for some in (traces, [traces[i] for i in order])
+    )
+    assert one == other
+    assert len(one.states) == len(one.values) == min(limit, 7)
+
+
 def test_a_trace_without_its_conversation_is_refused() -> None:
-    bare = Trace(**{**_fields(several()[0]), "messages": []})
+    bare = replace(several()[0], messages=[])
     with pytest.raises(ValueError, match="2 turns and 0 assistant messages"):
         student_state(bare, 0)
-
-
-def _fields(of: Trace) -> dict:
-    return {name: getattr(of, name) for name in Trace.__dataclass_fields__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from step_batches import (
 )
 from torch import Tensor
 
-from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.reference import score_pairs
+from composer_mesh.actors.train_step import ThreeChannelStep
 from composer_mesh.losses.preference import PreferenceLoss, dpo_loss, ipo_loss, simpo_loss
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 
@@ -75,6 +78,12 @@ def sides_of(model: Any, pairs: list[PairSample]) -> Sides:
     return chosen, torch.stack([answer(pair.context_ids, pair.rejected_ids) for pair in pairs])
 
 
+def scored(pairs: list[PairSample], reference: Sides) -> list[PairSample]:
+    """The pairs with what a reference said about them."""
+    both = zip(*(side.tolist() for side in reference), strict=True)
+    return [replace(pair, reference=scores) for pair, scores in zip(pairs, both, strict=True)]
+
+
 def lengths_of(pairs: list[PairSample]) -> Sides:
     chosen = torch.tensor([len(pair.chosen_ids) for pair in pairs])
     return chosen, torch.tensor([len(pair.rejected_ids) for pair in pairs])
@@ -82,7 +91,7 @@ def lengths_of(pairs: list[PairSample]) -> Sides:
 
 @pytest.fixture
 def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
-    """Model, frozen neighbour and step; the step has the neighbour only where it asks for one."""
+    """Model, frozen neighbour and step; the step never has the neighbour."""
 
     def build(section: dict[str, Any], budget: int = 64) -> Any:
         config = build_config(
@@ -91,8 +100,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
             trainer={"grad_clip": 1e9, "microbatch_tokens": budget},
         )
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
-        reference = frozen if needs_reference(config) else None
-        return model, frozen, ThreeChannelStep(model, reference, config)
+        return model, frozen, ThreeChannelStep(model, None, config)
 
     return build
 
@@ -107,6 +115,7 @@ def test_a_step_has_the_loss_and_gradients_of_its_function_however_it_is_split(
     pairs = pairs_of(rng, 7)
     with torch.no_grad():
         reference = sides_of(frozen, pairs)
+    pairs = scored(pairs, reference)
     expected = function(sides_of(model, pairs), reference, lengths_of(pairs), len(pairs))
     gradients = gradients_of(BETA * expected.loss, model)
     metrics = step.run(StepBatch(0, [], [], pairs), None)
@@ -119,22 +128,24 @@ def test_a_step_has_the_loss_and_gradients_of_its_function_however_it_is_split(
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
 def test_only_simpo_needs_no_reference(build_config: Any, loss: str) -> None:
     config = build_config(replay={**ALL_ON["replay"], "loss": loss})
-    assert needs_reference(config) == (loss != "simpo")
+    assert config.replay.needs_reference == (loss != "simpo")
     off = build_config(replay={**ALL_ON["replay"], "loss": loss, "beta": 0.0})
-    assert not needs_reference(off)
+    assert not off.replay.needs_reference
 
 
-def test_simpo_never_runs_a_reference_that_the_policy_loss_has(
-    build_config: Any, build_model: Any, rng: random.Random
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
+def test_a_step_never_runs_the_reference_that_the_policy_loss_has(
+    build_config: Any, build_model: Any, rng: random.Random, loss: str
 ) -> None:
     model, reference = build_model(1), build_model(2)
     runs = []
     reference.base_model.register_forward_hook(lambda *_: runs.append("decoder"))
     config = build_config(
-        loss={"kl_beta": 0.1}, replay={**ALL_ON["replay"], "loss": "simpo", "beta": BETA}
+        loss={"kl_beta": 0.1}, replay={**ALL_ON["replay"], "loss": loss, "beta": BETA}
     )
-    step = ThreeChannelStep(model, reference, config)
-    assert step.run(StepBatch(0, [], [], pairs_of(rng, 3)), None)["loss/replay"] is not None
+    step, pairs = ThreeChannelStep(model, reference, config), pairs_of(rng, 3)
+    batch = StepBatch(0, [], [], [replace(pair, reference=(-1.0, -2.0)) for pair in pairs])
+    assert step.run(batch, None)["loss/replay"] is not None
     assert runs == []
 
 
@@ -144,7 +155,9 @@ def test_pairs_without_a_reference_are_refused_by_the_others(
 ) -> None:
     config = build_config(replay={**ALL_ON["replay"], "loss": loss})
     step = ThreeChannelStep(build_model(1), None, config)
-    with pytest.raises(ValueError, match="2 pairs need a reference model: load one"):
+    with pytest.raises(
+        ValueError, match=r"2 of 2 pairs have no reference log-probs \(first: p[01]\)"
+    ):
         step.run(StepBatch(0, [], [], pairs_of(rng, 2)), None)
 
 
@@ -154,8 +167,22 @@ def test_training_raises_the_chosen_answers_over_the_rejected_ones(
 ) -> None:
     replay = {**ALL_ON["replay"], "beta": 1.0, "loss": name}
     config = build_config(replay=replay, trainer={"lr": 3e-3})
-    model, reference = build_model(1), build_model(1).requires_grad_(False)
-    step = ThreeChannelStep(model, reference, config)
-    batch = StepBatch(0, [], [], pairs_of(rng, 4))
+    model, pairs = build_model(1), pairs_of(rng, 4)
+    with torch.no_grad():
+        pairs = scored(pairs, sides_of(model, pairs))
+    step, batch = ThreeChannelStep(model, None, config), StepBatch(0, [], [], pairs)
     losses = [step.run(batch, None)["loss/replay"] or 0.0 for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("budget", [1, 64, 10_000])
+def test_the_reference_scores_each_pair_as_alone_however_it_is_batched(
+    build_model: Any, rng: random.Random, budget: int
+) -> None:
+    model, pairs = build_model(3), pairs_of(rng, 9)
+    with torch.no_grad():
+        alone = [sides_of(model, [pair]) for pair in pairs]
+    scores = score_pairs(LanguageModel(model), pairs, budget)
+    expected = [(float(chosen), float(rejected)) for chosen, rejected in alone]
+    assert scores == [pytest.approx(pair, rel=1e-5) for pair in expected]
+    assert score_pairs(LanguageModel(model), [], budget) == []

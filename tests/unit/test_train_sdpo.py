@@ -189,7 +189,10 @@ def long_batch(rng: random.Random) -> StepBatch:
         0,
         [policy_sample(trace, rng.uniform(-1, 1)) for trace in traces],
         [hinted_view(trace, 0, ids(3), trace.turns[0].context_ids[-2:]) for trace in traces],
-        [PairSample(f"p{n}", ids(5), ids(half), ids(half)) for n in range(len(traces))],
+        [
+            PairSample(f"p{n}", ids(5), ids(half), ids(half), (-9.0, -8.0))
+            for n in range(len(traces))
+        ],
     )
 
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from composer_mesh.services.page import plain_line, plain_text, sparkline
 from composer_mesh.services.report import Evaluation
-from composer_mesh.services.view import RunView, plain_line, plain_text, sparkline
+from composer_mesh.services.view import RunView
 
 STEP: dict[str, Any] = {
     "step": 7,
@@ -27,6 +28,10 @@ STEP: dict[str, Any] = {
     "sdpo/tokens": 0,
     "replay/pairs": 4,
     "replay/usd": 0.01,
+    "replay/usd_total": 1.25,
+    "replay/states": 12,
+    "replay/skipped": 3,
+    "replay/waiting": 2,
     "lag/mean": 0.5,
     "lag/max": 1,
     "tokens/trained": 4000,
@@ -59,7 +64,7 @@ def page(view: RunView, width: int) -> str:
 
 
 def busy_view() -> RunView:
-    view = RunView("quickstart", 60, console=Console(file=StringIO()))
+    view = RunView("quickstart", 60, ceiling_usd=10.0, console=Console(file=StringIO()))
     view.transport("RDMA over TCP")
     view.phase("training")
     view.evaluation(Evaluation(0, 0.31, 200))
@@ -80,7 +85,8 @@ def test_the_page_shows_everything_it_was_told_within_its_width(width: int) -> N
         "31.0% of 200 held-out episodes",
         "policy -0.0100  sdpo off  replay 0.6800",
         "1 versions at most",
-        "32, 5 error sites, 4 pairs for $0.01",
+        "32, 5 error sites, 4 pairs trained",
+        "$1.2500 of $10.00, 12 states asked",
         "1,600 tokens/s",
         "RDMA over TCP",
         "generator[0]",
@@ -179,7 +185,8 @@ def test_a_plain_line_has_fixed_keys_with_units_and_names_what_is_off() -> None:
     assert plain_line(STEP, 60) == (
         "step=7/60 version=7 reward_mean=0.500 loss_total=0.5120 loss_policy=-0.0100 loss_sdpo=off"
         " loss_replay=0.6800 rollouts=32 error_sites=5 sdpo_tokens=0 replay_pairs=4"
-        " replay_usd=0.0100 lag_mean_versions=0.50 lag_max_versions=1 trained_tokens=4000"
+        " replay_usd=0.0100 replay_usd_total=1.2500 lag_mean_versions=0.50 lag_max_versions=1"
+        " trained_tokens=4000"
         " step_s=2.50 wait_batch_s=1.20 train_s=0.80 weight_sync_s=0.010"
     )
 

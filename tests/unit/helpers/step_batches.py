@@ -73,8 +73,23 @@ def batch_of(
         0,
         [policy_sample(trace, rng.uniform(-1, 1)) for trace in traces],
         views,
-        [PairSample(f"p{n}", ids_of(rng, 9), ids_of(rng, 6), ids_of(rng, 6)) for n in range(pairs)],
+        [sampled_pair(model, rng, f"p{n}") for n in range(pairs)],
     )
+
+
+def sampled_pair(model: Any, rng: random.Random, name: str) -> PairSample:
+    """A pair whose reference is the model as it is now."""
+    return referred(model, PairSample(name, ids_of(rng, 9), ids_of(rng, 6), ids_of(rng, 6)))
+
+
+def referred(model: Any, pair: PairSample) -> PairSample:
+    """The pair with the model, as it is now, for its reference."""
+    context, answers = pair.context_ids, (pair.chosen_ids, pair.rejected_ids)
+    with torch.no_grad():
+        chosen, rejected = (
+            own_logprobs(model, context + ids)[-len(ids) :].sum() for ids in answers
+        )
+    return replace(pair, reference=(float(chosen), float(rejected)))
 
 
 def flat(batch: StepBatch) -> StepBatch:

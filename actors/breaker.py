@@ -1,0 +1,117 @@
+"""The circuit breaker of one teacher: a state machine, without waiting and without a clock.
+
+    closed -- `failures` in a row --> open -- after `rest_s` --> half-open, one probe
+      ^                                ^                            |
+      |                                +------- it fails -----------+
+      +------------------------- it is answered --------------------+
+
+Every request has a permit from `start` and ends once with `end`. What began before the state
+last changed tells nothing about it any more, and is not counted. Times are any seconds that only
+grow. What a failure is, is the caller's to say.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerRules:
+    """After `failures` in a row nothing is sent for `rest_s` seconds; then one request tries."""
+
+    failures: int = 5
+    rest_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.failures < 1:
+            raise ValueError(f"failures is {self.failures}, below 1: no request could be sent")
+        if not 0 < self.rest_s < math.inf:
+            raise ValueError(f"rest_s is {self.rest_s}: rest a number of seconds above 0")
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Verdict(StrEnum):
+    """What the end of a request says about its provider."""
+
+    ANSWERED = "answered"
+    """It works, even if what it said was a refusal of this one question."""
+
+    BUSY = "busy"
+    """It is there but takes no more now: neither a failure nor the end of a row of them."""
+
+    FAILED = "failed"
+
+    NOTHING = "nothing"
+    """The request was not sent, or its end was not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Leave to send one request, from the time between two changes of state."""
+
+    epoch: int
+
+
+class Breaker:
+    """Belongs to one thread. `opened` counts how often it opened."""
+
+    def __init__(self, rules: BreakerRules) -> None:
+        self._rules = rules
+        self._epoch, self._row, self._probing = 0, 0, False
+        self._rest_until: float | None = None
+        self.opened = 0
+
+    def state(self, now: float) -> BreakerState:
+        if self._rest_until is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._rest_until else BreakerState.HALF_OPEN
+
+    def refuses(self, now: float) -> bool:
+        """Whether `start` would give no permit."""
+        state = self.state(now)
+        return state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._probing)
+
+    def rest_s(self, now: float) -> float:
+        """Seconds until a request may try again; 0 where one may, or is trying, already."""
+        return 0.0 if self._rest_until is None else max(0.0, self._rest_until - now)
+
+    def start(self, now: float) -> Permit | None:
+        """Leave for one request, or None; when half-open, for the only one."""
+        if self.refuses(now):
+            return None
+        self._probing = self.state(now) is BreakerState.HALF_OPEN
+        return Permit(self._epoch)
+
+    def end(self, permit: Permit, verdict: Verdict, now: float) -> None:
+        """Count how a request ended."""
+        if permit.epoch != self._epoch:
+            return
+        if self._probing:
+            self._end_probe(verdict, now)
+        elif verdict is Verdict.ANSWERED:
+            self._row = 0
+        elif verdict is Verdict.FAILED:
+            self._row += 1
+            if self._row >= self._rules.failures:
+                self._open(now)
+
+    def _end_probe(self, verdict: Verdict, now: float) -> None:
+        if verdict is Verdict.FAILED:
+            self._open(now)
+        elif verdict is Verdict.NOTHING:
+            self._probing = False  # the next request is the probe
+        else:
+            self._change(rest_until=None)
+
+    def _open(self, now: float) -> None:
+        self.opened += 1
+        self._change(rest_until=now + self._rules.rest_s)
+
+    def _change(self, rest_until: float | None) -> None:
+        self._rest_until = rest_until
+        self._epoch, self._row, self._probing = self._epoch + 1, 0, False

@@ -1,0 +1,73 @@
+"""The reference actor: the frozen initial policy, which says how likely both answers of a pair were.
+
+Off the trainer's path: it works while the trainer steps, and each pair is scored once. It never
+learns and pulls no weights.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.policy import load_model
+from composer_mesh.actors.train_replay import answer_logprobs
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.rollouts.batches import PairSample
+from composer_mesh.rollouts.packing import microbatches
+from composer_mesh.rollouts.step_plan import pair_tokens
+
+Scores = tuple[float, float]
+"""Summed log-probs in nats of the chosen and of the rejected answer."""
+
+
+class ReferenceActor(MeshActor):
+    """One per run, and only where the preference loss has a reference.
+
+    controller -- PairSamples --> ReferenceActor -- log-probs --> controller
+    """
+
+    kind: ClassVar[str] = "reference"
+
+    def __init__(self) -> None:
+        self._order = asyncio.Lock()
+        self._model: LanguageModel | None = None
+        self._scored = 0
+
+    @concurrent_endpoint
+    async def load(self, config: Config, folder: Path) -> None:
+        """Load the initial policy, frozen."""
+        model = await asyncio.to_thread(load_model, folder)
+        self._model = LanguageModel(model.requires_grad_(False))
+        self._budget = config.trainer.microbatch_tokens
+
+    @concurrent_endpoint
+    async def score(self, pairs: list[PairSample]) -> list[Scores]:
+        """The scores of some pairs, in their order. Calls are worked off one after another."""
+        if self._model is None:
+            raise RuntimeError("no policy is loaded: call load first")
+        async with self._order:
+            self.activity = f"scoring {len(pairs)} pairs"
+            scores = await asyncio.to_thread(score_pairs, self._model, pairs, self._budget)
+            self._scored += len(pairs)
+            self.activity = "idle"
+        return scores
+
+    def details(self) -> dict[str, int]:
+        return {"scored": self._scored}
+
+
+@torch.no_grad()
+def score_pairs(model: LanguageModel, pairs: Sequence[PairSample], budget: int) -> list[Scores]:
+    """The model's scores of some pairs, in batches of at most `budget` padded tokens."""
+    longest = [pair_tokens(pair) for pair in pairs]
+    scores: dict[int, Scores] = {}
+    for indices in microbatches(longest, max([budget, *longest])):
+        chosen, rejected = answer_logprobs(model, [pairs[index] for index in indices])
+        found = zip(chosen.tolist(), rejected.tolist(), strict=True)
+        scores.update(zip(indices, found, strict=True))
+    return [scores[index] for index in range(len(pairs))]

@@ -1,0 +1,257 @@
+"""A provider that misbehaves on purpose, and knows to the nano-dollar what it charged.
+
+Speaks the OpenAI chat protocol on 127.0.0.1. What happens to a request is settled by the seed and
+the request's id, so that a repeated run meets the same faults. It charges whenever it generated,
+whether or not its answer arrives. How bytes travel, right or wrong, is `fault_wire`.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from fault_wire import Wire
+
+HUGE = 9 << 20
+CHARS_PER_TOKEN = 4
+
+
+class Fault(StrEnum):
+    """What becomes of a request; all but the refusals were generated and charged."""
+
+    NONE = "none"
+    RATE = "429"
+    RATE_WAIT = "429_retry_after"
+    RATE_DATE = "429_retry_after_date"
+    UNAVAILABLE = "503_retry_after"
+    MODERATED = "403_moderated"
+    SERVER = "500"
+    GATEWAY = "502_html"
+    HANG = "hang"
+    DRIP = "slow_drip"
+    ENDLESS = "endless_drip"
+    CUT = "cut"
+    CUT_EARLY = "cut_before_the_status"
+    TRUNCATED = "truncated_json"
+    NOT_UTF8 = "not_utf8"
+    SCHEMA = "wrong_schema"
+    LATE_ERROR = "error_in_a_200"
+    HUGE = "huge_body"
+    HUGE_ANNOUNCED = "huge_body_announced"
+
+
+REFUSALS = {Fault.RATE, Fault.RATE_WAIT, Fault.RATE_DATE, Fault.MODERATED}
+STORM: dict[Fault, float] = {**dict.fromkeys(Fault, 2.0), Fault.NONE: 60.0, Fault.HUGE: 0.5}
+"""Weights of everything at once."""
+CALM: dict[Fault, float] = {Fault.NONE: 1.0}
+OUTAGE: dict[Fault, float] = {Fault.SERVER: 1.0, Fault.GATEWAY: 1.0, Fault.CUT: 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model costs in nano-dollars a token, and what it tells of that."""
+
+    prompt: int
+    completion: int
+    tells: str = "cost"
+    """"cost", "tokens" or "nothing"."""
+
+
+@dataclass
+class FaultProxy:
+    """Serves from `async with` to its end; `weights` may be replaced at any time."""
+
+    token: str
+    models: Mapping[str, Model]
+    seed: int = 0
+    weights: Mapping[Fault, float] = field(default_factory=lambda: dict(STORM))
+    drip_s: float = 0.005
+    retry_after: str = "0.02"
+
+    requests: int = 0
+    ledger: Counter[str] = field(default_factory=Counter)
+    """Nano-dollars by model."""
+    met: Counter[Fault] = field(default_factory=Counter)
+    unreadable: int = 0
+
+    @property
+    def charged(self) -> int:
+        """Nano-dollars, all models."""
+        return self.ledger.total()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}/v1"
+
+    async def __aenter__(self) -> Self:
+        self._serving: set[asyncio.Task[Any]] = set()
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1024)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._listener.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            while await self._exchange(Wire(reader, writer, self.drip_s)):
+                pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # its client left
+        except asyncio.CancelledError:
+            pass  # the proxy ends
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+    async def _exchange(self, wire: Wire) -> bool:
+        """One request and what becomes of it; whether the connection can go on."""
+        line, headers, body = await wire.request()
+        given = headers.get("authorization", "")
+        if given != f"Bearer {self.token}":
+            return await wire.json(401, {"error": {"message": f"who is {given}?", "code": 401}})
+        if line.startswith("GET ") and line.split()[1].endswith("/models"):
+            return await wire.json(200, self._listing())
+        try:
+            asked = json.loads(body)
+            model = self.models[asked["model"]]
+        except (ValueError, KeyError, TypeError):
+            self.unreadable += 1
+            return await wire.json(404, {"error": {"message": "no such model", "code": 404}})
+        return await self._answer(wire, asked, model, given, headers, len(body))
+
+    async def _answer(
+        self,
+        wire: Wire,
+        asked: dict[str, Any],
+        model: Model,
+        given: str,
+        headers: Mapping[str, str],
+        size: int,
+    ) -> bool:
+        self.requests += 1
+        rng = random.Random(f"{self.seed} {headers.get('x-request-id', self.requests)}")
+        fault = rng.choices(list(self.weights), list(self.weights.values()))[0]
+        self.met[fault] += 1
+        if fault in REFUSALS:
+            return await self._refuse(wire, fault, given)
+        prompt = -(-size // CHARS_PER_TOKEN)
+        written = rng.randint(1, asked["max_tokens"])
+        cost = prompt * model.prompt + written * model.completion
+        self.ledger[asked["model"]] += cost
+        usage = _usage(model, prompt, written, cost)
+        completion = _completion(asked, rng, usage)
+        return await getattr(self, f"do_{fault.name.lower()}")(wire, completion, given)
+
+    async def _refuse(self, wire: Wire, fault: Fault, given: str) -> bool:
+        if fault is Fault.MODERATED:
+            metadata = {"reasons": ["violence"], "flagged_input": "…"}
+            error = {"message": "flagged", "code": 403, "metadata": metadata}
+            return await wire.json(403, {"error": error})
+        waits = {
+            Fault.RATE_WAIT: {"Retry-After": self.retry_after},
+            Fault.RATE_DATE: {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"},
+        }
+        error = {"message": f"slow down, {given}", "code": 429}
+        return await wire.json(429, {"error": error}, waits.get(fault))
+
+    def _listing(self) -> dict[str, Any]:
+        data = [
+            {
+                "id": name,
+                "pricing": {
+                    "prompt": f"{model.prompt}e-9",
+                    "completion": f"{model.completion}e-9",
+                    "request": "0",
+                },
+            }
+            for name, model in self.models.items()
+        ]
+        return {"data": data}
+
+    # What is generated and charged, and then goes wrong. ------------------------------------
+
+    async def do_none(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+        return await wire.json(200, completion)
+
+    async def do_unavailable(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+        error = {"error": {"message": f"later, {given}", "code": 503}}
+        return await wire.json(503, error, {"Retry-After": self.retry_after})
+
+    async def do_server(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+        return await wire.json(500, {"error": {"message": f"lost it with {given}"}})
+
+    async def do_gateway(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+        page = f"<html><body>Bad gateway\x1b[31m {given}</body></html>"
+        return await wire.send(502, page.encode(), {"Content-Type": "text/html"})
+
+    async def do_hang(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+        return await wire.wait_for_the_end()
+
+    async def do_drip(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+        return await wire.drip(json.dumps(completion).encode(), pieces=10)
+
+    async def do_endless(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+        return await wire.drip(b" " * HUGE, pieces=HUGE)
+
+    async def do_cut(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+        content = json.dumps(completion).encode()
+        await wire.send(200, content[: len(content) // 2], announced=len(content))
+        return False
+
+    async def do_cut_early(self, _: Wire, __: dict[str, Any], ___: str) -> bool:
+        return False
+
+    async def do_truncated(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+        content = json.dumps(completion).encode()
+        return await wire.send(200, content[: len(content) // 2])
+
+    async def do_not_utf8(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+        return await wire.send(200, json.dumps(completion).encode("utf-16"))
+
+    async def do_schema(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+        return await wire.json(200, {"result": completion["choices"][0]["message"]})
+
+    async def do_late_error(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+        return await wire.json(200, {"error": {"message": f"broke off, {given}", "code": 502}})
+
+    async def do_huge(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+        return await wire.stream(HUGE)
+
+    async def do_huge_announced(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+        await wire.send(200, b"{", announced=HUGE)
+        return await wire.wait_for_the_end()
+
+
+def _usage(model: Model, prompt: int, written: int, cost: int) -> dict[str, Any]:
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": written}
+    told = {"cost": {**counts, "cost": cost / 1e9}, "tokens": counts, "nothing": {}}
+    return told[model.tells]
+
+
+def _completion(asked: dict[str, Any], rng: random.Random, usage: dict[str, Any]) -> dict[str, Any]:
+    """An answer in words, or a call of the first tool where tools are offered."""
+    message: dict[str, Any] = {"role": "assistant", "content": f"Answer: {rng.randint(0, 9)}"}
+    if tools := asked.get("tools"):
+        name = tools[0]["function"]["name"]
+        arguments = json.dumps({"a": rng.randint(0, 9), "b": 3})
+        call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    reason = "tool_calls" if "tool_calls" in message else "stop"
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    return {
+        "id": f"gen-{rng.getrandbits(48):012x}",
+        "object": "chat.completion",
+        "model": asked["model"],
+        "choices": [choice],
+        "usage": usage,
+    }

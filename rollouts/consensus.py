@@ -1,0 +1,192 @@
+"""The rules of disagreement: when teachers' answers to a state make a preference pair.
+
+1. Each teacher that was asked has one vote: the class of its action (`actions`). It abstains where
+   it failed, where its answer is malformed, and where it answered twice in different ways; the same
+   answer twice is one vote. The student has no vote.
+2. Fewer votes than `threshold`: TOO_FEW_VOTES.
+3. The action with the most votes needs at least `threshold` of them: else NO_MAJORITY.
+4. Two actions that lead together: TIE, also where one of them is the student's.
+5. The leading action needs more than half of the votes cast: else NO_MAJORITY.
+6. The majority's action is the student's own: STUDENT_AGREES. If it is not: PAIR, and the answer of
+   the majority is preferred to the student's. A malformed action of the student is nobody's.
+
+Partial failures therefore only take votes away: two of three teachers that agree make a pair where
+the third one failed, and one that answers alone makes none. The order of the replies never matters.
+Of the majority's answers the one is chosen that most of it wrote in the same words, and among those
+that of the teacher whose name comes first.
+
+Nothing here asks a teacher or decides which pairs are good enough to train on.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from composer_mesh.rollouts.actions import ActionKey, canonical_action
+from composer_mesh.rollouts.pairs import (
+    PreferencePair,
+    Provenance,
+    StudentState,
+    TeacherAnswer,
+    TeacherFailure,
+    TeacherReply,
+    Voice,
+    VoiceKind,
+)
+from composer_mesh.rollouts.tool_calls import assistant_message
+
+LONGEST_ACTION = 400
+
+
+class Outcome(StrEnum):
+    """What the teachers' replies to one state came to; only `PAIR` makes a pair."""
+
+    PAIR = "pair"
+    STUDENT_AGREES = "student_agrees"
+    TIE = "tie"
+    NO_MAJORITY = "no_majority"
+    TOO_FEW_VOTES = "too_few_votes"
+
+
+MAJORITY = (Outcome.PAIR, Outcome.STUDENT_AGREES)
+"""Outcomes in which a majority of the teachers did the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of one state, what each teacher said, and the pair when there is one.
+
+    `agreeing` names the majority's teachers; it is empty where there is no majority.
+    """
+
+    state_id: str
+    outcome: Outcome
+    agreeing: list[str]
+    pair: PreferencePair | None
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class _Ballot:
+    """One teacher's replies; it abstains where it has no vote.
+
+    `answer` is the one that it is quoted with: the well-formed one, if there is any.
+    """
+
+    teacher: str
+    replies: list[TeacherReply]
+    answer: TeacherAnswer | None
+    vote: ActionKey | None
+    kind: VoiceKind
+
+
+def decide(student: StudentState, replies: Sequence[TeacherReply], threshold: int) -> Decision:
+    """Whether the teachers agree against the student, by the rules of this module."""
+    if threshold < 2:
+        raise ValueError(f"agreement threshold is {threshold}, below 2: one teacher agrees alone")
+    ballots = _ballots(replies)
+    votes = Counter(ballot.vote for ballot in ballots if ballot.vote is not None)
+    own = canonical_action(student.action_text)
+    outcome, leading = _outcome(own, votes, threshold)
+    majority = leading if outcome in MAJORITY else None
+    voices = tuple(_voice(ballot, own, majority) for ballot in ballots)
+    camp = [ballot for ballot in ballots if majority is not None and ballot.vote == majority]
+    provenance = Provenance(threshold, voices)
+    pair = _pair(student, ballots, camp, provenance) if outcome is Outcome.PAIR else None
+    names = [ballot.teacher for ballot in camp]
+    return Decision(student.state.state_id, outcome, names, pair, provenance)
+
+
+def _outcome(
+    own: ActionKey, votes: Counter[ActionKey], threshold: int
+) -> tuple[Outcome, ActionKey | None]:
+    cast, ranked = votes.total(), votes.most_common(2)
+    if cast < threshold:
+        return Outcome.TOO_FEW_VOTES, None
+    leading, most = ranked[0]
+    if most < threshold:
+        return Outcome.NO_MAJORITY, None
+    if len(ranked) > 1 and ranked[1][1] == most:
+        return Outcome.TIE, None
+    if 2 * most <= cast:
+        return Outcome.NO_MAJORITY, None
+    return (Outcome.STUDENT_AGREES if leading.agrees(own) else Outcome.PAIR), leading
+
+
+def _ballots(replies: Sequence[TeacherReply]) -> list[_Ballot]:
+    """One for each teacher that was asked, by name."""
+    said: defaultdict[str, list[TeacherReply]] = defaultdict(list)
+    for reply in replies:
+        said[reply.teacher].append(reply)
+    return [_ballot(teacher, said[teacher]) for teacher in sorted(said)]
+
+
+def _ballot(teacher: str, replies: list[TeacherReply]) -> _Ballot:
+    answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
+    answers.sort(key=lambda answer: (answer.action_text, answer.request_id))
+    found = [(canonical_action(answer.action_text), answer) for answer in answers]
+    voting = [(key, answer) for key, answer in found if key.kind != "malformed"]
+    votes = {key for key, _ in voting}
+    if len(votes) == 1:
+        vote, quoted = voting[0]
+        return _Ballot(teacher, replies, quoted, vote, vote.kind)
+    kind: VoiceKind = "undecided" if votes else "malformed" if answers else "failed"
+    return _Ballot(teacher, replies, answers[0] if answers else None, None, kind)
+
+
+def _voice(ballot: _Ballot, own: ActionKey, majority: ActionKey | None) -> Voice:
+    answer, vote = ballot.answer, ballot.vote
+    failures = [reply.kind for reply in ballot.replies if isinstance(reply, TeacherFailure)]
+    return Voice(
+        teacher=ballot.teacher,
+        kind=ballot.kind,
+        action=_cut(vote.value) if vote is not None else "",
+        with_majority=vote is not None and vote == majority,
+        with_student=vote is not None and vote.agrees(own),
+        failure=min(failures) if answer is None else None,
+        usd=math.fsum(reply.usd for reply in ballot.replies),
+        cached=answer is not None and answer.cached,
+        model=answer.model if answer is not None else "",
+        request_id=answer.request_id if answer is not None else "",
+    )
+
+
+def _cut(action: str) -> str:
+    return action if len(action) <= LONGEST_ACTION else f"{action[:LONGEST_ACTION]}…"
+
+
+def _pair(
+    student: StudentState,
+    ballots: Sequence[_Ballot],
+    camp: Sequence[_Ballot],
+    provenance: Provenance,
+) -> PreferencePair:
+    replies = [reply for ballot in ballots for reply in ballot.replies]
+    chosen = _chosen([ballot.answer for ballot in camp if ballot.answer is not None])
+    return PreferencePair(
+        pair_id=student.state.state_id,
+        state_id=student.state.state_id,
+        trace_id=student.trace_id,
+        turn=student.turn,
+        messages=student.state.messages,
+        context_ids=student.context_ids,
+        chosen_text=chosen.action_text,
+        chosen_message=chosen.message,
+        rejected_text=student.action_text,
+        rejected_message=assistant_message(student.action_text, f"call_{student.turn}"),
+        rejected_ids=student.action_ids,
+        rejected_version=student.oldest_version,
+        teachers=[ballot.teacher for ballot in camp],
+        votes=sum(ballot.vote is not None for ballot in ballots),
+        asked=len(ballots),
+        usd=math.fsum(reply.usd for reply in replies),
+        usd_known=all(r.usd_known for r in replies if isinstance(r, TeacherAnswer)),
+        provenance=provenance,
+    )
+
+
+def _chosen(answers: Sequence[TeacherAnswer]) -> TeacherAnswer:
+    said = Counter(answer.action_text for answer in answers)
+    return min(answers, key=lambda answer: (-said[answer.action_text], answer.teacher))

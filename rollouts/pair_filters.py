@@ -1,0 +1,214 @@
+"""Quality filters between preference pairs and training: a recipe of them, in order.
+
+A pair is dropped by the first filter that it fails, and counted there. A filter that looks at a
+side looks at `chosen_text` or `rejected_text`; of a well-formed tool call, the special characters
+are counted in its values, because JSON's own marks say nothing about quality. Two pairs are the
+same where context and both actions are (as votes are counted: `actions`). Two are nearly the same
+where the chosen action is and the wording almost: so tasks that differ in numbers only stay apart.
+
+Nothing here makes a pair, and no loss is computed.
+"""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from composer_mesh.configs.filters import (
+    ExactDuplicatesFilter,
+    FilterConfig,
+    LengthFilter,
+    NearDuplicatesFilter,
+    Side,
+    SpecialCharactersFilter,
+    WordsFilter,
+)
+from composer_mesh.rollouts.actions import canonical_action
+from composer_mesh.rollouts.near_duplicates import NearDuplicates
+from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.tool_calls import OPEN, ToolCall, parse_action
+from composer_mesh.rollouts.traces import Message
+
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+"""Characters of scripts that put no spaces between words: Thai to Khmer, kana, Han."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """The pairs that passed, in order, and how many each filter of the recipe dropped.
+
+    A filter's name is its type; a type's second filter is `length_2`, and so on.
+    """
+
+    kept: list[PreferencePair]
+    dropped: dict[str, int]
+
+
+class _Filter(Protocol):
+    def __call__(self, pair: PreferencePair) -> bool:
+        """Whether a pair passes. One that finds duplicates remembers the pair then."""
+
+
+class PairFilters:
+    """A recipe, and what its filters remember of the run. Belongs to one run, not to a batch."""
+
+    def __init__(self, configs: Sequence[FilterConfig]) -> None:
+        names = _names(configs)
+        self._filters = {name: _filter(of) for name, of in zip(names, configs, strict=True)}
+
+    def keep(self, pairs: Sequence[PreferencePair]) -> Filtered:
+        """The pairs that pass all filters. The order of pairs matters to duplicates."""
+        kept, dropped = [], dict.fromkeys(self._filters, 0)
+        for pair in pairs:
+            failed = self._failed(pair)
+            if failed is None:
+                kept.append(pair)
+            else:
+                dropped[failed] += 1
+        return Filtered(kept, dropped)
+
+    def remember(self, pairs: Sequence[PreferencePair]) -> None:
+        """Know pairs that an earlier process of the run kept, in their order."""
+        for pair in pairs:
+            for passes in self._filters.values():
+                passes(pair)
+
+    def _failed(self, pair: PreferencePair) -> str | None:
+        return next((name for name, passes in self._filters.items() if not passes(pair)), None)
+
+
+def word_count(text: str) -> int:
+    """Words between white space; where a script writes no spaces, each character is one."""
+    spaced, unspaced = _UNSPACED.subn(" ", text)
+    return len(spaced.split()) + unspaced
+
+
+def special_ratio(text: str) -> float:
+    """The share of characters that are no letters with their marks, digits or white space."""
+    special = sum(1 for char in text if not (char.isalnum() or char.isspace() or _is_mark(char)))
+    return special / len(text) if text else 0.0
+
+
+def _is_mark(char: str) -> bool:
+    """Whether a character belongs to its letter: a vowel sign, an accent, a joiner."""
+    return unicodedata.category(char)[0] == "M" or char in "\u200c\u200d"
+
+
+def spoken(text: str) -> str:
+    """What an action's text says: of a tool call its name and values, without JSON's marks."""
+    action = parse_action(text)
+    if not isinstance(action, ToolCall):
+        return text
+    words = [text.partition(OPEN)[0], action.name, *_leaves(action.arguments)]
+    return " ".join(" ".join(words).split())
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [part for item in value.items() for part in item][::-1]
+        elif isinstance(value, list):
+            waiting += value[::-1]
+        else:
+            yield str(value)
+
+
+def _filter(config: FilterConfig) -> _Filter:
+    match config:
+        case LengthFilter():
+            return _between(config.sides, len, config.min, config.max)
+        case WordsFilter():
+            return _between(config.sides, word_count, config.min, config.max)
+        case SpecialCharactersFilter():
+            return _between(config.sides, _call_ratio, 0, config.max_ratio)
+        case ExactDuplicatesFilter():
+            return _ExactDuplicates()
+        case NearDuplicatesFilter():
+            return _NearDuplicates(config)
+
+
+def _names(configs: Sequence[FilterConfig]) -> list[str]:
+    types = [config.type for config in configs]
+    before = [types[:place].count(of) for place, of in enumerate(types)]
+    return [f"{of}_{n + 1}" if n else of for of, n in zip(types, before, strict=True)]
+
+
+def _call_ratio(text: str) -> float:
+    return special_ratio(spoken(text))
+
+
+def _between(
+    sides: Sequence[Side], measure: Callable[[str], float], least: float, most: float
+) -> _Filter:
+    def passes(pair: PreferencePair) -> bool:
+        texts = {"chosen": pair.chosen_text, "rejected": pair.rejected_text}
+        return all(least <= measure(texts[side]) <= most for side in sides)
+
+    return passes
+
+
+class _ExactDuplicates:
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def __call__(self, pair: PreferencePair) -> bool:
+        mark = _mark(
+            [_without_ids(message) for message in pair.messages],
+            canonical_action(pair.chosen_text).name,
+            canonical_action(pair.rejected_text).name,
+        )
+        known = mark in self._seen
+        self._seen.add(mark)
+        return not known
+
+
+class _NearDuplicates:
+    """The wording is the task, what was read last and both actions."""
+
+    def __init__(self, config: NearDuplicatesFilter) -> None:
+        self._texts = NearDuplicates(
+            config.threshold, config.shingle, config.permutations, config.window
+        )
+
+    def __call__(self, pair: PreferencePair) -> bool:
+        asked = next((m for m in pair.messages if m.get("role") == "user"), None)
+        read = [asked] if asked is not None else []
+        read += [m for m in pair.messages[-1:] if m is not asked]
+        texts = [_content(message) for message in read]
+        wording = "\n".join([*texts, pair.chosen_text, pair.rejected_text])
+        return not self._texts.seen(wording, _topic(pair, wording))
+
+
+def _topic(pair: PreferencePair, wording: str) -> bytes:
+    """What must be equal in pairs that are nearly the same: the action, or the numbers of words."""
+    chosen = canonical_action(pair.chosen_text)
+    if chosen.kind == "words":
+        return _mark("words", re.findall(r"\d+", wording))
+    return _mark(chosen.name)
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def _without_ids(message: Message) -> Message:
+    """A message without the ids of its calls, which differ between equal conversations."""
+    plain = {key: value for key, value in message.items() if key not in ("tool_call_id",)}
+    calls = plain.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [{**call, "id": ""} for call in calls]
+    return plain
+
+
+def _mark(*parts: Any) -> bytes:
+    raw = json.dumps(parts, sort_keys=True).encode()
+    return hashlib.blake2b(raw, digest_size=16).digest()

@@ -1,0 +1,80 @@
+"""A preference pair as a row for other trainers: TRL's conversational preference format.
+
+`prompt`, `chosen` and `rejected` are lists of messages that hold a role and a text and nothing
+else: a tool call is written into the text as the student writes it. So every row has the same keys
+and types, and loaders that infer a schema from the first rows (`datasets`) read a file of any
+length; and a chat template changes no call's spelling. What would break that stands as JSON in a
+text: `tools` (TRL reads it so), the chat messages with their `tool_calls`, and the `provenance`.
+
+Nothing here reads or writes files.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from composer_mesh.rollouts.pairs import PreferencePair, Provenance
+from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, call_text
+from composer_mesh.rollouts.traces import Message
+
+_PROVENANCE = TypeAdapter(Provenance)
+
+
+def pair_record(pair: PreferencePair, tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The row of a pair; it has the key `tools` where there are any."""
+    row: dict[str, Any] = {
+        "prompt": [spoken_message(message) for message in pair.messages],
+        "chosen": [{"role": "assistant", "content": pair.chosen_text}],
+        "rejected": [{"role": "assistant", "content": pair.rejected_text}],
+    }
+    if tools:
+        row["tools"] = _json(list(tools))
+    return row | {
+        "state_id": pair.state_id,
+        "trace_id": pair.trace_id,
+        "turn": pair.turn,
+        "chosen_text": pair.chosen_text,
+        "rejected_text": pair.rejected_text,
+        "state_messages": _json(pair.messages),
+        "chosen_message": _json(pair.chosen_message),
+        "rejected_message": _json(pair.rejected_message),
+        "n_teachers_agreeing": len(pair.teachers),
+        "teachers": list(pair.teachers),
+        "votes": pair.votes,
+        "asked": pair.asked,
+        "usd": float(pair.usd),
+        "usd_known": pair.usd_known,
+        "policy_version": pair.rejected_version,
+        "provenance": _PROVENANCE.dump_json(pair.provenance).decode(),
+    }
+
+
+def spoken_message(message: Message) -> dict[str, str]:
+    """A chat message as its role and one text, its tool calls included."""
+    calls = message.get("tool_calls") or []
+    parts = [_content(message.get("content")), *(_call(call["function"]) for call in calls)]
+    return {"role": str(message["role"]), "content": "\n".join(part for part in parts if part)}
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return "" if content is None else str(content)
+
+
+def _call(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        return call_text(function["name"], parsed)
+    return f'{OPEN}\n{{"name": {_json(function["name"])}, "arguments": {arguments}}}\n{CLOSE}'
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,37 @@
+"""Whether the keys that a config names are where it says, before anything is started.
+
+Whether a provider takes them is not asked; no key is kept or shown.
+"""
+
+import os
+from collections.abc import Mapping
+
+from composer_mesh.configs.endpoint import ChatEndpoint
+from composer_mesh.configs.schema import Config
+
+
+class MissingKey(Exception):
+    """A key that is not where the config says, with the repair."""
+
+
+def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise `MissingKey` for the first of the run's endpoints without its key."""
+    for teacher in config.replay.teachers if config.replay.on else ():
+        _check(teacher, f"teacher {teacher.name!r}", environ)
+    writer = config.sdpo.hints.asked if config.asks_for_hints else None
+    if writer is not None:
+        _check(writer, "the hint writer", environ)
+
+
+def _check(endpoint: ChatEndpoint, who: str, environ: Mapping[str, str]) -> None:
+    variable, file = endpoint.key_variable, endpoint.api_key_file
+    if variable is not None and not environ.get(variable):
+        raise MissingKey(
+            f"{who} takes its key from the environment variable {variable}, which is not set: "
+            "export it, name another with api_key_env, or remove api_key_env if no key is needed"
+        )
+    if file is not None and not file.is_file():
+        raise MissingKey(
+            f"{who} takes its key from the file {file}, which is not there: write the key into it, "
+            "or name another file with api_key_file"
+        )

@@ -1,0 +1,121 @@
+"""The options of `composer-mesh replay`, as they are typed and as they are passed on.
+
+Light to import: the command line reads it before it knows which command will run.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+CONCURRENCY = 64
+
+
+class ReplayRefused(Exception):
+    """An offline replay that cannot be done as it was asked for: why, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay, with which teachers, within what.
+
+    `teachers` is None for those of the run that the traces are from; `max_usd` is None where the
+    config says it; `out` may be None in a dry run only.
+    """
+
+    traces: Path
+    out: Path | None
+    teachers: str | None = None
+    max_usd: float | None = None
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = False
+    limit: int | None = None
+    concurrency: int = CONCURRENCY
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_usd is not None and not 0 <= self.max_usd < math.inf:
+            raise ReplayRefused(
+                f"--max-usd is {self.max_usd} but must be a plain number of dollars, 0 or more: "
+                "correct it"
+            )
+        for option, count in (("--limit", self.limit), ("--concurrency", self.concurrency)):
+            if count is not None and count < 1:
+                raise ReplayRefused(
+                    f"{option} is {count} but must be 1 state or more: raise it, or leave it out"
+                )
+        if self.out is None and not self.dry_run:
+            raise ReplayRefused(
+                "--out is not given but the pairs need a place: add --out pairs.jsonl, or "
+                "--dry-run to see the price only"
+            )
+        if self.report is not None and not self.report.absolute().parent.is_dir():
+            raise ReplayRefused(
+                f"--json {self.report} must be a file in a folder that is there: correct it"
+            )
+
+
+def read_options(arguments: argparse.Namespace) -> ReplayOptions:
+    """The parsed command line as options; raises `ReplayRefused`."""
+    return ReplayOptions(
+        arguments.traces,
+        arguments.out,
+        arguments.teachers,
+        arguments.max_usd,
+        tuple(arguments.set),
+        arguments.dry_run,
+        arguments.limit,
+        arguments.concurrency,
+        arguments.json,
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.add_argument(
+        "traces",
+        type=Path,
+        metavar="TRACES",
+        help="a run directory, its traces folder, or a .jsonl file of traces",
+    )
+    parser.add_argument(
+        "--teachers",
+        metavar="SPEC",
+        help="a TOML file with [replay] and [[replay.teachers]], or OpenRouter model ids with "
+        "commas between them; the run's own teachers when not given",
+    )
+    parser.add_argument(
+        "--max-usd",
+        type=float,
+        metavar="USD",
+        help="most that this replay may cost, all its repetitions together; replay.budget.usd "
+        "when not given",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where the pairs are written, as JSON lines; what has been paid for is beside it in "
+        "FILE.replay, so that the same command goes on",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override one key of the config; may be given many times",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="price the job and stop; asks no teacher"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="ask about the first N states only")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=CONCURRENCY,
+        metavar="N",
+        help=f"states under way at once; {CONCURRENCY} by default",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="REPORT", help="write the report there as well"
+    )

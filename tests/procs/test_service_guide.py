@@ -1,0 +1,38 @@
+"""The guide to services says what is: its code runs as it stands, in its order."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.services.service import Service
+
+PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+async def script() -> AsyncIterator[dict[str, Any]]:
+    """The names of a script, whose classes children get by value."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    yield names
+    if isinstance(pool := names.get("pool"), Service):
+        await pool.close()
+
+
+async def test_the_code_of_the_guide_runs(script: dict[str, Any]) -> None:
+    assert len(BLOCKS) > 5
+    pids: set[int] = set()
+    for block in BLOCKS:
+        code = compile(block, "service.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if (running := eval(code, script)) is not None:
+            await running
+        pids |= {line["pid"] for line in script["pool"].status()}
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))

@@ -1,0 +1,143 @@
+"""A host without processes: its actors hold each call until the test answers it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.services import service
+from composer_mesh.services.service import Service
+
+
+class Worker(MeshActor):
+    """Only its endpoints' names matter."""
+
+    @concurrent_endpoint
+    async def work(self, *args: Any) -> Any: ...
+
+    @concurrent_endpoint
+    async def load(self, *args: Any) -> Any: ...
+
+    @concurrent_endpoint
+    async def pull(self, *args: Any) -> Any: ...
+
+    @concurrent_endpoint
+    async def status(self) -> Any: ...
+
+
+@dataclass
+class FakeCall:
+    """A call that an actor has."""
+
+    endpoint: str
+    args: tuple[Any, ...]
+    deadline_s: float
+    answer: asyncio.Future[Any]
+
+    def give(self, value: Any = None) -> None:
+        self.answer.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        self.answer.set_exception(error)
+
+    def run_out(self) -> None:
+        self.fail(DeadlineExceeded("worker", self.endpoint, self.deadline_s))
+
+
+@dataclass(eq=False)
+class FakeActor:
+    """`held` are its calls without an answer; what is no `work` it answers itself."""
+
+    name: str
+    pid: int
+    policy: Any
+    death: asyncio.Future[ActorDied]
+    held: list[FakeCall] = field(default_factory=list)
+    heard: list[tuple[Any, ...]] = field(default_factory=list)
+    broken: Exception | None = None
+    stopped: bool = False
+
+    async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
+        if self.death.done():
+            raise ActorDied(*self.death.result().args)
+        self.heard.append((endpoint, *args))
+        if endpoint != "work":
+            if self.broken is not None:
+                raise self.broken
+            return self.name
+        loop = asyncio.get_running_loop()
+        call = FakeCall(endpoint, args, deadline_s, loop.create_future())
+        self.held.append(call)
+        try:
+            return await call.answer
+        finally:
+            self.held.remove(call)
+
+    def die(self, reason: str = "killed") -> None:
+        """Its process is gone: everybody who waits for it hears so, then the supervisor."""
+        for call in self.held:
+            call.fail(ActorDied(self.name, reason))
+        self.death.set_result(ActorDied(self.name, reason))
+
+    def finish(self, value: Any = None) -> None:
+        """Answer the call that it has had longest."""
+        self.held[0].give(value or self.name)
+
+
+class FakeHost:
+    """Starts fakes; `gate` holds every start back, `broken` lets what is started fail later."""
+
+    def __init__(self) -> None:
+        self.supervisor = None
+        self.started: list[FakeActor] = []
+        self.told: list[tuple[str, str]] = []
+        self.gate: asyncio.Event | None = None
+        self.broken: Exception | None = None
+        self._pids = count(100)
+
+    async def spawn(self, name: str, kind: Any, *args: Any, policy: Any, **_: Any) -> FakeActor:
+        assert name not in {actor.name for actor in self.started}, f"{name} is used twice"
+        if self.gate is not None:
+            await self.gate.wait()
+        death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
+        actor = FakeActor(name, next(self._pids), policy, death, broken=self.broken)
+        self.started.append(actor)
+        return actor
+
+    async def stop(self, actor: FakeActor) -> None:
+        actor.stopped = True
+        if not actor.death.done():
+            actor.death.set_result(ActorDied(actor.name, "stopped by client"))
+
+    def lost(self, actor: FakeActor, reason: str) -> None:
+        self.told.append((actor.name, reason))
+
+    @property
+    def running(self) -> list[str]:
+        return [actor.name for actor in self.started if not actor.stopped]
+
+    def __getitem__(self, name: str) -> FakeActor:
+        return next(actor for actor in self.started if actor.name == name)
+
+
+async def serve(host: FakeHost, n: int = 2, **options: Any) -> Service:
+    """A service of workers on a fake host."""
+    return await service.spawn(Worker, n=n, host=cast(MeshHost, host), name="w", **options)
+
+
+async def turns() -> None:
+    """Let all happen that can: nothing here waits for a clock, only for turns of the loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def ask(pool: Any, *args: Any) -> asyncio.Task[Any]:
+    """A call of `work` beside the test."""
+    return asyncio.ensure_future(pool.work(*args))

@@ -1,0 +1,142 @@
+"""The circuit breaker's rules, for every order in which requests start and end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_mesh.actors.breaker import Breaker, BreakerRules, BreakerState, Permit, Verdict
+
+RULES = BreakerRules(failures=3, rest_s=10.0)
+
+
+def started(breaker: Breaker, now: float) -> Permit:
+    permit = breaker.start(now)
+    assert permit is not None
+    return permit
+
+
+def tripped(now: float = 0.0) -> Breaker:
+    breaker = Breaker(RULES)
+    for _ in range(3):
+        breaker.end(started(breaker, now), Verdict.FAILED, now)
+    return breaker
+
+
+def test_it_opens_at_the_last_failure_of_a_row_and_not_before() -> None:
+    breaker = Breaker(RULES)
+    for _ in range(2):
+        breaker.end(started(breaker, 0), Verdict.FAILED, 0)
+    assert breaker.state(0) is BreakerState.CLOSED
+    breaker.end(started(breaker, 0), Verdict.FAILED, 0)
+    assert breaker.state(0) is BreakerState.OPEN
+    assert (breaker.start(9.99), breaker.opened) == (None, 1)
+    assert (breaker.rest_s(4), breaker.rest_s(11)) == (6, 0)
+
+
+def test_an_answer_ends_a_row_and_being_busy_does_not() -> None:
+    breaker = Breaker(RULES)
+    verdicts = [Verdict.FAILED, Verdict.FAILED, Verdict.ANSWERED, Verdict.FAILED, Verdict.FAILED]
+    for verdict in [*verdicts, Verdict.BUSY, Verdict.NOTHING]:
+        breaker.end(started(breaker, 0), verdict, 0)
+    assert breaker.state(0) is BreakerState.CLOSED
+    breaker.end(started(breaker, 0), Verdict.FAILED, 0)
+    assert breaker.state(0) is BreakerState.OPEN
+
+
+def test_after_the_rest_one_request_tries_and_the_others_wait() -> None:
+    breaker = tripped()
+    assert breaker.state(10) is BreakerState.HALF_OPEN
+    probe = started(breaker, 10)
+    assert breaker.start(11) is None
+    breaker.end(probe, Verdict.ANSWERED, 12)
+    assert breaker.state(12) is BreakerState.CLOSED
+    assert breaker.start(12) is not None
+
+
+def test_a_probe_that_fails_opens_it_for_another_rest() -> None:
+    breaker = tripped()
+    breaker.end(started(breaker, 10), Verdict.FAILED, 15)
+    assert breaker.start(24.9) is None
+    assert breaker.opened == 2
+    assert breaker.start(25) is not None
+
+
+def test_a_probe_that_was_never_sent_lets_the_next_one_try() -> None:
+    breaker = tripped()
+    breaker.end(started(breaker, 10), Verdict.NOTHING, 11)
+    probe = started(breaker, 11)
+    breaker.end(probe, Verdict.BUSY, 12)
+    assert breaker.state(12) is BreakerState.CLOSED
+
+
+def test_what_began_before_it_opened_neither_closes_nor_prolongs() -> None:
+    breaker = Breaker(RULES)
+    early = [started(breaker, 0) for _ in range(6)]
+    for permit in early[:3]:
+        breaker.end(permit, Verdict.FAILED, 1)
+    breaker.end(early[3], Verdict.ANSWERED, 2)
+    breaker.end(early[4], Verdict.FAILED, 9)
+    assert (breaker.state(9), breaker.rest_s(9)) == (BreakerState.OPEN, 2)
+    probe = started(breaker, 11)
+    breaker.end(early[5], Verdict.FAILED, 12)
+    breaker.end(probe, Verdict.ANSWERED, 13)
+    assert breaker.state(13) is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("rest_s", [0.0, -1.0, math.inf, math.nan])
+def test_rules_that_could_not_hold_are_refused(rest_s: float) -> None:
+    with pytest.raises(ValueError, match="rest a number of seconds above 0"):
+        BreakerRules(rest_s=rest_s)
+    with pytest.raises(ValueError, match="no request could be sent"):
+        BreakerRules(failures=0)
+
+
+EVENTS = st.lists(
+    st.tuples(st.floats(0, 8), st.integers(0, 3), st.sampled_from(list(Verdict))), max_size=120
+)
+
+
+@given(EVENTS)
+def test_it_never_gives_two_probes_nor_a_permit_before_the_rest_is_over(
+    events: list[tuple[float, int, Verdict]],
+) -> None:
+    """Each event lets time pass, then starts a request, or ends the one at a place in line."""
+    breaker, now = Breaker(RULES), 0.0
+    under_way: list[tuple[Permit, BreakerState]] = []
+    opened_at = -math.inf
+    for passed, place, verdict in events:
+        now += passed
+        before, opened = breaker.state(now), breaker.opened
+        if place == 0 or not under_way:
+            permit = breaker.start(now)
+            probing = any(state is BreakerState.HALF_OPEN for _, state in under_way)
+            if permit is not None:
+                assert before is not BreakerState.OPEN
+                assert now >= opened_at + RULES.rest_s or before is BreakerState.CLOSED
+                assert not (before is BreakerState.HALF_OPEN and probing)
+                under_way.append((permit, before))
+            else:
+                assert before is not BreakerState.CLOSED
+        else:
+            permit, _ = under_way.pop(place % len(under_way))
+            breaker.end(permit, verdict, now)
+        if breaker.opened > opened:
+            assert verdict is Verdict.FAILED
+            opened_at = now
+
+
+@given(st.lists(st.sampled_from(list(Verdict)), max_size=60))
+def test_one_after_the_other_it_opens_exactly_at_a_row_of_failures(
+    verdicts: list[Verdict],
+) -> None:
+    breaker, row = Breaker(RULES), 0
+    for verdict in verdicts:
+        breaker.end(started(breaker, 0), verdict, 0)
+        row = {Verdict.FAILED: row + 1, Verdict.ANSWERED: 0}.get(verdict, row)
+        assert (breaker.state(0) is BreakerState.OPEN) == (row == RULES.failures)
+        if row == RULES.failures:
+            return

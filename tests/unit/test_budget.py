@@ -1,0 +1,106 @@
+"""The rules of the ceiling, without a ledger: what fits, what is refused, what overruns raise."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_mesh.rollouts.budget import (
+    LARGEST_RATIO,
+    Account,
+    BudgetRules,
+    OverBudget,
+    Raise,
+    SettledTwice,
+    Taken,
+    UnknownPrice,
+)
+from composer_mesh.rollouts.money import nano
+
+AMOUNTS = st.integers(0, 10**12)
+
+
+@given(AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS)
+def test_an_amount_fits_exactly_when_no_ceiling_is_passed(
+    run: int, teacher: int, day: int, amount: int
+) -> None:
+    rules = BudgetRules(usd=500, per_teacher={"a": 300}, usd_per_day=400)
+    taken = Taken(run, teacher, day)
+    free = min(nano(500) - run, nano(300) - teacher, nano(400) - day)
+    if amount == 0 or amount <= free:
+        rules.check("a", taken, amount)
+    else:
+        with pytest.raises(OverBudget):
+            rules.check("a", taken, amount)
+
+
+@pytest.mark.parametrize(
+    ("taken", "of"),
+    [
+        (Taken(10**9, 0, 0), "the run"),
+        (Taken(0, 10**9, 0), "teacher 'a'"),
+        (Taken(0, 0, 10**9), "the day"),
+    ],
+)
+def test_a_refusal_names_its_ceiling_and_the_amounts(taken: Taken, of: str) -> None:
+    rules = BudgetRules(usd=1, per_teacher={"a": 1}, usd_per_day=1)
+    with pytest.raises(OverBudget) as refused:
+        rules.check("a", taken, nano(0.25))
+    text = str(refused.value)
+    assert f"the ceiling of {of}" in text
+    assert "$0.250000 does not fit" in text
+    assert "$1.000000, of which $1.000000 are spent or set aside" in text
+
+
+def test_a_teacher_without_a_ceiling_of_its_own_has_that_of_the_run() -> None:
+    rules = BudgetRules(usd=2, per_teacher={"a": 1})
+    rules.check("b", Taken(run=0, teacher=nano(1), day=0), nano(1))
+    with pytest.raises(OverBudget, match="the run"):
+        rules.check("b", Taken(run=nano(1.5), teacher=0, day=0), nano(1))
+
+
+def test_nothing_may_be_spent_by_default_and_what_is_free_always_fits() -> None:
+    with pytest.raises(OverBudget):
+        BudgetRules().check("a", Taken(0, 0, 0), 1)
+    BudgetRules().check("a", Taken(5, 5, 5), 0)
+
+
+def test_unknown_prices_are_refused_unless_an_amount_is_assumed() -> None:
+    with pytest.raises(UnknownPrice, match="nobody says what a request costs"):
+        BudgetRules(usd=1).bound(None)
+    assert BudgetRules(unknown_prices="allow", assumed_usd=0.02).bound(None) == nano(0.02)
+    assert BudgetRules().bound(7) == 7
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**15)), max_size=20))
+def test_what_was_once_charged_for_a_bound_is_set_aside_for_it_from_then_on(
+    requests: list[tuple[int, int]],
+) -> None:
+    raised = Raise()
+    for bound, charge in requests:
+        before = raised.amount(bound)
+        raised = raised.after(bound, charge)
+        assert raised.amount(bound) >= max(before, charge)
+    for bound, charge in requests:
+        assert raised.amount(bound) >= charge
+    assert raised.millionths <= LARGEST_RATIO * 10**6
+
+
+def test_an_overrun_raises_later_bounds_by_its_ratio() -> None:
+    raised = Raise().after(bound=100, charge=150)
+    assert (raised.amount(100), raised.amount(1000), raised.amount(1)) == (150, 1500, 2)
+    assert raised.after(bound=100, charge=150) is raised
+    assert Raise().after(bound=0, charge=7).amount(0) == 7
+
+
+def test_accounts_add_up() -> None:
+    total = sum([Account(1, 2, 3, 4), Account(10, 20, 30, 40)], Account())
+    assert total == Account(11, 22, 33, 44)
+
+
+@pytest.mark.parametrize("error", [OverBudget("the run", 1, 2, 3), UnknownPrice(), SettledTwice(4)])
+def test_refusals_travel_between_processes(error: Exception) -> None:
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

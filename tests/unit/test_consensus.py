@@ -1,0 +1,227 @@
+"""Consensus: when teachers' answers make a pair, which one is chosen, and what is kept of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from preferences import ADD, ANSWER, BROKEN, LOOK, answer, answers, failure, student
+
+from composer_mesh.rollouts.actions import canonical_action
+from composer_mesh.rollouts.consensus import LONGEST_ACTION, MAJORITY, Outcome, decide
+from composer_mesh.rollouts.pairs import (
+    FailureKind,
+    TeacherAnswer,
+    TeacherReply,
+    Voice,
+)
+from composer_mesh.rollouts.tool_calls import call_text
+
+
+@pytest.mark.parametrize(
+    ("own", "texts", "outcome"),
+    [
+        (ANSWER, (ADD, ADD, ADD), Outcome.PAIR),
+        (ANSWER, (ADD, ADD, ANSWER), Outcome.PAIR),
+        (ANSWER, (ADD, LOOK, ADD), Outcome.PAIR),
+        (ANSWER, (ADD, ADD), Outcome.PAIR),
+        (BROKEN, (ADD, ADD, LOOK), Outcome.PAIR),
+        ("", (ADD, ADD), Outcome.PAIR),
+        (ADD, (ADD, ADD, LOOK), Outcome.STUDENT_AGREES),
+        (ADD, (ADD, ADD, ADD), Outcome.STUDENT_AGREES),
+        (ANSWER, (ADD, LOOK, ANSWER), Outcome.NO_MAJORITY),
+        (ANSWER, (ADD, ADD, LOOK, "Answer: 9"), Outcome.NO_MAJORITY),
+        (ADD, (ADD, ADD, LOOK, "Answer: 9"), Outcome.NO_MAJORITY),
+        (ANSWER, (ADD, ADD, LOOK, LOOK), Outcome.TIE),
+        (ADD, (ADD, ADD, LOOK, LOOK), Outcome.TIE),
+        (ANSWER, (ADD, None, None), Outcome.TOO_FEW_VOTES),
+        (ANSWER, (ADD, BROKEN, ""), Outcome.TOO_FEW_VOTES),
+        (ANSWER, (None, None, None), Outcome.TOO_FEW_VOTES),
+        (ANSWER, (BROKEN, BROKEN, BROKEN), Outcome.TOO_FEW_VOTES),
+        (ANSWER, (), Outcome.TOO_FEW_VOTES),
+        (ANSWER, (ADD, None, ADD), Outcome.PAIR),
+        (ANSWER, (ADD, BROKEN, ADD), Outcome.PAIR),
+        (ANSWER, (ADD, None, LOOK), Outcome.NO_MAJORITY),
+    ],
+)
+def test_outcome_of_a_vote(own: str, texts: tuple[str | None, ...], outcome: Outcome) -> None:
+    decision = decide(student(own), answers(*texts), threshold=2)
+    assert decision.outcome is outcome
+    assert (decision.pair is not None) == (outcome is Outcome.PAIR)
+    assert (decision.agreeing != []) == (outcome in MAJORITY)
+
+
+def test_the_threshold_is_the_least_number_of_agreeing_teachers() -> None:
+    votes = answers(ADD, ADD, ADD, LOOK, LOOK)
+    assert decide(student(ANSWER), votes, threshold=3).outcome is Outcome.PAIR
+    assert decide(student(ANSWER), votes, threshold=4).outcome is Outcome.NO_MAJORITY
+    with pytest.raises(ValueError, match="threshold is 1, below 2"):
+        decide(student(ANSWER), votes, threshold=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        ([ADD], Outcome.PAIR),
+        ([ADD, ADD], Outcome.PAIR),
+        ([ADD, BROKEN], Outcome.PAIR),
+        ([ADD, LOOK], Outcome.TOO_FEW_VOTES),
+        ([BROKEN, BROKEN], Outcome.TOO_FEW_VOTES),
+    ],
+)
+def test_a_teacher_has_one_vote_and_none_where_it_contradicts_itself(
+    said: list[str], outcome: Outcome
+) -> None:
+    replies: list[TeacherReply] = [*(answer("a", text) for text in said), failure("a")]
+    replies.append(answer("b", ADD))
+    decision = decide(student(ANSWER), replies, threshold=2)
+    assert decision.outcome is outcome
+    assert len(decision.provenance.voices) == 2
+
+
+def test_the_spelling_that_most_of_the_majority_wrote_is_chosen() -> None:
+    spelled = call_text("calculator", {"b": 3, "a": 2, "op": "add"})
+    pair = decide(student(ANSWER), answers(spelled, ADD, ADD, LOOK), threshold=2).pair
+    assert pair is not None
+    assert (pair.chosen_text, pair.teachers) == (ADD, ["a", "b", "c"])
+    first = decide(student(ANSWER), answers(spelled, ADD), threshold=2).pair
+    assert first is not None
+    assert first.chosen_text == spelled
+
+
+def test_a_pair_says_where_it_comes_from() -> None:
+    replies: list[TeacherReply] = [
+        answer("c", f"So:\n{ADD}", model="lab/c-2", request_id="r-9"),
+        answer("b", ADD, usd=0.0, cached=True),
+        answer("d", LOOK, usd=0.0, usd_known=False),
+        answer("e", ANSWER),
+        answer("f", BROKEN),
+        failure("a", FailureKind.TIMEOUT, usd=0.25),
+    ]
+    replies.append(answer("e", ANSWER, usd=0.125))
+    pair = decide(student(ANSWER), replies, threshold=2).pair
+    assert pair is None  # 2 of 4 votes are no majority
+    del replies[2]
+    pair = decide(student(ANSWER), replies, threshold=2).pair
+    assert pair is not None
+    assert (pair.pair_id, pair.trace_id, pair.turn) == ("g0-s0/1", "g0-s0", 1)
+    assert (pair.teachers, pair.votes, pair.asked) == (["b", "c"], 3, 5)
+    assert (pair.chosen_text, pair.rejected_text) == (ADD, ANSWER)
+    assert pair.chosen_message["tool_calls"][0]["function"]["name"] == "calculator"
+    assert pair.rejected_message == {"role": "assistant", "content": ANSWER}
+    assert (pair.context_ids, pair.rejected_ids, pair.rejected_version) == ([1, 2, 3], [4, 5], 6)
+    assert (pair.usd, pair.usd_known) == (0.5 + 0.5 + 0.5 + 0.25 + 0.125, True)
+    add, own = canonical_action(ADD).value, canonical_action(ANSWER).value
+    assert pair.provenance.threshold == 2
+    assert list(pair.provenance.voices) == [
+        Voice("a", "failed", failure=FailureKind.TIMEOUT, usd=0.25),
+        Voice("b", "call", add, with_majority=True, cached=True),
+        Voice("c", "call", add, True, usd=0.5, model="lab/c-2", request_id="r-9"),
+        Voice("e", "number", own, with_student=True, usd=0.625),
+        Voice("f", "malformed", usd=0.5),
+    ]
+
+
+def test_a_cost_that_nobody_knows_makes_the_pairs_cost_unknown() -> None:
+    replies = [answer("a", ADD), answer("b", ADD), answer("c", BROKEN, usd=0, usd_known=False)]
+    pair = decide(student(ANSWER), replies, threshold=2).pair
+    assert pair is not None
+    assert (pair.usd, pair.usd_known) == (1.0, False)
+
+
+def test_a_decision_without_a_pair_has_voices_too() -> None:
+    agreed = decide(student(ADD), answers(ADD, ADD, LOOK), threshold=2)
+    assert [voice.with_majority for voice in agreed.provenance.voices] == [True, True, False]
+    assert [voice.with_student for voice in agreed.provenance.voices] == [True, True, False]
+    tied = decide(student(ADD), answers(ADD, ADD, LOOK, LOOK), threshold=2)
+    assert not any(voice.with_majority for voice in tied.provenance.voices)
+
+
+def test_long_actions_are_cut_in_the_provenance_and_nowhere_else() -> None:
+    long = call_text("f", {"x": "y" * 10_000})
+    pair = decide(student(ANSWER), answers(long, long), threshold=2).pair
+    assert pair is not None
+    assert pair.chosen_text == long
+    assert all(len(voice.action) == LONGEST_ACTION + 1 for voice in pair.provenance.voices)
+
+
+SPELLINGS = [ADD, call_text("calculator", {"b": 3.0, "a": 2.0, "op": "add"}), ANSWER, "Answer: 5.0"]
+TEXTS = st.sampled_from([*SPELLINGS, LOOK, "Answer: 6", BROKEN, "", "so", "é\u2028"])
+VOTES = st.lists(st.none() | TEXTS, max_size=7)
+ABSTENTIONS = st.sampled_from([None, BROKEN, ""])
+REPLIES = st.lists(
+    st.builds(answer, st.sampled_from("abcde"), TEXTS, st.floats(0, 1), request_id=st.text("01"))
+    | st.builds(failure, st.sampled_from("abcde"), st.sampled_from(FailureKind), st.floats(0, 1)),
+    max_size=9,
+)
+
+
+@given(own=TEXTS, replies=REPLIES, threshold=st.integers(2, 4), seed=st.randoms())
+def test_the_order_of_replies_never_matters(
+    own: str, replies: list[TeacherReply], threshold: int, seed: random.Random
+) -> None:
+    shuffled = seed.sample(replies, len(replies))
+    assert decide(student(own), shuffled, threshold) == decide(student(own), replies, threshold)
+
+
+@given(own=TEXTS, replies=REPLIES, threshold=st.integers(2, 4))
+def test_a_pair_has_a_strict_majority_against_the_student(
+    own: str, replies: list[TeacherReply], threshold: int
+) -> None:
+    pair = decide(student(own), replies, threshold).pair
+    if pair is not None:
+        chosen = canonical_action(pair.chosen_text)
+        assert chosen.kind != "malformed"
+        assert not chosen.agrees(canonical_action(own))
+        assert len(set(pair.teachers)) >= threshold
+        assert 2 * len(pair.teachers) > pair.votes
+        assert pair.votes <= pair.asked == len({reply.teacher for reply in replies})
+        said = [r.action_text for r in replies if isinstance(r, TeacherAnswer)]
+        assert pair.chosen_text in said
+
+
+@given(texts=VOTES, threshold=st.integers(2, 4), rejected=TEXTS)
+def test_where_the_student_is_in_the_majority_there_is_no_pair(
+    texts: list[str | None], threshold: int, rejected: str
+) -> None:
+    pair = decide(student(rejected), answers(*texts), threshold).pair
+    if pair is not None:
+        agreeing = decide(student(pair.chosen_text), answers(*texts), threshold)
+        assert agreeing.outcome is Outcome.STUDENT_AGREES
+        assert agreeing.pair is None
+
+
+@given(own=TEXTS, texts=VOTES, added=st.lists(ABSTENTIONS, max_size=3))
+def test_an_abstention_changes_no_outcome(
+    own: str, texts: list[str | None], added: list[str | None]
+) -> None:
+    before = decide(student(own), answers(*texts), 2)
+    more: list[TeacherReply] = [
+        failure(f"z{i}") if text is None else answer(f"z{i}", text) for i, text in enumerate(added)
+    ]
+    after = decide(student(own), [*answers(*texts), *more], 2)
+    assert (after.outcome, after.agreeing) == (before.outcome, before.agreeing)
+
+
+@given(own=TEXTS, texts=VOTES, failed=st.sets(st.integers(0, 6)))
+def test_partial_failures_only_take_votes_away(
+    own: str, texts: list[str | None], failed: set[int]
+) -> None:
+    """Teachers that fail count as if they had never been asked, but for `asked` and the cost."""
+    replies = answers(*texts)
+    broken = [failure(r.teacher) if i in failed else r for i, r in enumerate(replies)]
+    left = [reply for i, reply in enumerate(replies) if i not in failed]
+    one, other = (decide(student(own), some, 2) for some in (broken, left))
+    assert (one.outcome, one.agreeing) == (other.outcome, other.agreeing)
+
+
+@given(own=TEXTS, texts=VOTES, name=st.sampled_from("abcdefg"))
+def test_one_more_vote_for_the_majority_keeps_it(
+    own: str, texts: list[str | None], name: str
+) -> None:
+    before = decide(student(own), answers(*texts), 2)
+    if before.pair is not None:
+        louder = [*answers(*texts), answer("zz", before.pair.chosen_text)]
+        assert decide(student(own), louder, 2).outcome is Outcome.PAIR

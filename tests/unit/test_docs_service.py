@@ -1,0 +1,49 @@
+"""The guide to services names what exists, and shows the defaults that are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from guides import ROOT, Guide, names_in_code
+
+from composer_mesh.services import service, service_errors
+from composer_mesh.services.routing import ReplicaState
+from composer_mesh.services.service import Service
+
+PAGE = Guide.read("service.md")
+
+
+def test_every_name_on_the_page_exists() -> None:
+    assert PAGE.names() - names_in_code() == set()
+
+
+def test_every_link_on_the_page_leads_somewhere() -> None:
+    for link in PAGE.links():
+        path, _, anchor = link.partition("#")
+        target = PAGE if not path else Guide((ROOT / "docs" / path).read_text(encoding="utf-8"))
+        assert not anchor or anchor in target.headings(), link
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("max_outstanding", service.MAX_OUTSTANDING),
+        ("queue", service.QUEUE),
+        ("deadline_s", service.DEADLINE_S),
+        ("attempts", service.ATTEMPTS),
+        ("drain_s", service.DRAIN_S),
+    ],
+)
+def test_the_page_shows_each_default(name: str, default: float) -> None:
+    shown = re.findall(rf"`{name}` \(([\d,]+)\)", PAGE.text)
+    assert f"{default:,g}" in shown
+
+
+def test_the_page_names_every_method_state_and_error() -> None:
+    methods = [name for name, _ in inspect.getmembers(Service) if not name.startswith("_")]
+    errors = [name for name in vars(service_errors) if name.startswith(("Service", "Session"))]
+    states = [state.value for state in ReplicaState]
+    for name in {*methods, *errors, *states} - {"check", "name"}:
+        assert re.search(rf"\b{name}\b", PAGE.text), name

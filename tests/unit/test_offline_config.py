@@ -1,0 +1,155 @@
+"""An offline replay's config: the run's own task and seed, whoever the teachers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tomli_w
+from offline_runs import BUILTIN, paid, replay_section
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import dump_toml
+from composer_mesh.services.offline_config import merged, offline_config
+from composer_mesh.services.replay_options import ReplayOptions, ReplayRefused
+
+ONLY_TEACHERS = {"replay": {"teachers": paid("far", "farther"), "ask": 2}}
+
+
+@dataclass(frozen=True)
+class Known:
+    """Traces of a known run, or of none."""
+
+    run: Path | None = None
+    task: str = "toolbox"
+
+
+@pytest.fixture
+def run(tmp_path: Path, build_config) -> Known:
+    (tmp_path / "run").mkdir()
+    config = build_config(run={"seed": 11}, replay=replay_section(BUILTIN))
+    (tmp_path / "run" / "config.toml").write_text(dump_toml(config))
+    return Known(tmp_path / "run")
+
+
+def spec(folder: Path, table: dict) -> str:
+    path = folder / "spec.toml"
+    path.write_text(tomli_w.dumps(table))
+    return str(path)
+
+
+def names(config) -> list[str]:
+    return [teacher.name for teacher in config.replay.teachers]
+
+
+def test_without_teachers_the_runs_own_are_asked(run: Known) -> None:
+    config = offline_config(run, None)
+    assert names(config) == ["careful", "ordinary", "hasty"]
+    assert (config.run.seed, config.replay.states_per_step) == (11, 4)
+
+
+def test_a_file_of_teachers_is_laid_on_the_runs_config(run: Known, tmp_path: Path) -> None:
+    config = offline_config(run, spec(tmp_path, ONLY_TEACHERS), (), 2.5)
+    assert names(config) == ["far", "farther"]
+    assert (config.run.seed, config.replay.states_per_step) == (11, 4)
+    assert config.replay.budget.usd == 2.5
+
+
+def test_a_whole_run_lends_its_teachers_but_not_its_seed(
+    run: Known, tmp_path: Path, build_config
+) -> None:
+    other = build_config(run={"seed": 99}, replay=replay_section(BUILTIN[:2]))
+    config = offline_config(run, spec(tmp_path, other.model_dump(mode="json", exclude_none=True)))
+    assert (names(config), config.run.seed) == (["careful", "ordinary"], 11)
+
+
+def test_a_whole_run_stands_for_traces_that_have_none(tmp_path: Path, build_config) -> None:
+    other = build_config(run={"seed": 99}, replay=replay_section(BUILTIN))
+    table = other.model_dump(mode="json", exclude_none=True)
+    assert offline_config(Known(), spec(tmp_path, table)).run.seed == 99
+
+
+def test_model_ids_are_openrouters_and_all_of_them_are_asked(run: Known) -> None:
+    config = offline_config(run, "a/one, b/two:free,c/three,d/four", (), 1.0)
+    assert names(config) == ["a/one", "b/two:free", "c/three", "d/four"]
+    assert {teacher.kind for teacher in config.replay.teachers} == {"openrouter"}
+    assert config.replay.ask == 4
+
+
+def test_overrides_come_last(run: Known) -> None:
+    config = offline_config(run, None, ["replay.ask=2", "replay.budget.usd=3"], 1.0)
+    assert (config.replay.ask, config.replay.budget.usd) == (2, 3.0)
+
+
+def test_a_run_whose_channel_was_off_can_be_replayed(tmp_path: Path, build_config) -> None:
+    config = build_config(replay={**replay_section(BUILTIN), "beta": 0.0})
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert offline_config(Known(tmp_path), None).replay.on
+
+
+def test_a_model_and_a_section_that_are_gone_since_are_not_missed(run: Known) -> None:
+    assert run.run is not None
+    path = run.run / "config.toml"
+    text = path.read_text().replace("[policy]\n", "[policy]\npath = 'gone'\n")
+    path.write_text(f"{text}\n[a_section_of_another_version]\nkey = 1\n")
+    assert offline_config(run, None).policy.path is None
+
+
+@pytest.mark.parametrize(
+    ("teachers", "usd", "says"),
+    [
+        ("gpt-5", 1.0, "neither a TOML file nor an OpenRouter model id"),
+        ("missing.toml", 1.0, "missing.toml does not exist"),
+        ("a/one", 1.0, "ask is 2 but there are 1 teachers"),
+        (",", 1.0, "names no teacher"),
+        ("a/one,a/one", 1.0, "names must be unique"),
+    ],
+)
+def test_teachers_that_cannot_be_asked_are_refused(
+    tmp_path: Path, build_config, teachers: str, usd: float | None, says: str
+) -> None:
+    (tmp_path / "config.toml").write_text(dump_toml(build_config()))
+    with pytest.raises((ConfigError, ReplayRefused), match=says):
+        offline_config(Known(tmp_path), teachers, (), usd)
+
+
+@pytest.mark.parametrize("usd", [None, 0.0])
+def test_paid_teachers_need_money(run: Known, tmp_path: Path, usd: float | None) -> None:
+    with pytest.raises(ConfigError, match="budget.usd is 0 but teacher 'far' costs money"):
+        offline_config(run, spec(tmp_path, ONLY_TEACHERS), (), usd)
+
+
+def test_traces_without_a_run_need_teachers() -> None:
+    with pytest.raises(ReplayRefused, match="no teachers are given and the traces lie in no run"):
+        offline_config(Known(), None)
+
+
+def test_a_task_that_nobody_knows_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="chess"):
+        offline_config(Known(task="chess"), "a/one,b/two", (), 1.0)
+
+
+def test_merging_changes_neither_table() -> None:
+    below, over = {"a": {"b": [1], "c": 2}}, {"a": {"b": [{"d": 3}]}}
+    result = merged(below, over)
+    result["a"]["b"][0]["d"] = 4
+    assert (below, over) == ({"a": {"b": [1], "c": 2}}, {"a": {"b": [{"d": 3}]}})
+    assert result["a"] == {"b": [{"d": 4}], "c": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_usd": -1.0}, "--max-usd is -1"),
+        ({"max_usd": float("nan")}, "--max-usd is nan"),
+        ({"max_usd": float("inf")}, "--max-usd is inf"),
+        ({"limit": 0}, "--limit is 0"),
+        ({"concurrency": 0}, "--concurrency is 0"),
+        ({"out": None}, "--out is not given"),
+        ({"report": Path("no/such/folder/report.json")}, "--json no/such/folder/report.json"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(changes: dict, says: str) -> None:
+    with pytest.raises(ReplayRefused, match=says):
+        ReplayOptions(**{"traces": Path("t"), "out": Path("o"), **changes})

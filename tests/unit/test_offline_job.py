@@ -1,0 +1,160 @@
+"""An offline job makes the pairs that a run makes, in whatever order the answers come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from offline_runs import BUILTIN, replay_section, traces_of
+from preferences import failure
+
+from composer_mesh.actors.expert_panel import Expert, ExpertPanel
+from composer_mesh.rollouts.pair_filters import PairFilters
+from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
+from composer_mesh.rollouts.tool_calls import assistant_message
+from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.offline_desk import Desk
+from composer_mesh.services.offline_job import OfflineJob, selections
+from composer_mesh.services.offline_traces import TraceFileError
+from composer_mesh.services.replay import Replay
+
+
+class Experts:
+    """The builtin teachers without HTTP; each reply waits some turns of the loop, by `seed`."""
+
+    def __init__(self, task: ToolboxTask, seed: int = 0) -> None:
+        known = [Expert(of["name"], of.get("error_rate", 0.0)) for of in BUILTIN]
+        self._panel, self._rng = ExpertPanel(task, 3, known), random.Random(seed)
+        self.asked: list[str] = []
+        self.stop_after: tuple[int, Desk] | None = None
+
+    async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        self.asked.append(state.state_id)
+        if self.stop_after is not None and len(self.asked) == self.stop_after[0]:
+            self.stop_after[1].stop()
+        for _ in range(self._rng.randrange(20)):
+            await asyncio.sleep(0)
+        return [self._answer(name, state) for name in self._panel.names[:n]]
+
+    query = ask
+
+    def _answer(self, name: str, state: FrozenState) -> TeacherReply:
+        if name == "hasty" and state.seed % 7 == 0:
+            return failure(name)
+        text = self._panel.action(name, state.messages)
+        return TeacherAnswer(name, text, assistant_message(text, "call"), 0.0, True, 0.1)
+
+
+@pytest.fixture
+def config(build_config) -> Any:
+    return build_config(replay=replay_section(BUILTIN))
+
+
+@pytest.fixture
+def groups(toolbox: ToolboxTask) -> list[list[Trace]]:
+    traces = traces_of(toolbox, 8)
+    return [traces[at : at + 3] for at in range(0, len(traces), 3)]
+
+
+def job_with(config: Any, experts: Experts, concurrency: int = 5) -> OfflineJob:
+    return OfflineJob(config, Desk(experts, concurrency), concurrency)
+
+
+async def in_a_run(config: Any, groups: Sequence[Sequence[Trace]], experts: Experts) -> list[str]:
+    """The pairs of a run that asks about one group after the other."""
+    replay = Replay(experts, config.replay, config.schedule.prompts_per_step, config.run.seed)
+    filters = PairFilters(config.replay.filters)
+    return [
+        pair.pair_id
+        for group in groups
+        for pair in filters.keep((await replay.ask(group)).pairs).kept
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_pairs_are_those_of_the_run(
+    config: Any, groups: list[list[Trace]], toolbox: ToolboxTask, seed: int
+) -> None:
+    expected = await in_a_run(config, groups, Experts(toolbox, seed=99))
+    job = job_with(config, Experts(toolbox, seed))
+    assert await job.run(groups)
+    assert [pair.pair_id for pair in job.pairs] == expected
+    assert len(expected) > 5
+
+
+async def test_a_limit_asks_about_the_first_states_only(
+    config: Any, groups: list[list[Trace]], toolbox: ToolboxTask
+) -> None:
+    everything, first = Experts(toolbox), Experts(toolbox)
+    await job_with(config, everything, 1).run(groups)
+    assert await job_with(config, first, 1).run(groups, limit=7)
+    assert first.asked == everything.asked[:7]
+
+
+async def test_a_stopped_job_keeps_whole_groups_from_the_first_one(
+    config: Any, groups: list[list[Trace]], toolbox: ToolboxTask
+) -> None:
+    whole = job_with(config, Experts(toolbox))
+    await whole.run(groups)
+    experts = Experts(toolbox)
+    job = job_with(config, experts, 4)
+    experts.stop_after = (9, job.desk)
+    assert not await job.run(groups)
+    assert 0 < job.figures.groups < len(groups)
+    assert job.pairs == whole.pairs[: len(job.pairs)]
+    assert len(experts.asked) == 9
+
+
+async def test_a_cancelled_job_leaves_no_question_under_way(
+    config: Any, groups: list[list[Trace]]
+) -> None:
+    under_way: list[int] = []
+
+    class Silent:
+        async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
+            under_way.append(1)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                under_way.pop()
+            return []
+
+    job = OfflineJob(config, Desk(Silent(), 4), 4)
+    running = asyncio.create_task(job.run(groups))
+    while len(under_way) < 4:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert under_way == []
+
+
+async def test_figures_count_every_state_once_and_every_pair(
+    config: Any, groups: list[list[Trace]], toolbox: ToolboxTask
+) -> None:
+    told = []
+    job = OfflineJob(config, Desk(Experts(toolbox), 5), 5, lambda of: told.append(of.groups))
+    await job.run(groups)
+    figures = job.figures
+    assert told == list(range(1, len(groups) + 1))
+    assert figures.states == sum(figures.outcomes.values()) == 16
+    assert figures.kept == len(job.pairs)
+    assert figures.outcomes["pair"] == figures.kept + sum(figures.dropped.values())
+    hasty = figures.teachers["hasty"]
+    assert hasty.asked == hasty.answered + sum(hasty.failures.values()) == 16
+    assert figures.teachers["careful"].majority.share > 0.9
+    assert hasty.failures["rate"] > 0
+
+
+def test_traces_that_contradict_themselves_are_refused_with_their_group(
+    config: Any, groups: list[list[Trace]]
+) -> None:
+    broken = groups[1][0]
+    broken.messages[:] = broken.messages[:1]
+    replay = Replay(None, config.replay, 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(TraceFileError, match="group 1 cannot be replayed"):
+        list(selections(replay, groups))

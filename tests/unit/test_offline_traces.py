@@ -1,0 +1,125 @@
+"""Traces are found wherever a run keeps them, and a bad line is named before anybody is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from offline_runs import BUILTIN, play, replay_section, traces_of, write_run, write_traces
+
+from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.rollouts.traces import trace_to_json
+from composer_mesh.services.offline_traces import TraceFileError, index_traces
+
+
+@pytest.fixture
+def run(tmp_path: Path, build_config, toolbox: ToolboxTask) -> Path:
+    config = build_config(replay=replay_section(BUILTIN))
+    return write_run(tmp_path / "run", config, traces_of(toolbox, 3))
+
+
+@pytest.mark.parametrize("place", [".", "traces", "traces/traces.jsonl"])
+def test_a_run_its_folder_and_its_file_are_the_same_traces(run: Path, place: str) -> None:
+    index = index_traces(run / place)
+    assert index.run == run
+    assert (len(index), index.traces, index.task) == (3, 9, "toolbox")
+
+
+def test_a_file_elsewhere_belongs_to_no_run(tmp_path: Path, toolbox: ToolboxTask) -> None:
+    assert index_traces(write_traces(tmp_path / "mine.jsonl", traces_of(toolbox, 1))).run is None
+
+
+def test_groups_come_whole_and_by_their_ids_however_the_file_mixes_them(
+    tmp_path: Path, toolbox: ToolboxTask
+) -> None:
+    traces = traces_of(toolbox, 3)
+    index = index_traces(write_traces(tmp_path / "t.jsonl", traces[::-1]))
+    groups = list(index.groups())
+    assert [[trace.group_id for trace in group] for group in groups] == [[0] * 3, [1] * 3, [2] * 3]
+    assert {trace.trace_id: trace for group in groups for trace in group} == {
+        trace.trace_id: trace for trace in traces
+    }
+
+
+def test_groups_may_be_spread_over_files(tmp_path: Path, toolbox: ToolboxTask) -> None:
+    traces = traces_of(toolbox, 2)
+    for place in (0, 1):
+        write_traces(tmp_path / f"part-{place}.jsonl", traces[place::2])
+    assert [len(group) for group in index_traces(tmp_path).groups()] == [3, 3]
+
+
+def test_held_out_traces_are_not_replayed(tmp_path: Path, toolbox: ToolboxTask) -> None:
+    traces = traces_of(toolbox, 1)
+    held = replace(traces[0], trace_id="heldout-000000-000", split="heldout")
+    assert index_traces(write_traces(tmp_path / "t.jsonl", [*traces, held])).traces == 3
+
+
+def test_a_corrupt_line_is_named_with_its_number(run: Path) -> None:
+    path = run / "traces" / "traces.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:4], b'{"trace_id": "x"}\n', *lines[4:]]))
+    with pytest.raises(TraceFileError, match=r"traces\.jsonl line 5 is no trace .*: repair or rem"):
+        index_traces(run)
+
+
+def test_what_a_corrupt_line_holds_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"secret": "sk-in-the-line"}\n')
+    with pytest.raises(TraceFileError) as caught:
+        index_traces(path)
+    assert "sk-in-the-line" not in str(caught.value)
+
+
+def test_a_last_line_that_is_still_written_is_left_out_and_counted(run: Path) -> None:
+    path = run / "traces" / "traces.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    index = index_traces(run)
+    assert (index.traces, index.cut) == (8, 1)
+
+
+def test_a_trace_that_is_there_twice_is_refused_with_both_places(
+    tmp_path: Path, toolbox: ToolboxTask
+) -> None:
+    traces = traces_of(toolbox, 1)
+    path = write_traces(tmp_path / "t.jsonl", [*traces, traces[0]])
+    with pytest.raises(TraceFileError, match=r"line 1 and in .* line 4"):
+        index_traces(path)
+
+
+def test_a_folder_of_other_files_is_no_folder_of_traces(run: Path) -> None:
+    (run / "traces" / "traces.jsonl").unlink()
+    (run / "traces").rmdir()
+    with pytest.raises(TraceFileError, match="holds no traces"):
+        index_traces(run)
+
+
+@pytest.mark.parametrize("name", ["missing", "missing.jsonl"])
+def test_traces_that_do_not_exist_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TraceFileError, match="does not exist: name a run directory"):
+        index_traces(tmp_path / name)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceFileError, match="holds no training trace"):
+        index_traces(write_traces(tmp_path / "t.jsonl", []))
+
+
+def test_the_mark_stays_while_traces_are_added_and_differs_between_runs(
+    tmp_path: Path, toolbox: ToolboxTask
+) -> None:
+    traces = traces_of(toolbox, 2)
+    first = index_traces(write_traces(tmp_path / "a.jsonl", traces[:3])).mark
+    grown = index_traces(write_traces(tmp_path / "b.jsonl", traces)).mark
+    other = index_traces(write_traces(tmp_path / "c.jsonl", [play(toolbox, 0, 7)])).mark
+    assert first == grown != other
+
+
+def test_a_file_that_changes_during_the_replay_is_noticed(
+    tmp_path: Path, toolbox: ToolboxTask
+) -> None:
+    path = write_traces(tmp_path / "t.jsonl", traces_of(toolbox, 2))
+    index = index_traces(path)
+    path.write_bytes(b"x" + trace_to_json(play(toolbox, 0, 0)) + b"\n")
+    with pytest.raises(TraceFileError, match="no longer the trace that it was"):
+        list(index.groups())

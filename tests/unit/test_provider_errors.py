@@ -1,0 +1,287 @@
+"""What a provider's failures are, which are final, and what is said about them."""
+
+import contextlib
+import pickle
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import pytest
+from fake_provider import (
+    ASK,
+    KEY,
+    TEACHER,
+    TOOLS,
+    Script,
+    ask,
+    called,
+    completion,
+    error,
+    fault,
+    said,
+)
+
+from composer_mesh.actors import provider_errors
+from composer_mesh.actors.breaker import Verdict
+from composer_mesh.actors.provider import ProviderClient, Timeouts
+from composer_mesh.actors.provider_errors import (
+    ProviderAuthError,
+    ProviderError,
+    ProviderMalformed,
+    ProviderModerationError,
+    ProviderPaymentError,
+    ProviderRateError,
+    ProviderRequestError,
+    ProviderServerError,
+    ProviderTimeout,
+)
+from composer_mesh.actors.provider_refusal import retry_after_s
+from composer_mesh.actors.provider_wire import LARGEST_BODY
+from composer_mesh.rollouts.actions import canonical_action
+
+
+def refused(status: int, **told: Any) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": "no", **told}})
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (error(400), ProviderRequestError),
+        (error(401), ProviderAuthError),
+        (error(402), ProviderPaymentError),
+        (error(403), ProviderAuthError),
+        (error(404), ProviderRequestError),
+        (httpx.Response(302, headers={"Location": "https://elsewhere.test"}), ProviderRequestError),
+        (httpx.Response(200, text="<html>hello</html>"), ProviderMalformed),
+        (httpx.Response(200, text='{"choices": [{"mess'), ProviderMalformed),
+        (httpx.Response(200, content=b'{"choices": "\xff\xfe"}'), ProviderMalformed),
+        (httpx.Response(200, json=[1]), ProviderMalformed),
+        (httpx.Response(200, json={}), ProviderMalformed),
+        (httpx.Response(200, json={"choices": []}), ProviderMalformed),
+        (httpx.Response(200, json={"choices": [{"message": None}]}), ProviderMalformed),
+        (httpx.Response(200, json=completion({"content": 5})), ProviderMalformed),
+        (httpx.Response(200, json=completion({"tool_calls": "x"})), ProviderMalformed),
+        (httpx.Response(200, json=completion({"tool_calls": [{}]})), ProviderMalformed),
+        (
+            httpx.Response(200, content=b'{"choices":[{"message":{"content":"\\ud800"}}]}'),
+            ProviderMalformed,
+        ),
+        (called("{}", name=None), ProviderMalformed),
+        (httpx.Response(200, content=b" " * (LARGEST_BODY + 1)), ProviderMalformed),
+    ],
+)
+async def test_a_final_failure_is_asked_once(
+    reply: httpx.Response, kind: type[ProviderError]
+) -> None:
+    script = Script(reply)
+    assert type(await fault(script)) is kind
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (error(408), ProviderTimeout),
+        (error(429), ProviderRateError),
+        (error(500), ProviderServerError),
+        (httpx.Response(502, text="<html>Bad gateway</html>"), ProviderServerError),
+        (error(529), ProviderServerError),
+        (error(402, retry_after="0"), ProviderPaymentError),
+        (httpx.ConnectError("refused"), ProviderServerError),
+        (httpx.RemoteProtocolError("cut"), ProviderServerError),
+        (httpx.ReadTimeout("slow"), ProviderTimeout),
+        (httpx.ConnectTimeout("slow"), ProviderTimeout),
+        (httpx.Response(200, json={"error": {"code": 429, "message": "busy"}}), ProviderRateError),
+        (httpx.Response(200, json={"error": {"code": "502"}}), ProviderServerError),
+        (httpx.Response(200, json={"error": "overloaded"}), ProviderServerError),
+        (
+            httpx.Response(200, json={"choices": [{"error": {"code": 502}, "message": {}}]}),
+            ProviderServerError,
+        ),
+    ],
+)
+async def test_a_passing_failure_is_retried_within_its_bound(
+    reply: Any, kind: type[ProviderError]
+) -> None:
+    script = Script(reply, reply, said("Answer: 5"))
+    assert (await ask(script)).action_text == "Answer: 5"
+    assert len(script.requests) == 3
+    short = Script(*[reply] * 4)
+    assert type(await fault(short)) is kind
+    assert (len(short.requests), len(short.waits)) == (4, 3)
+
+
+async def test_a_200_with_a_final_error_in_it_is_final() -> None:
+    script = Script(httpx.Response(200, json={"error": {"code": 401, "message": "who?"}}))
+    assert isinstance(await fault(script), ProviderAuthError)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("12", 12.0),
+        ("0.5", 0.5),
+        ("-3", 0.0),
+        ("Wed, 21 Oct 2026 07:28:30 GMT", 30.0),
+        ("Wed, 21 Oct 2026 07:27:00 GMT", 0.0),
+        ("soon", None),
+        ("inf", None),
+        ("nan", None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(header: str | None, seconds: float | None) -> None:
+    now = datetime(2026, 10, 21, 7, 28, tzinfo=UTC)
+    assert retry_after_s(header, now) == seconds
+
+
+def _errors() -> list[type[ProviderError]]:
+    return ProviderError.__subclasses__()
+
+
+@pytest.mark.parametrize("kind", _errors())
+def test_an_error_crosses_a_process_whole(kind: type[ProviderError]) -> None:
+    sent = kind("t1", "status 1: no", 2.5)
+    got = pickle.loads(pickle.dumps(sent))
+    assert (type(got), str(got)) == (kind, str(sent))
+    assert (got.teacher, got.retry_after_s, got.kind) == ("t1", 2.5, kind.kind)
+
+
+@pytest.mark.parametrize("kind", _errors())
+def test_an_error_names_the_teacher_and_the_repair(kind: type[ProviderError]) -> None:
+    assert str(kind("t1", "what happened")) == f"teacher 't1': what happened: {kind.repair}"
+    assert kind.repair
+
+
+def test_each_kind_of_failure_has_one_class() -> None:
+    assert len({kind.kind for kind in _errors()}) == len(_errors())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        refused(403, code=403, metadata={"reasons": ["violence"], "flagged_input": "a secret"}),
+        refused(400, code="content_filter"),
+        refused(400, code=None, type="content_policy_violation"),
+        refused(400, innererror={"code": "ResponsibleAIPolicyViolation"}),
+        refused(200, code="content_filter"),
+        refused(200, code=403, metadata={"reasons": ["violence"]}),
+        httpx.Response(
+            200,
+            json={"choices": [{"message": {"content": "x"}, "finish_reason": "content_filter"}]},
+        ),
+    ],
+)
+async def test_moderation_is_a_failure_of_its_own_and_final(reply: httpx.Response) -> None:
+    script = Script(reply)
+    failure = await fault(script)
+    assert type(failure) is ProviderModerationError
+    assert "a secret" not in str(failure)
+    assert len(script.requests) == 1
+
+
+async def test_the_reasons_of_moderation_are_told() -> None:
+    metadata = {"reasons": ["violence", "self\x1b-harm"], "flagged_input": "words"}
+    failure = await fault(Script(refused(403, metadata=metadata)))
+    assert failure.text == "status 403: no (violence, self-harm)"
+
+
+async def test_a_403_without_reasons_is_about_the_key() -> None:
+    assert type(await fault(Script(refused(403, metadata={"x": 1})))) is ProviderAuthError
+
+
+async def test_an_empty_account_is_not_retried_as_a_rate_limit() -> None:
+    script = Script(refused(429, code="insufficient_quota"))
+    assert type(await fault(script)) is ProviderPaymentError
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"error": {"message": "first"}}, "status 400: first"),
+        ({"error": "plain"}, "status 400: plain"),
+        ({"detail": "of FastAPI"}, "status 400: of FastAPI"),
+        ({"message": "bare"}, "status 400: bare"),
+        ({"choices": [{"error": {"message": "inner"}}]}, "status 400: inner"),
+        ({}, "status 400: it does not say why"),
+        ({"error": {}}, "status 400: it does not say why"),
+        ({"error": {"message": {"a": [1]}}}, "status 400: {'a': [1]}"),
+    ],
+)
+async def test_a_servers_own_words_are_found(body: Any, says: str) -> None:
+    assert (await fault(Script(httpx.Response(400, json=body)))).text == says
+
+
+async def test_a_servers_words_are_cut_and_cannot_control_a_terminal() -> None:
+    text = "\x1b]0;title\x07red\u202e " + "x" * 10_000
+    failure = await fault(Script(error(400, text)))
+    assert failure.text.startswith("status 400: ]0;titlered x")
+    assert len(failure.text) < 220
+    assert failure.text.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("headers", "body_id", "shown"),
+    [
+        ({"x-request-id": "req-7"}, "gen-1", " (request req-7)"),
+        ({"request-id": "req-8", "cf-ray": "ray"}, None, " (request req-8)"),
+        ({"cf-ray": "8f-FRA"}, None, " (request 8f-FRA)"),
+        ({}, "gen-1", " (request gen-1)"),
+        ({"x-request-id": "<script>" * 99}, None, " (request " + ("script" * 40)[:80] + ")"),
+        ({"x-request-id": " "}, 7, ""),
+    ],
+)
+async def test_the_providers_own_id_is_told(
+    headers: dict[str, str], body_id: Any, shown: str
+) -> None:
+    body = {"id": body_id, "error": {"message": "no"}}
+    failure = await fault(Script(httpx.Response(400, json=body, headers=headers)))
+    assert failure.text == f"status 400: no{shown}"
+
+
+async def test_an_echo_of_our_own_id_is_not_the_providers() -> None:
+    def echo(request: httpx.Request) -> httpx.Response:
+        sent = request.headers["x-request-id"]
+        return httpx.Response(400, json={"id": "own"}, headers={"x-request-id": sent})
+
+    transport = httpx.MockTransport(echo)
+    async with ProviderClient(Timeouts(9.0), environ={"TEST_KEY": KEY}, transport=transport) as c:
+        with pytest.raises(ProviderRequestError, match=r"\(request own\)"):
+            await c.complete(TEACHER, ASK, TOOLS, seed=0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+        b'{"choices": [{"message": {"tool_calls": [{"function": {"name": "f", "arguments": '
+        + b'{"a":' * 900
+        + b"1"
+        + b"}" * 900
+        + b"}}]}}]}",
+    ],
+)
+async def test_a_deeply_nested_body_is_malformed_or_abstains(body: bytes) -> None:
+    for status in (200, 400):
+        with contextlib.suppress(ProviderMalformed, ProviderRequestError):
+            answer = await ask(Script(httpx.Response(status, content=body)))
+            assert canonical_action(answer.action_text).kind == "malformed"
+
+
+def test_every_row_of_the_docstrings_table_is_so() -> None:
+    verdicts = {"fails": "failed", "answers": "answered", "busy": "busy", "-": "nothing"}
+    retried = {"no": (False, False), "yes": (True, True), "if it says when": (False, True)}
+    rows = (provider_errors.__doc__ or "").split("\n\n")[1].splitlines()[1:]
+    seen, kind = set(), ProviderError
+    for row in rows:
+        name, _, again, breaker = (
+            row[a:b].strip() for a, b in ((4, 29), (29, 66), (66, 83), (83, 92))
+        )
+        kind = getattr(provider_errors, name) if name else kind
+        seen.add(kind)
+        told = (kind("t", "x").retryable, kind("t", "x", 1.0).retryable)
+        assert (told, kind.verdict) == (retried[again], Verdict(verdicts[breaker])), row
+    assert seen >= set(ProviderError.__subclasses__())

@@ -1,0 +1,205 @@
+"""When a provider is asked again, and when it is not asked at all."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from fake_provider import ASK, KEY, TEACHER, TOOLS, Script, ask, client, error, fault, said
+
+from composer_mesh.actors.breaker import BreakerRules
+from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider_errors import (
+    ProviderCrowded,
+    ProviderRateError,
+    ProviderServerError,
+    ProviderSuspended,
+    ProviderTimeout,
+)
+
+
+async def test_waits_are_jittered_and_bounded() -> None:
+    script = Script(*[error(500)] * 7, said("x"))
+    await ask(script, attempts=8)
+    assert len(set(script.waits)) == 7
+    assert all(wait <= min(8.0, 0.25 * 2**n) for n, wait in enumerate(script.waits, 1))
+
+
+async def test_retry_after_is_the_least_wait() -> None:
+    script = Script(error(429, retry_after="7"), said("x"))
+    await ask(script)
+    assert 7.0 <= script.waits[0] <= 7.25
+
+
+async def test_a_retry_after_beyond_the_total_is_not_waited_for() -> None:
+    script = Script(error(429, retry_after="3600"))
+    failure = await fault(script)
+    assert isinstance(failure, ProviderRateError)
+    assert (failure.retry_after_s, script.waits) == (3600.0, [])
+
+
+async def test_a_hang_ends_at_the_total_timeout() -> None:
+    async def hang(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    transport = httpx.MockTransport(hang)
+    async with ProviderClient(Timeouts(0.05), environ={"TEST_KEY": KEY}, transport=transport) as c:
+        with pytest.raises(
+            ProviderTimeout, match=r"no answer within 0\.05 s: raise replay\.timeout"
+        ):
+            await c.complete(TEACHER, ASK, TOOLS, seed=0)
+
+
+async def test_a_slow_drip_ends_at_the_total_timeout() -> None:
+    class Drip(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                yield b" "
+                await asyncio.sleep(0.001)
+
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Drip()))
+    async with ProviderClient(Timeouts(0.05), environ={"TEST_KEY": KEY}, transport=transport) as c:
+        with pytest.raises(ProviderTimeout, match="no answer within"):
+            await c.complete(TEACHER, ASK, TOOLS, seed=0)
+
+
+def test_jitter_comes_from_the_given_generator() -> None:
+    failure = ProviderServerError("t", "x")
+    one, same = (Retries().delay_s(1, failure, random.Random(3)) for _ in range(2))
+    assert one == same
+
+
+async def test_a_refusal_with_a_wish_holds_all_questions_of_its_teacher() -> None:
+    script = Script(error(429, retry_after="7"), said("x"), said("y"))
+    async with client(script, attempts=1) as asking:
+        with pytest.raises(ProviderRateError):
+            await asking.complete(TEACHER, ASK, TOOLS, seed=0)
+        assert script.waits == []
+        await asking.complete(TEACHER, ASK, TOOLS, seed=1)
+        assert script.waits == [7.0]
+        await asking.complete(TEACHER, ASK, TOOLS, seed=2)
+    assert script.waits == [7.0]
+
+
+async def test_one_wish_does_not_hold_a_teacher_longer_than_a_breaker_would() -> None:
+    script = Script(error(429, retry_after="9999"), said("x"))
+    rules = BreakerRules(failures=99, rest_s=30.0)
+    async with client(script, breaker=rules) as asking:
+        with pytest.raises(ProviderRateError):
+            await asking.complete(TEACHER, ASK, TOOLS, seed=0)
+        await asking.complete(TEACHER, ASK, TOOLS, seed=1)
+    assert script.waits == [30.0]
+
+
+async def test_a_teacher_that_fails_in_a_row_is_left_alone_and_tried_again() -> None:
+    script = Script(*[error(500, "broken")] * 3, said("x"), said("y"))
+    rules = BreakerRules(failures=3, rest_s=20.0)
+    async with client(script, breaker=rules, attempts=1) as asking:
+        for seed in range(3):
+            with pytest.raises(ProviderServerError):
+                await asking.complete(TEACHER, ASK, TOOLS, seed=seed)
+        assert asking.details()["t1"]["breaker"] == "open"
+        with pytest.raises(ProviderSuspended, match=r"failed in a row .*broken.* waits 20 s"):
+            await asking.complete(TEACHER, ASK, TOOLS, seed=4)
+        with pytest.raises(ProviderSuspended):
+            asking.admit(TEACHER)
+        assert len(script.requests) == 3
+        script.now += 20
+        assert asking.details()["t1"]["breaker"] == "half_open"
+        await asking.complete(TEACHER, ASK, TOOLS, seed=5)
+        details = asking.details()["t1"]
+    assert (details["breaker"], details["opened"]) == ("closed", 1)
+    assert details["counts"] == {"server": 3, "suspended": 1, "answered": 1}
+    assert (details["under_way"], details["waiting"]) == (0, 0)
+
+
+async def test_a_question_does_not_wait_for_a_teacher_that_will_still_rest() -> None:
+    script = Script(*[error(500)] * 2)
+    failure = await fault(script, breaker=BreakerRules(failures=2, rest_s=30.0))
+    assert isinstance(failure, ProviderServerError)
+    assert (len(script.requests), len(script.waits)) == (2, 1)
+
+
+async def test_another_teacher_is_not_left_alone_with_it() -> None:
+    script = Script(error(500), said("x"))
+    async with client(script, breaker=BreakerRules(failures=1), attempts=1) as asking:
+        with pytest.raises(ProviderServerError):
+            await asking.complete(TEACHER, ASK, TOOLS, seed=0)
+        await asking.complete(replace(TEACHER, name="t2"), ASK, TOOLS, seed=0)
+
+
+class Busy:
+    """Answers when it is told to; knows how many requests are under way."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.gate, self.full = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        if self.now == 3:
+            self.full.set()
+        await self.gate.wait()
+        self.now -= 1
+        return said("x")
+
+
+async def test_no_more_requests_are_under_way_than_the_teachers_concurrency() -> None:
+    busy, teacher = Busy(), TeacherEndpoint("t", "https://x.test", "m", concurrency=3)
+    async with ProviderClient(Timeouts(60.0), transport=httpx.MockTransport(busy)) as asking:
+        questions = [
+            asyncio.create_task(asking.complete(teacher, ASK, [], seed=seed)) for seed in range(9)
+        ]
+        await busy.full.wait()
+        assert (asking.details()["t"]["under_way"], asking.details()["t"]["waiting"]) == (3, 6)
+        busy.gate.set()
+        await asyncio.gather(*questions)
+    assert busy.most == 3
+
+
+async def test_a_question_that_gets_no_slot_in_its_time_ends_unsent() -> None:
+    busy, teacher = Busy(), TeacherEndpoint("t", "https://x.test", "m", concurrency=1)
+    transport = httpx.MockTransport(busy)
+    async with ProviderClient(Timeouts(0.1), Retries(1), transport=transport) as asking:
+        ends = await asyncio.gather(
+            *(asking.complete(teacher, ASK, [], seed=seed) for seed in range(2)),
+            return_exceptions=True,
+        )
+    assert isinstance(ends[0], ProviderTimeout)
+    assert isinstance(ends[1], ProviderCrowded | ProviderTimeout)
+    assert busy.most == 1
+
+
+async def test_requests_a_minute_are_kept_by_waiting() -> None:
+    script, teacher = Script(*[said("x")] * 5), replace(TEACHER, requests_per_minute=2)
+    async with client(script, total_s=1000.0) as asking:
+        for seed in range(5):
+            await asking.complete(teacher, ASK, TOOLS, seed=seed)
+    assert script.waits == [60.0, 60.0]
+
+
+async def test_a_place_in_the_minute_that_comes_too_late_is_not_waited_for() -> None:
+    script, teacher = Script(said("x")), replace(TEACHER, requests_per_minute=1)
+    async with client(script, total_s=30.0) as asking:
+        await asking.complete(teacher, ASK, TOOLS, seed=0)
+        with pytest.raises(ProviderCrowded, match=r"may start in 60 s, after the time .*raise its"):
+            await asking.complete(teacher, ASK, TOOLS, seed=1)
+    assert script.waits == []
+
+
+async def test_a_patient_job_waits_in_line_beyond_the_total() -> None:
+    script, teacher = Script(*[said("x")] * 3), replace(TEACHER, requests_per_minute=1)
+    async with ProviderClient(
+        Timeouts(30.0, line_s=float("inf")),
+        environ={"TEST_KEY": KEY},
+        transport=httpx.MockTransport(script),
+        sleep=script.sleep,
+        clock=script.clock,
+    ) as asking:
+        for seed in range(3):
+            await asking.complete(teacher, ASK, TOOLS, seed=seed)
+    assert script.waits == [60.0, 60.0]
