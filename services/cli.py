@@ -26,6 +26,7 @@ from composer_mesh.rollouts.tasks import make_task
 from composer_mesh.services.ablate import CHANNELS_OF, plan_ablation, refuse_other_runs
 from composer_mesh.services.custom_functions import check_custom_functions
 from composer_mesh.services.key_checks import MissingKey, check_keys
+from composer_mesh.services.post_reward import LateRewardError, post_reward
 from composer_mesh.services.replay_options import ReplayRefused, add_options, read_options
 from composer_mesh.services.run_directory import (
     RUNS,
@@ -42,7 +43,10 @@ class UsageError(Exception):
     """A command that cannot run as it was typed."""
 
 
-REFUSALS = (ConfigError, DataError, MissingKey, ReplayRefused, RunDirectoryError, UsageError)
+REFUSALS = (
+    *(ConfigError, DataError, LateRewardError, MissingKey),
+    *(ReplayRefused, RunDirectoryError, UsageError),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,6 +172,12 @@ def replay(arguments: argparse.Namespace) -> int:
     return replay_command(options)
 
 
+def reward(arguments: argparse.Namespace) -> int:
+    """Post a reward for a rollout that a run has stored, also after it was trained on."""
+    post_reward(arguments.run, arguments.trace, arguments.reward, arguments.source)
+    return 0
+
+
 def print_plan(plan: MeshPlan, console: Console) -> None:
     """The mesh as tables: actors, channels, transports."""
     actors = Table("actor", "what it does", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -211,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
             "replay", help="preference pairs from the traces of a run", allow_abbrev=False
         )
     )
+    _add_reward(commands.add_parser("reward", help=reward.__doc__, allow_abbrev=False))
     _add_tree(commands.add_parser("tree", help=tree.__doc__, allow_abbrev=False))
     return parser
 
@@ -268,6 +279,14 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     parser.set_defaults(command=replay)
+
+
+def _add_reward(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
+    parser.add_argument("trace", metavar="TRACE", help="a trace_id of its traces")
+    parser.add_argument("reward", type=float, metavar="REWARD", help="in place of its first one")
+    parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
+    parser.set_defaults(command=reward)
 
 
 def _add_tree(parser: argparse.ArgumentParser) -> None:

@@ -7,27 +7,19 @@ that comes before its group is trained just takes the place of the first one.
 """
 
 import dataclasses
-import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
-from composer_mesh.configs.load import load_config
 from composer_mesh.rollouts.batches import PolicySample, policy_sample
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.advantages import Advantages
-from composer_mesh.services.late_store import LATE_FILE, LateReward, LateStore
+from composer_mesh.services.late_store import LateReward, LateStore
 
 T = TypeVar("T")
 Groups = list[list[Trace]]
 SMALLEST_CHANGE = 1e-6
-
-
-class LateRewardError(Exception):
-    """A reward that cannot be posted."""
 
 
 @dataclass
@@ -111,40 +103,6 @@ class LateRewards:
             f"the reward {reward.reward:g} for {reward.trace_id} has waited more than "
             f"{self._max_age} steps, and its rollout is none of those: raise late_rewards.max_age"
         )
-
-
-def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> None:
-    """Post a reward for a rollout of a run; raises LateRewardError where the run takes none.
-
-    Durable when it returns; the run reads it before its next step.
-    """
-    if not math.isfinite(reward):
-        raise LateRewardError(f"the reward is {reward} but must be finite: post a number")
-    config = run / "config.toml"
-    if not config.is_file():
-        raise LateRewardError(f"{run} is no run directory: it has no config.toml")
-    if not load_config(config, []).late_rewards.on:
-        raise LateRewardError(
-            f"{run} takes no late rewards, late_rewards.max_age is 0: start the run with the steps "
-            "that a rollout may wait for its reward"
-        )
-    if not _stored(run / "traces" / "traces.jsonl", trace_id):
-        raise LateRewardError(
-            f"{run} has no rollout {trace_id!r}: take a trace_id of its traces/traces.jsonl"
-        )
-    store = LateStore(run / LATE_FILE)
-    try:
-        store.post_reward(trace_id, reward, source)
-    finally:
-        store.close()
-
-
-def _stored(file: Path, trace_id: str) -> bool:
-    if not file.is_file():
-        return False
-    mark = json.dumps(trace_id)
-    with file.open() as lines:
-        return any(mark in line and json.loads(line)["trace_id"] == trace_id for line in lines)
 
 
 def _rewarded(groups: Sequence[Sequence[Trace]], rewards: Sequence[LateReward]) -> Groups:

@@ -91,7 +91,7 @@ async def replay_trace(
         async with opened_panel(
             config, None, place, tools=tools, environ=environ, transport=transport
         ) as panel:
-            desk = Desk(panel, concurrency)
+            desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
             async with asyncio.TaskGroup() as asking:
                 tasks = {
                     state.state_id: asking.create_task(desk.query(state, count)) for state in frozen
@@ -153,7 +153,8 @@ async def replay_and_normalize_trace(
         async with opened_panel(
             config, task, place, tools=tools, environ=environ, transport=transport
         ) as panel:
-            job = OfflineJob(config, Desk(panel, concurrency), concurrency)
+            desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
+            job = OfflineJob(config, desk, concurrency)
             await job.run(source.groups(), limit)
     return [_row(pair, tools) for pair in job.pairs]
 

@@ -45,12 +45,13 @@ class TeacherPlan:
 
 @dataclass
 class ReplayPlan:
-    """What one pass will ask."""
+    """What one pass will ask. Of the `skipped` states, `saved` would have found room."""
 
     teachers: dict[str, TeacherPlan]
     groups: int = 0
     states: int = 0
     skipped: int = 0
+    saved: int = 0
 
     @property
     def questions(self) -> int:
@@ -76,6 +77,7 @@ class ReplayPlan:
             "groups": self.groups,
             "states": self.states,
             "skipped": self.skipped,
+            "saved": self.saved,
             "questions": self.questions,
             "usd_bound": dollars(self.bound),
             "usd_estimate": dollars(self.estimate),
@@ -102,6 +104,7 @@ def plan_replay(
         plan.groups += 1
         plan.states += len(selection.states)
         plan.skipped += selection.skipped
+        plan.saved += selection.saved
         for state in selection.states:
             size = tools_bytes + len(json.dumps(state.state.messages).encode()) + FRAME_BYTES
             for teacher in chosen_teachers(teachers, state.state.seed, replay.ask):

@@ -93,7 +93,7 @@ class _Work:
         """Ask, write, report. Waits for the teachers."""
         async with self._panel(output) as panel:
             plan = self._plan(panel.teachers)
-            desk = Desk(panel, self.options.concurrency)
+            desk = Desk(panel, self.options.concurrency, self.config.replay.breaker.rest_s)
             with ReplayView(plan, self.config.replay.budget.usd, self.console) as view:
                 job = OfflineJob(self.config, desk, self.options.concurrency, view.tell)
                 ending = _Ending(desk, view)

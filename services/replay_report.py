@@ -88,14 +88,14 @@ def _saved_by_cache(figures: ReplayFigures, money: Money) -> float:
 
 
 def _saved_by_gate(plan: ReplayPlan, money: Money) -> float:
-    """Skipped states at what the questions of a chosen one cost."""
+    """Questions that the gate made needless, at what those of a chosen state cost."""
     if not plan.states:
         return 0.0
     chosen = sum(
         teacher.questions * money.per_question.get(name, 0.0)
         for name, teacher in plan.teachers.items()
     )
-    return chosen / plan.states * plan.skipped
+    return chosen / plan.states * plan.saved
 
 
 def report_page(report: Mapping[str, Any]) -> RenderableType:

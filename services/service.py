@@ -193,11 +193,7 @@ async def spawn(
     name = name or default_name(actor_class)
     recipe = Recipe(name, actor_class, host, args, kwargs, env, policy)
     service = Service(recipe, Router(max_outstanding, queue), rules)
-    try:
-        await service._begin(n, load)
-    except BaseException:
-        await service.close()
-        raise
+    await service._begin(n, load)
     return service
 
 

@@ -13,6 +13,7 @@ from composer_mesh.mesh.environment import prepare_environment
 
 prepare_environment()
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 

@@ -116,7 +116,7 @@ def test_teachers_that_cannot_be_asked_are_refused(
 
 @pytest.mark.parametrize("usd", [None, 0.0])
 def test_paid_teachers_need_money(run: Known, tmp_path: Path, usd: float | None) -> None:
-    with pytest.raises(ConfigError, match="budget.usd is 0 but teacher 'far' costs money"):
+    with pytest.raises(ConfigError, match=r"budget\.usd is 0 but teacher 'far' costs money"):
         offline_config(run, spec(tmp_path, ONLY_TEACHERS), (), usd)
 
 

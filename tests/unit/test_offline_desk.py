@@ -8,9 +8,10 @@ import pytest
 from preferences import ADD, answer, failure
 
 from composer_mesh.rollouts.pairs import FailureKind, FrozenState, TeacherAnswer, TeacherReply
-from composer_mesh.services.offline_desk import Desk, Stopped, is_short, together
+from composer_mesh.services.offline_desk import RESTS, Desk, Stopped, is_short, together
 
 BOUND, COST, CEILING = 100, 10, 300
+REST_S = 0.002
 
 
 def state(number: int) -> FrozenState:
@@ -55,14 +56,14 @@ async def ask_all(desk: Desk, states: int, n: int = 1) -> list[list[TeacherReply
 
 async def test_money_that_is_set_aside_is_waited_for() -> None:
     till = Till()
-    replies = await ask_all(Desk(till, 64), 20)
+    replies = await ask_all(Desk(till, 64, REST_S), 20)
     assert all(isinstance(reply, TeacherAnswer) for (reply,) in replies)
     assert till.spent == 20 * COST
 
 
 async def test_money_that_is_spent_is_not_waited_for() -> None:
     till = Till()
-    replies = await ask_all(Desk(till, 64), 100)
+    replies = await ask_all(Desk(till, 64, REST_S), 100)
     short = [is_short(each) for each in replies]
     assert till.spent + BOUND > CEILING
     assert short.count(False) == till.spent // COST == 21
@@ -70,7 +71,7 @@ async def test_money_that_is_spent_is_not_waited_for() -> None:
 
 async def test_an_answer_is_kept_while_another_teacher_waits_for_money() -> None:
     till = Till(ceiling=250)
-    desk = Desk(till, 8)
+    desk = Desk(till, 8, REST_S)
     (replies,) = await ask_all(desk, 1, n=3)
     assert [reply.usd for reply in replies] == [COST, COST, COST]
     assert till.spent == 3 * COST
@@ -78,14 +79,14 @@ async def test_an_answer_is_kept_while_another_teacher_waits_for_money() -> None
 
 async def test_no_more_states_are_asked_about_at_once_than_allowed() -> None:
     till = Till(ceiling=10**6)
-    await ask_all(Desk(till, 3), 20)
+    await ask_all(Desk(till, 3, REST_S), 20)
     assert till.most == 3
 
 
 async def test_a_stopped_desk_answers_what_is_under_way_and_asks_nothing_new() -> None:
     till = Till(ceiling=10**6)
     till.gate.clear()
-    desk = Desk(till, 2)
+    desk = Desk(till, 2, REST_S)
     tasks = [asyncio.create_task(desk.query(state(i), 1)) for i in range(5)]
     await asyncio.sleep(0)
     desk.stop()
@@ -99,7 +100,7 @@ async def test_a_stopped_desk_answers_what_is_under_way_and_asks_nothing_new() -
 async def test_a_state_that_waits_for_money_gives_up_after_the_answers_under_way() -> None:
     till = Till(ceiling=BOUND)
     till.gate.clear()
-    desk = Desk(till, 2)
+    desk = Desk(till, 2, REST_S)
     under_way, waiting = (asyncio.create_task(desk.query(state(i), 1)) for i in range(2))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -114,12 +115,62 @@ async def test_a_state_that_waits_for_money_gives_up_after_the_answers_under_way
 async def test_a_cancelled_question_does_not_keep_others_waiting() -> None:
     till = Till(ceiling=BOUND)
     till.gate.clear()
-    desk = Desk(till, 2)
+    desk = Desk(till, 2, REST_S)
     first, second = (asyncio.create_task(desk.query(state(i), 1)) for i in range(2))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     first.cancel()
     assert is_short(await second)
+
+
+class Ill:
+    """Teacher a answers; teacher b is suspended so many times, at first for a reason."""
+
+    def __init__(self, refusals: int, reason: FailureKind = FailureKind.SERVER) -> None:
+        self.refusals, self.reason, self.calls = refusals, reason, 0
+
+    async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        self.calls += 1
+        await asyncio.sleep(0)
+        if self.refusals > 0:
+            self.refusals -= 1
+            kind = self.reason if self.calls == 1 else FailureKind.SUSPENDED
+            return [answer("a", ADD), failure("b", kind)]
+        return [answer("a", ADD), answer("b", ADD)]
+
+
+async def test_a_teacher_that_is_left_alone_is_waited_for() -> None:
+    replies = await ask_all(Desk(Ill(refusals=4), 4, REST_S), 4, n=2)
+    kinds = [isinstance(each[1], TeacherAnswer) for each in replies]
+    assert kinds == [False, True, True, True]  # the first one failed, and was not suspended
+
+
+async def test_a_teacher_that_never_comes_back_is_given_up_for_all_states() -> None:
+    ill = Ill(refusals=10**9)
+    desk = Desk(ill, 1, REST_S)
+    replies = await ask_all(desk, 50, n=2)
+    assert not any(isinstance(each[1], TeacherAnswer) for each in replies)
+    assert ill.calls == 50 + RESTS
+
+
+@pytest.mark.parametrize("reason", [FailureKind.AUTH, FailureKind.PAYMENT])
+async def test_a_teacher_that_only_a_person_can_repair_is_not_waited_for(
+    reason: FailureKind,
+) -> None:
+    ill = Ill(10**9, reason)
+    await ask_all(Desk(ill, 1, rest_s=3600.0), 10, n=2)
+    assert ill.calls == 10
+
+
+async def test_a_stopped_desk_waits_for_no_rest() -> None:
+    desk = Desk(Ill(refusals=10**9), 1, rest_s=3600.0)
+    await desk.query(state(0), 2)
+    waiting = asyncio.create_task(desk.query(state(1), 2))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    desk.stop()
+    with pytest.raises(Stopped):
+        await waiting
 
 
 def test_a_second_round_replaces_failures_and_adds_what_they_cost() -> None:

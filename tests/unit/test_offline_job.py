@@ -22,6 +22,8 @@ from composer_mesh.services.offline_job import OfflineJob, selections
 from composer_mesh.services.offline_traces import TraceFileError
 from composer_mesh.services.replay import Replay
 
+REST_S = 0.01
+
 
 class Experts:
     """The builtin teachers without HTTP; each reply waits some turns of the loop, by `seed`."""
@@ -61,7 +63,7 @@ def groups(toolbox: ToolboxTask) -> list[list[Trace]]:
 
 
 def job_with(config: Any, experts: Experts, concurrency: int = 5) -> OfflineJob:
-    return OfflineJob(config, Desk(experts, concurrency), concurrency)
+    return OfflineJob(config, Desk(experts, concurrency, REST_S), concurrency)
 
 
 async def in_a_run(config: Any, groups: Sequence[Sequence[Trace]], experts: Experts) -> list[str]:
@@ -113,20 +115,22 @@ async def test_a_cancelled_job_leaves_no_question_under_way(
     config: Any, groups: list[list[Trace]]
 ) -> None:
     under_way: list[int] = []
+    full = asyncio.Event()
 
     class Silent:
         async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
             under_way.append(1)
+            if len(under_way) == 4:
+                full.set()
             try:
                 await asyncio.Event().wait()
             finally:
                 under_way.pop()
             return []
 
-    job = OfflineJob(config, Desk(Silent(), 4), 4)
+    job = OfflineJob(config, Desk(Silent(), 4, REST_S), 4)
     running = asyncio.create_task(job.run(groups))
-    while len(under_way) < 4:
-        await asyncio.sleep(0)
+    await full.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -137,7 +141,9 @@ async def test_figures_count_every_state_once_and_every_pair(
     config: Any, groups: list[list[Trace]], toolbox: ToolboxTask
 ) -> None:
     told = []
-    job = OfflineJob(config, Desk(Experts(toolbox), 5), 5, lambda of: told.append(of.groups))
+    job = OfflineJob(
+        config, Desk(Experts(toolbox), 5, REST_S), 5, lambda of: told.append(of.groups)
+    )
     await job.run(groups)
     figures = job.figures
     assert told == list(range(1, len(groups) + 1))

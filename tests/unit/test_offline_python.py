@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from offline_runs import BUILTIN, ENVIRON, knowing, paid, replay_section, traces_of, write_run
 from preferences import ADD, ANSWER, LOOK, answer, answers, failure, student
@@ -36,9 +37,7 @@ def said(text: str) -> ScriptedProvider:
     return ScriptedProvider(0.0001, lambda _: _reply(text))
 
 
-def _reply(text: str) -> Any:
-    import httpx
-
+def _reply(text: str) -> httpx.Response:
     message = {"role": "assistant", "content": text}
     return httpx.Response(200, json={"choices": [{"message": message}], "usage": {"cost": 0.0001}})
 
@@ -209,7 +208,9 @@ def test_the_synchronous_sibling_gives_the_same(run: Path) -> None:
 
 
 async def test_the_synchronous_sibling_says_what_to_do_inside_a_loop(run: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"write `await replay_and_normalize_trace\(…\)` instead"):
+    with pytest.raises(
+        RuntimeError, match=r"write `await replay_and_normalize_trace\(…\)` instead"
+    ):
         replay_and_normalize_trace_sync(run)
 
 

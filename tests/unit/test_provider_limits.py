@@ -203,3 +203,10 @@ async def test_a_patient_job_waits_in_line_beyond_the_total() -> None:
         for seed in range(3):
             await asking.complete(teacher, ASK, TOOLS, seed=seed)
     assert script.waits == [60.0, 60.0]
+
+
+def test_retries_wait_within_their_cap_however_many_there_were() -> None:
+    failure = ProviderServerError("t", "x")
+    delay = Retries(attempts=5000).delay_s(4000, failure, random.Random(0))
+    assert delay is not None
+    assert 0 <= delay <= 8.0

@@ -37,8 +37,9 @@ def pinned(made: Router[Seat], place: int) -> Ticket[Seat]:
 
 def test_a_call_goes_to_the_seat_with_the_fewest_under_way() -> None:
     made = router(2, 0, 1)
+    made.seats[1].calls = 99
     taken = [made.take(made.ticket()) for _ in range(4)]
-    assert [seat.name for seat in taken if seat] == ["w-1", "w-1", "w-2", "w-0"]
+    assert [seat.name for seat in taken if seat] == ["w-1", "w-2", "w-1", "w-0"]
 
 
 def test_of_equals_the_one_with_the_fewest_calls_so_far_is_taken() -> None:

@@ -201,6 +201,36 @@ async def test_a_tolerant_service_leaves_its_dead_out_of_a_fanout(host: FakeHost
     assert other._members._recipe.policy is FaultPolicy.ESCALATE
 
 
+async def test_a_call_that_was_admitted_once_is_not_refused_when_it_runs_again(
+    host: FakeHost,
+) -> None:
+    pool = await serve(host, n=2, max_outstanding=1, queue=0)
+    calls = [ask(pool), ask(pool)]
+    await turns()
+    host["w-0"].die()
+    await turns()
+    assert pool.waiting == 1
+    for _ in calls:
+        host["w-1"].finish()
+        await turns()
+    assert [await call for call in calls] == ["w-1", "w-1"]
+
+
+async def test_what_an_actor_raised_is_its_answer_also_when_it_dies_after_it(
+    host: FakeHost,
+) -> None:
+    pool = await serve(host, n=2)
+    call = ask(pool)
+    await turns()
+    error = ActorDied("something-else", "gone")
+    error.__cause__ = RemoteError("w-0", "work", "traceback")
+    host["w-0"].held[0].fail(error)
+    host["w-0"].death.set_result(ActorDied("w-0", "killed"))
+    with pytest.raises(ActorDied, match="something-else"):
+        await call
+    assert (pool.retried, column(pool, "state")) == (0, ["dead", "ready"])
+
+
 @pytest.mark.parametrize("error", [ValueError("its own"), ActorDied("w-0", "of another")])
 async def test_an_actors_own_exception_is_never_retried(host: FakeHost, error: Exception) -> None:
     pool = await serve(host, n=2)
@@ -259,7 +289,7 @@ async def test_a_fanout_reaches_a_busy_replica_past_the_line(host: FakeHost) -> 
 
 async def test_close_refuses_what_waits_and_what_comes_and_ends_what_runs(host: FakeHost) -> None:
     pool = await serve(host, n=1, max_outstanding=1)
-    running, waiting = ask(pool), ask(pool)
+    running, waiting = ask(pool.options(attempts=1)), ask(pool)
     await turns()
     await asyncio.gather(pool.close(), pool.close())
     for late in (running, waiting, ask(pool), ask(pool.options(attempts=1)), pool.fanout("pull")):

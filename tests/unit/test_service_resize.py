@@ -45,6 +45,9 @@ async def test_those_that_come_later_hear_the_last_of_each_setup_in_order(host: 
     await pool.resize(3)
     assert host["w-2"].heard == [("load", "a"), ("pull", 2)]
     assert host["w-0"].heard == [("load", "a"), ("pull", 1), ("pull", 2), ("status",)]
+    await pool.load("b")
+    await pool.resize(4)
+    assert host["w-3"].heard == [("pull", 2), ("load", "b")]
 
 
 async def test_a_setup_that_failed_is_not_asked_of_later_ones(host: FakeHost) -> None:
@@ -183,14 +186,17 @@ async def test_resizes_at_the_same_time_happen_one_after_the_other(host: FakeHos
     assert [actor.name for actor in host.started] == ["w-0", "w-1", "w-2", "w-3", "w-2.2"]
 
 
-async def test_a_setup_beside_a_growth_reaches_the_newcomer_once(host: FakeHost) -> None:
+@pytest.mark.parametrize("held", ["gate", "slow"])
+async def test_a_setup_beside_a_growth_reaches_the_newcomer_once(host: FakeHost, held: str) -> None:
     pool = await serve(host, n=1, load=("a",))
-    host.gate = asyncio.Event()
+    held_back = asyncio.Event()
+    setattr(host, held, held_back)
     growing = asyncio.ensure_future(pool.resize(2))
     await turns()
-    await pool.setup("pull", 7)
-    host.gate.set()
-    await growing
+    telling = asyncio.ensure_future(pool.setup("pull", 7))
+    await turns()
+    held_back.set()
+    await asyncio.gather(growing, telling)
     assert host["w-1"].heard == [("load", "a"), ("pull", 7)]
 
 

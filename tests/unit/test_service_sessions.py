@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_host import FakeHost, serve, turns
 
-from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.services.service import Service
 from composer_mesh.services.service_errors import ServiceClosed, SessionLost
 
@@ -128,6 +128,51 @@ async def test_a_movable_session_never_holds_a_drain_up(host: FakeHost) -> None:
     await turns()
     host["w-0"].finish("moved")
     assert (await call, moved.replica, moved.moves) == ("moved", "w-0", 1)
+
+
+async def test_a_movable_session_leaves_a_replica_that_drains_with_its_next_call(
+    host: FakeHost,
+) -> None:
+    pool = await serve(host, n=2)
+    kept, moved = pool.session("kept"), pool.session("moved", movable=True)
+    kept.open()
+    moved.open()
+    first = work(moved, 1)
+    await turns()
+    shrinking = asyncio.ensure_future(pool.resize(1, drain_s=60))
+    await turns()
+    second = work(moved, 2)
+    await turns()
+    assert (host["w-1"].heard, host["w-0"].heard) == ([("work", 1)], [("work", 2)])
+    host["w-1"].finish("stayed")
+    await shrinking
+    host["w-0"].finish("left")
+    assert (await first, await second) == ("stayed", "left")
+
+
+async def test_a_drain_ends_with_its_replica_though_a_session_is_open(host: FakeHost) -> None:
+    pool = await serve(host, n=2)
+    for name in ("first", "second"):
+        pool.session(name).open()
+    shrinking = asyncio.ensure_future(pool.resize(1, drain_s=600))
+    await turns()
+    host["w-1"].die()
+    await turns()
+    assert shrinking.done()
+
+
+@pytest.mark.parametrize("movable", [False, True])
+async def test_a_sessions_call_is_not_repeated_after_a_deadline(
+    host: FakeHost, movable: bool
+) -> None:
+    pool = await serve(host, n=2)
+    async with pool.options(retry_timeouts=True).session(movable=movable) as session:
+        call = work(session)
+        await turns()
+        host["w-0"].held[0].run_out()
+        with pytest.raises(DeadlineExceeded):
+            await call
+    assert pool.retried == 0
 
 
 async def test_a_session_whose_replica_is_full_does_not_hold_others_up(host: FakeHost) -> None:

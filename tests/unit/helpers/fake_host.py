@@ -62,6 +62,7 @@ class FakeActor:
     held: list[FakeCall] = field(default_factory=list)
     heard: list[tuple[Any, ...]] = field(default_factory=list)
     broken: Exception | None = None
+    slow: asyncio.Event | None = None
     stopped: bool = False
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
@@ -69,6 +70,8 @@ class FakeActor:
             raise ActorDied(*self.death.result().args)
         self.heard.append((endpoint, *args))
         if endpoint != "work":
+            if self.slow is not None:
+                await self.slow.wait()
             if self.broken is not None:
                 raise self.broken
             return self.name
@@ -92,7 +95,10 @@ class FakeActor:
 
 
 class FakeHost:
-    """Starts fakes; `gate` holds every start back, `broken` lets what is started fail later."""
+    """Starts fakes; `gate` holds every start back.
+
+    What it starts is `broken` or `slow` in all but `work`.
+    """
 
     def __init__(self) -> None:
         self.supervisor = None
@@ -100,6 +106,7 @@ class FakeHost:
         self.told: list[tuple[str, str]] = []
         self.gate: asyncio.Event | None = None
         self.broken: Exception | None = None
+        self.slow: asyncio.Event | None = None
         self._pids = count(100)
 
     async def spawn(self, name: str, kind: Any, *args: Any, policy: Any, **_: Any) -> FakeActor:
@@ -107,7 +114,8 @@ class FakeHost:
         if self.gate is not None:
             await self.gate.wait()
         death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
-        actor = FakeActor(name, next(self._pids), policy, death, broken=self.broken)
+        actor = FakeActor(name, next(self._pids), policy, death)
+        actor.broken, actor.slow = self.broken, self.slow
         self.started.append(actor)
         return actor
 
