@@ -218,9 +218,11 @@ def _question(
     body: dict[str, Any] = {
         "model": teacher.model,
         "messages": list(messages),
-        "seed": seed,
         "max_tokens": teacher.max_tokens,
     }
+    # Where providers must honour every parameter, a seed would shut out models that have none.
+    if not (teacher.routing or {}).get("require_parameters"):
+        body["seed"] = seed
     if teacher.temperature is not None:
         body["temperature"] = teacher.temperature
     if tools:

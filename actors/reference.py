@@ -1,4 +1,4 @@
-"""The reference actor: the frozen initial policy, which says how likely both answers of a pair were.
+"""The reference actor: the frozen initial policy, which says how likely a pair's answers were.
 
 Off the trainer's path: it works while the trainer steps, and each pair is scored once. It never
 learns and pulls no weights.

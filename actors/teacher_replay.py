@@ -35,6 +35,11 @@ class TeacherReplayActor(MeshActor):
         Asks no question; a provider's list of prices is read where the settings name none.
         Replaces what an earlier `load` opened.
         """
+        if settings.pays and settings.budget.usd > 0 and settings.ledger is None:
+            raise ValueError(
+                f"budget.usd is {settings.budget.usd} but ledger is None, so no replica would see "
+                "what the others spend: name one file for all of them"
+            )
         panel = await TeacherPanel.open(settings)
         await self._close_panel()
         self._panel = panel

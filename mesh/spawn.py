@@ -19,14 +19,8 @@ from monarch.actor import HostMesh, ProcMesh, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.environment import without_noise
-from composer_mesh.mesh.supervision import (
-    ActorDied,
-    FaultPolicy,
-    Supervisor,
-    call,
-    cancel_and_wait,
-    heard,
-)
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call, heard
+from composer_mesh.mesh.waiting import cancel_and_wait
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Future, MeshFailure
+
+from composer_mesh.mesh.waiting import cancel_and_wait
 
 T = TypeVar("T")
 Recorder = Callable[[str, str, str], None]
@@ -239,28 +241,3 @@ class Supervisor:
 
 def _succeeded(task: asyncio.Future[Any]) -> bool:
     return task.done() and not (task.cancelled() or task.exception())
-
-
-async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run coroutines beside each other; returns their results in order.
-
-    Waits until all have ended, also when one fails or the waiting is cancelled: then the others are
-    cancelled, once, and may take themselves back in peace.
-    """
-    tasks = [asyncio.ensure_future(one) for one in work]
-    done: set[asyncio.Future[Any]] = set()
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        await cancel_and_wait(tasks)
-    for task in done:
-        task.result()
-    return [task.result() for task in tasks]
-
-
-async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until each of them has ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

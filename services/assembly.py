@@ -22,8 +22,9 @@ from composer_mesh.actors.policy import load_tokenizer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.admin import start_admin
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import MeshError, Supervisor, cancel_and_wait
+from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tasks import Task, make_task

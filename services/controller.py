@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.supervision import cancel_and_wait
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace

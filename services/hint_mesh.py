@@ -67,4 +67,5 @@ def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
         str(asked.model),
         asked.key_variable,
         asked.api_key_file.absolute() if asked.api_key_file else None,
+        routing={} if asked.kind == "openrouter" else None,
     )

@@ -11,7 +11,8 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, cancel_and_wait, together
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.services.dispatch import Dispatch, gone
 from composer_mesh.services.replicas import Call, Names, Recipe, Replica
 from composer_mesh.services.routing import ReplicaState, Router, to_retire

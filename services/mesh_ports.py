@@ -7,7 +7,7 @@ from typing import Any
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import SpawnedActor
-from composer_mesh.mesh.supervision import together
+from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 from composer_mesh.rollouts.step_plan import plan_step

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.supervision import cancel_and_wait
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.late_store import LateStore

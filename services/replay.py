@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.mesh.supervision import together
+from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.consensus import decide
 from composer_mesh.rollouts.pairs import PreferencePair, StudentState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.state_choice import Selection, select_states

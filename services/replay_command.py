@@ -24,7 +24,12 @@ from composer_mesh.rollouts.tasks import Task, make_task
 from composer_mesh.services.offline_config import offline_config
 from composer_mesh.services.offline_desk import Desk
 from composer_mesh.services.offline_job import OfflineJob, plan_job
-from composer_mesh.services.offline_output import ReplayOutput, job_of, write_json
+from composer_mesh.services.offline_output import (
+    REPORT_FILE,
+    ReplayOutput,
+    job_of,
+    write_json,
+)
 from composer_mesh.services.offline_plan import ReplayPlan
 from composer_mesh.services.offline_session import opened_panel, priced_teachers
 from composer_mesh.services.offline_traces import TraceIndex, index_traces
@@ -130,7 +135,7 @@ class _Work:
 
     def _tell(self, output: ReplayOutput, report: dict[str, Any]) -> None:
         self.console.print(report_page(report))
-        lines = [f"pairs: {output.out}", f"report: {output.folder}"]
+        lines = [f"pairs: {output.out}", f"report: {output.folder / REPORT_FILE}"]
         if self.index.cut:
             lines.append(f"left out: {self.index.cut} last line that its writer did not finish")
         if report["state"] == OUT_OF_BUDGET:

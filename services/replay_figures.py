@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.rollouts.actions import canonical_action
-from composer_mesh.rollouts.consensus import Outcome, decide
-from composer_mesh.rollouts.pairs import StudentState, TeacherAnswer, TeacherFailure, TeacherReply
+from composer_mesh.rollouts.consensus import MAJORITY, Outcome, decide
+from composer_mesh.rollouts.pairs import (
+    StudentState,
+    TeacherAnswer,
+    TeacherFailure,
+    TeacherReply,
+    Voice,
+)
 from composer_mesh.services.offline_desk import is_short
 
-AGREED = (Outcome.PAIR, Outcome.STUDENT_AGREES)
-"""Outcomes in which a majority of the teachers did the same."""
+ABSTAINED = ("failed", "malformed", "undecided")
 
 
 @dataclass
@@ -47,6 +51,28 @@ class TeacherFigures:
     usd: float = 0.0
     latencies: list[float] = field(default_factory=list)
     example: str = ""
+
+    def add_voice(self, voice: Voice, majority: bool) -> None:
+        """Count whom it sided with, where it voted; `majority` says whether there was one."""
+        self.asked += 1
+        self.malformed += voice.kind == "malformed"
+        if voice.kind in ABSTAINED:
+            return
+        self.student.add(voice.with_student)
+        if majority:
+            self.majority.add(voice.with_majority)
+
+    def add_reply(self, reply: TeacherReply) -> None:
+        """Count what became of the question."""
+        self.usd += reply.usd
+        if isinstance(reply, TeacherFailure):
+            self.failures[reply.kind.value] += 1
+            self.example = self.example or reply.text
+            return
+        self.answered += 1
+        self.cached += reply.cached
+        if not reply.cached:
+            self.latencies.append(reply.latency_s)
 
     def as_dict(self) -> dict[str, Any]:
         """For the report. Latencies are those of answers that did not come from the cache."""
@@ -91,9 +117,10 @@ class ReplayFigures:
         self.answered += any(isinstance(reply, TeacherAnswer) for reply in replies)
         if is_short(replies):
             self.short_of_budget.append(state.state.state_id)
-        camp = set(decision.agreeing) if decision.outcome in AGREED else None
+        for voice in decision.provenance.voices:
+            self._of(voice.teacher).add_voice(voice, decision.outcome in MAJORITY)
         for reply in replies:
-            self._add_reply(reply, state.action_text, camp)
+            self._of(reply.teacher).add_reply(reply)
 
     def add_group(self, skipped: int, dropped: Mapping[str, int], kept: int) -> None:
         """Count what choosing and filtering did to one group."""
@@ -102,26 +129,8 @@ class ReplayFigures:
         self.kept += kept
         self.dropped.update(dropped)
 
-    def _add_reply(self, reply: TeacherReply, student: str, camp: set[str] | None) -> None:
-        teacher = self.teachers.setdefault(reply.teacher, TeacherFigures())
-        teacher.asked += 1
-        teacher.usd += reply.usd
-        if isinstance(reply, TeacherFailure):
-            teacher.failures[reply.kind.value] += 1
-            teacher.example = teacher.example or reply.text
-            return
-        teacher.answered += 1
-        if reply.cached:
-            teacher.cached += 1
-        else:
-            teacher.latencies.append(reply.latency_s)
-        action = canonical_action(reply.action_text)
-        if action.kind == "malformed":
-            teacher.malformed += 1
-            return
-        teacher.student.add(action.agrees(canonical_action(student)))
-        if camp is not None:
-            teacher.majority.add(reply.teacher in camp)
+    def _of(self, teacher: str) -> TeacherFigures:
+        return self.teachers.setdefault(teacher, TeacherFigures())
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

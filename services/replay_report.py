@@ -176,9 +176,9 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _teachers(teachers: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("teacher", no_wrap=True, overflow="ellipsis", min_width=10, max_width=40)
-    titles = ("answered", "cached", "failed", "majority", "student", "dollars", "p50 s", "p95 s")
+    titles = ("answered", "cached", "failed", "majority", "student", "usd", "p50 s", "p95 s")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for name, of in teachers.items():

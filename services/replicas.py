@@ -13,7 +13,8 @@ from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import FaultPolicy, cancel_and_wait
+from composer_mesh.mesh.supervision import FaultPolicy
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.routing import ReplicaState, Seat
 
 

@@ -20,7 +20,8 @@ from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, together
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import MeshHintWriter

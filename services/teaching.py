@@ -20,7 +20,8 @@ from typing import Any
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, cancel_and_wait, together
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.mesh.weights import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan

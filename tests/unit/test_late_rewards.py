@@ -16,8 +16,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace, Turn, trace_to_json
 from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.late_rewards import LateRewards
-from composer_mesh.services.post_reward import LateRewardError, post_reward
 from composer_mesh.services.late_store import LATE_FILE, LateStore
+from composer_mesh.services.post_reward import LateRewardError, post_reward
 
 MAX_AGE = 3
 

@@ -131,10 +131,11 @@ class Ill:
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
         self.calls += 1
+        first = self.calls == 1
         await asyncio.sleep(0)
         if self.refusals > 0:
             self.refusals -= 1
-            kind = self.reason if self.calls == 1 else FailureKind.SUSPENDED
+            kind = self.reason if first else FailureKind.SUSPENDED
             return [answer("a", ADD), failure("b", kind)]
         return [answer("a", ADD), answer("b", ADD)]
 

@@ -1,7 +1,9 @@
 """What a provider's failures are, which are final, and what is said about them."""
 
 import contextlib
+import json
 import pickle
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -95,6 +97,11 @@ async def test_a_final_failure_is_asked_once(
         (httpx.Response(200, json={"error": {"code": 429, "message": "busy"}}), ProviderRateError),
         (httpx.Response(200, json={"error": {"code": "502"}}), ProviderServerError),
         (httpx.Response(200, json={"error": "overloaded"}), ProviderServerError),
+        (refused(500, code="content_filter"), ProviderServerError),
+        (
+            httpx.Response(200, json={"choices": [{"message": {}, "finish_reason": "error"}]}),
+            ProviderServerError,
+        ),
         (
             httpx.Response(200, json={"choices": [{"error": {"code": 502}, "message": {}}]}),
             ProviderServerError,
@@ -252,23 +259,33 @@ async def test_an_echo_of_our_own_id_is_not_the_providers() -> None:
             await c.complete(TEACHER, ASK, TOOLS, seed=0)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[" * 100_000,
-        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
-        b'{"choices": [{"message": {"tool_calls": [{"function": {"name": "f", "arguments": '
-        + b'{"a":' * 900
-        + b"1"
-        + b"}" * 900
-        + b"}}]}}]}",
-    ],
-)
-async def test_a_deeply_nested_body_is_malformed_or_abstains(body: bytes) -> None:
-    for status in (200, 400):
-        with contextlib.suppress(ProviderMalformed, ProviderRequestError):
-            answer = await ask(Script(httpx.Response(status, content=body)))
-            assert canonical_action(answer.action_text).kind == "malformed"
+def nested(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+@pytest.mark.parametrize("levels", [5, *range(100, 1100, 20), 100_000])
+async def test_a_deeply_nested_body_is_malformed_or_abstains(levels: int) -> None:
+    call = (
+        b'{"choices": [{"message": {"tool_calls": [{"function": {"name": "f", "arguments": @}}]}}]}'
+    )
+    as_text = json.dumps(nested(levels).decode()).encode()
+    bodies = (nested(levels), call.replace(b"@", nested(levels)), call.replace(b"@", as_text))
+    for body in bodies:
+        for status in (200, 400):
+            with contextlib.suppress(ProviderMalformed, ProviderRequestError):
+                answer = await ask(Script(httpx.Response(status, content=body)))
+                assert canonical_action(answer.action_text).kind in ("malformed", "call")
+
+
+async def test_an_answer_that_is_announced_as_too_long_is_not_read() -> None:
+    class Unread(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            raise AssertionError
+            yield b""
+
+    length = {"content-length": str(LARGEST_BODY + 1)}
+    failure = await fault(Script(httpx.Response(200, stream=Unread(), headers=length)))
+    assert failure.text == f"its answer is longer than {LARGEST_BODY} bytes"
 
 
 def test_every_row_of_the_docstrings_table_is_so() -> None:

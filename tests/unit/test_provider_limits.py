@@ -7,17 +7,32 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fake_provider import ASK, KEY, TEACHER, TOOLS, Script, ask, client, error, fault, said
+from fake_provider import (
+    ASK,
+    KEY,
+    TEACHER,
+    TOOLS,
+    CeilingMeter,
+    Script,
+    ask,
+    client,
+    error,
+    fault,
+    said,
+)
 
 from composer_mesh.actors.breaker import BreakerRules
 from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider_errors import (
+    ProviderBudgetError,
     ProviderCrowded,
+    ProviderError,
     ProviderRateError,
     ProviderServerError,
     ProviderSuspended,
     ProviderTimeout,
 )
+from composer_mesh.actors.provider_lane import Deadline, Lane
 
 
 async def test_waits_are_jittered_and_bounded() -> None:
@@ -210,3 +225,62 @@ def test_retries_wait_within_their_cap_however_many_there_were() -> None:
     delay = Retries(attempts=5000).delay_s(4000, failure, random.Random(0))
     assert delay is not None
     assert 0 <= delay <= 8.0
+
+
+async def test_a_question_in_line_is_not_sent_to_a_teacher_that_failed_meanwhile() -> None:
+    asked, gate, sent = asyncio.Event(), asyncio.Event(), []
+
+    async def fail(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        asked.set()
+        await gate.wait()
+        return error(500)
+
+    teacher = TeacherEndpoint("t", "https://x.test", "m", concurrency=1)
+    async with ProviderClient(
+        Timeouts(60.0), Retries(1), BreakerRules(failures=1), transport=httpx.MockTransport(fail)
+    ) as asking:
+        first, second = (
+            asyncio.create_task(asking.complete(teacher, ASK, [], seed=seed)) for seed in range(2)
+        )
+        await asked.wait()
+        assert asking.details()["t"]["waiting"] == 1
+        gate.set()
+        ends = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(end) for end in ends] == [ProviderServerError, ProviderSuspended]
+    assert len(sent) == 1
+
+
+async def test_refusals_of_a_question_do_not_count_against_its_teacher() -> None:
+    flagged = httpx.Response(400, json={"error": {"code": "content_filter"}})
+    replies = [error(429), error(400), flagged, error(404)]
+    async with client(Script(*replies), breaker=BreakerRules(1), attempts=1) as asking:
+        for seed in range(len(replies)):
+            with pytest.raises(ProviderError):
+                await asking.complete(TEACHER, ASK, TOOLS, seed=seed)
+        with pytest.raises(ProviderBudgetError):
+            await asking.complete(TEACHER, ASK, TOOLS, seed=9, meter=CeilingMeter(0))
+        assert asking.details()["t1"]["breaker"] == "closed"
+
+
+async def test_a_question_that_waits_for_its_minute_waits_for_a_later_wish_too() -> None:
+    script, teacher = Script(), replace(TEACHER, requests_per_minute=1)
+
+    async def sleep(seconds: float) -> None:
+        if not script.waits:
+            lane.hold(seconds + 5.0)
+        await script.sleep(seconds)
+
+    lane = Lane(teacher, BreakerRules(rest_s=99.0), script.clock, sleep)
+    for _ in range(2):
+        async with lane.turn(Deadline.of(Timeouts(999.0), script.clock)):
+            pass
+    assert script.waits == [60.0, 5.0]
+
+
+async def test_a_patient_job_does_not_wait_longer_for_an_answer() -> None:
+    timeouts, transport = Timeouts(0.05, line_s=float("inf")), httpx.MockTransport(Busy())
+    teacher = TeacherEndpoint("t", "https://x.test", "m")
+    async with ProviderClient(timeouts, transport=transport) as asking:
+        with pytest.raises(ProviderTimeout):
+            await asking.complete(teacher, ASK, [], seed=0)

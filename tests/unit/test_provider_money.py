@@ -25,9 +25,7 @@ from fake_provider import (
 )
 
 from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import (
-    ProviderBudgetError,
-)
+from composer_mesh.actors.provider_errors import ProviderBudgetError, ProviderTimeout
 from composer_mesh.rollouts.money import LARGEST_CHARGE, TEMPLATE_TOKENS, Prices
 
 PRICES = Prices.per_million(2.0, 8.0)
@@ -167,6 +165,20 @@ async def test_what_the_ceiling_does_not_hold_is_not_sent() -> None:
     failure = await fault(script, PAID, meter=CeilingMeter(bound))
     assert isinstance(failure, ProviderBudgetError)
     assert (len(script.requests), failure.charged) == (1, bound)
+
+
+async def test_a_question_whose_time_went_by_while_it_reserved_is_not_sent() -> None:
+    script = Script()
+
+    class Slow(CeilingMeter):
+        async def reserve(self, teacher: str, bound: int | None) -> int:
+            script.now += 99.0
+            return await super().reserve(teacher, bound)
+
+    meter = Slow()
+    failure = await fault(script, PAID, meter=meter)
+    assert isinstance(failure, ProviderTimeout)
+    assert (script.requests, meter.charges) == ([], [0])
 
 
 class Stuck(CeilingMeter):

@@ -10,7 +10,8 @@ import pytest
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call, together
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call
+from composer_mesh.mesh.waiting import together
 
 Events = list[tuple[str, str, str]]
 
