@@ -60,15 +60,19 @@ def states_of(count: int) -> tuple[ToolboxTask, list[FrozenState]]:
     return task, [FrozenState(f"state-{n}", opening, n) for n, opening in enumerate(openings)]
 
 
-async def ask_all(settings: PanelSettings, states: list[FrozenState]) -> tuple[Answered, float]:
+async def ask_all(
+    settings: PanelSettings, states: list[FrozenState], at_once: int | None = None
+) -> tuple[Answered, float]:
     """Every state through a pool of its own: replies and seconds of each, and of all."""
+    room = asyncio.Semaphore(at_once or len(states))
     async with await service.spawn(TeacherReplayActor, n=REPLICAS, load=(settings,)) as pool:
         found: Answered = {}
 
         async def ask(state: FrozenState) -> None:
-            began = time.perf_counter()
-            replies = await pool.query(state, n=len(settings.teachers))
-            found[state.state_id] = (replies, time.perf_counter() - began)
+            async with room:
+                began = time.perf_counter()
+                replies = await pool.query(state, n=len(settings.teachers))
+                found[state.state_id] = (replies, time.perf_counter() - began)
 
         began = time.perf_counter()
         await asyncio.gather(*map(ask, states), return_exceptions=True)
@@ -160,7 +164,7 @@ async def against_server(report: Report, count: int, given: argparse.Namespace) 
             ledger=Path(folder) / "ledger.sqlite",
             replicas=REPLICAS,
         )
-        found, took = await ask_all(settings, states)
+        found, took = await ask_all(settings, states, given.at_once)
     replies = [reply for of_state, _ in found.values() for reply in of_state]
     waits = sorted(reply.latency_s for reply in replies if isinstance(reply, TeacherAnswer))
     kinds = Counter(map(_kind, replies))
@@ -189,6 +193,7 @@ def main() -> None:
     parser.add_argument("--states", type=int, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=16, metavar="N")
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="of each teacher")
+    parser.add_argument("--at-once", type=int, metavar="N", help="states under way; all by default")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S")
     given = parser.parse_args()
     if bool(given.base_url) != bool(given.model):

@@ -32,6 +32,8 @@ from composer_mesh.services.teaching import Record, SdpoTeachers
 
 WARM_START_DEADLINE_S = 1800.0
 DESCRIBE_DEADLINE_S = 5.0
+ALL_AT_ONCE = 1_000_000
+"""Generators and environments batch and queue by themselves: the more they see, the better."""
 ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
 """Ranks of one host sum their gradients over its loopback device."""
 
@@ -162,7 +164,14 @@ async def _pool(host: MeshHost, config: Config, kind: Any, name: str, n: int) ->
     env = threads(config.generator.threads if kind is GeneratorActor else 1)
     deadline_s = config.run.deadline_s
     return await service.spawn(
-        kind, n=n, host=host, name=name, deadline_s=deadline_s, attempts=1, env=env
+        kind,
+        n=n,
+        host=host,
+        name=name,
+        deadline_s=deadline_s,
+        attempts=1,
+        max_outstanding=ALL_AT_ONCE,
+        env=env,
     )
 
 
