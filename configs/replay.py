@@ -76,7 +76,7 @@ class ReplayConfig(Section):
     """Steps after which a pair no longer trains, counted from its rollout's policy version."""
 
     cache: FilePath | None = None
-    """SQLite file of paid answers that runs may share; in the run directory when not set."""
+    """SQLite file of paid answers that runs share; in policy.cache_dir when not set."""
 
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """What the teachers may cost."""

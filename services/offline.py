@@ -35,6 +35,7 @@ from composer_mesh.services.offline_job import OfflineJob
 from composer_mesh.services.offline_session import opened_panel
 from composer_mesh.services.offline_traces import index_traces
 from composer_mesh.services.replay_options import CONCURRENCY, ReplayRefused
+from composer_mesh.services.teacher_settings import CACHE_FILE
 
 __all__ = [
     "ReplayRefused",
@@ -89,7 +90,13 @@ async def replay_trace(
         raise ReplayRefused(f"n is {n}, but there are {len(teachers)} teachers: ask 1 to that many")
     with _kept_in(folder) as place:
         async with opened_panel(
-            config, None, place, tools=tools, environ=environ, transport=transport
+            config,
+            None,
+            place,
+            tools=tools,
+            answers=place / CACHE_FILE,
+            environ=environ,
+            transport=transport,
         ) as panel:
             desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
             async with asyncio.TaskGroup() as asking:
@@ -151,7 +158,13 @@ async def replay_and_normalize_trace(
     tools = task.tools if task is not None and tools is None else list(tools or ())
     with _kept_in(folder) as place:
         async with opened_panel(
-            config, task, place, tools=tools, environ=environ, transport=transport
+            config,
+            task,
+            place,
+            tools=tools,
+            answers=place / CACHE_FILE,
+            environ=environ,
+            transport=transport,
         ) as panel:
             desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
             job = OfflineJob(config, desk, concurrency)

@@ -40,17 +40,22 @@ async def opened_panel(
     folder: Path,
     *,
     tools: Sequence[dict[str, Any]],
+    answers: Path | None = None,
     environ: Environ = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[TeacherPanel]:
-    """The config's teachers, ready to be asked; ledger and answers are in `folder`.
+    """The config's teachers, ready to be asked; their ledger is in `folder`.
 
+    Answers are kept in the file that the config names, or else in `answers`, or else where runs
+    keep theirs.
     `task` is what builtin teachers know, and may be None where there are none.
     Waits for lists of models, where prices are read from them. Raises `ReplayRefused` for what
     would stop every question: no key, no price, a file that is or becomes unusable.
     """
     with served_experts(config, task, environ) as (url, environ):
         settings = patient(panel_settings(config, url, folder, tools))
+        if answers is not None and config.replay.cache is None:
+            settings = replace(settings, cache=answers)
         try:
             panel = await TeacherPanel.open(settings, environ=environ, transport=transport)
             try:

@@ -44,7 +44,7 @@ def panel_settings(
         budget=budget_rules(replay),
         run=_ledger_name(config.run.name, run) if pays else config.run.name,
         ledger=(replay.budget.ledger or run / LEDGER_FILE).absolute(),
-        cache=(replay.cache or run / CACHE_FILE).absolute(),
+        cache=(replay.cache or config.policy.cache_dir / CACHE_FILE).absolute(),
         replicas=replay.actors,
         own=own,
     )

@@ -103,12 +103,23 @@ def test_a_higher_ceiling_goes_on_and_pays_only_for_the_rest(
     first, second, whole = knowing(toolbox), knowing(toolbox), knowing(toolbox)
     assert run(replace(options, max_usd=0.0115), first)[0] == 3
     assert run(replace(options, max_usd=1.0), second)[0] == 0
-    apart = replace(options, out=options.out.with_name("whole.jsonl"))
+    elsewhere = (f"replay.cache={options.out.with_name('others.sqlite')}",)
+    apart = replace(options, out=options.out.with_name("whole.jsonl"), overrides=elsewhere)
     run(apart, whole)
     assert len(first.requests) + len(second.requests) == len(whole.requests)
     assert [row["state_id"] for row in rows_of(options.out)] == [
         row["state_id"] for row in rows_of(apart.out)
     ]
+
+
+def test_another_replay_of_the_same_states_pays_nothing(
+    options: ReplayOptions, toolbox: ToolboxTask
+) -> None:
+    """Answers are shared by all runs and replays of a place."""
+    first, second = knowing(toolbox), knowing(toolbox)
+    run(options, first)
+    other = replace(options, out=options.out.with_name("other.jsonl"))
+    assert (run(other, second)[0], len(first.requests), second.requests) == (0, QUESTIONS, [])
 
 
 def test_the_ceiling_counts_all_repetitions_together(

@@ -113,10 +113,12 @@ def test_ceilings_limits_and_waits_are_those_of_the_config(settings: Any) -> Non
     assert pickle.loads(pickle.dumps(told)) == told
 
 
-def test_files_are_in_the_run_directory_unless_named(settings: Any, tmp_path: Path) -> None:
+def test_a_run_has_a_ledger_of_its_own_and_shares_its_answers_unless_others_are_named(
+    settings: Any, build_config: Any, tmp_path: Path
+) -> None:
     told = settings()
     assert told.ledger == tmp_path / "run" / "teachers.sqlite"
-    assert told.cache == tmp_path / "run" / "answers.sqlite"
+    assert told.cache == build_config().policy.cache_dir.absolute() / "answers.sqlite"
     assert settings(cache="kept/c").cache == Path("kept/c").absolute()
 
 

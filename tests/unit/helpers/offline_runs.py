@@ -99,6 +99,8 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> Path:
 def write_run(root: Path, config: Config, traces: Iterable[Trace]) -> Path:
     """A run directory as `train` leaves it, as far as an offline replay reads it."""
     write_traces(root / "traces" / "traces.jsonl", traces)
+    policy = config.policy.model_copy(update={"cache_dir": root.parent / "cache"})
+    config = config.model_copy(update={"policy": policy})
     (root / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     (root / "metrics.jsonl").write_text('{"step": 0}\n', encoding="utf-8")
     return root
