@@ -5,7 +5,7 @@ What a key is made of and what an answer is worth is the writer's business.
 
 from pathlib import Path
 
-from composer_mesh.actors.content_cache import ContentCache
+from composer_mesh.actors.panel.content_cache import ContentCache
 from composer_mesh.actors.sqlite_file import StoreError
 
 HintCacheError = StoreError

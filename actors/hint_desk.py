@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from composer_mesh.actors.hint_cache import HintCache, HintCacheError
-from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint
-from composer_mesh.actors.provider_errors import ProviderBudgetError, ProviderError
+from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
+from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.rollouts.hint_budget import HintBudget
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, tidied
 from composer_mesh.rollouts.money import dollars, nano

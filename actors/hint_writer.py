@@ -12,7 +12,7 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.hint_cache import HintCache
 from composer_mesh.actors.hint_desk import HintDesk
-from composer_mesh.actors.provider import (
+from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
     Retries,

@@ -1,6 +1,6 @@
 """The teacher-replay actor: a frozen state goes out to several teachers, their actions come back.
 
-It is a process around `teacher_panel`, which asks, pays and remembers. It does not choose states,
+It is a process around `panel.panel`, which asks, pays and remembers. It does not choose states,
 count votes or make pairs; `rollouts.consensus` does. Neither this module nor what it imports
 loads torch.
 """
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.panel_settings import PanelSettings
-from composer_mesh.actors.teacher_panel import TeacherPanel
+from composer_mesh.actors.panel.panel import TeacherPanel
+from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 

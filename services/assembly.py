@@ -34,7 +34,6 @@ from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.curve import draw_reward_curve
 from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
 from composer_mesh.services.hint_writing import HintWriting
-from composer_mesh.services.late_store import LATE_FILE, LateStore
 from composer_mesh.services.mesh_ports import (
     MeshEnvironments,
     MeshReference,
@@ -42,11 +41,12 @@ from composer_mesh.services.mesh_ports import (
     MeshTraining,
 )
 from composer_mesh.services.metrics import replay_metrics
-from composer_mesh.services.pair_stream import PairStream, Taken
+from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.replay.pair_stream import PairStream, Taken
+from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
 from composer_mesh.services.rollout import Rollouts
 from composer_mesh.services.run_mesh import RunMesh
-from composer_mesh.services.run_replay import make_late_rewards, make_pair_stream
 from composer_mesh.services.run_store import RunStore
 from composer_mesh.services.status import RunStatus, write_status
 from composer_mesh.services.view import RunView

@@ -23,11 +23,11 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.tasks import make_task
-from composer_mesh.services.ablate import CHANNELS_OF, plan_ablation, refuse_other_runs
+from composer_mesh.services.ablation.plan import CHANNELS_OF, plan_ablation, refuse_other_runs
 from composer_mesh.services.custom_functions import check_custom_functions
 from composer_mesh.services.key_checks import MissingKey, check_keys
-from composer_mesh.services.post_reward import LateRewardError, post_reward
-from composer_mesh.services.replay_options import ReplayRefused, add_options, read_options
+from composer_mesh.services.offline.options import ReplayRefused, add_options, read_options
+from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
 from composer_mesh.services.run_directory import (
     RUNS,
     RunDirectoryError,
@@ -100,7 +100,7 @@ def ablate(arguments: argparse.Namespace) -> int:
     output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
     refuse_other_runs(plan, output)
     with claimed(output):
-        from composer_mesh.services.ablate_command import ablate_command
+        from composer_mesh.services.ablation.command import ablate_command
 
         return ablate_command(plan, output, _train)
 
@@ -167,7 +167,7 @@ def tree(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     """Ask teachers about the states of stored traces; no mesh is started."""
     options = read_options(arguments)
-    from composer_mesh.services.replay_command import replay_command
+    from composer_mesh.services.offline.command import replay_command
 
     return replay_command(options)
 

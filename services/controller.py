@@ -24,11 +24,11 @@ from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.hint_writing import HintWriting, WordedHints
-from composer_mesh.services.late_rewards import Corrections, LateRewards
 from composer_mesh.services.metrics import step_metrics
-from composer_mesh.services.pair_stream import PairStream, Taken
 from composer_mesh.services.ports import Store, Training, Watcher, WeightSync
-from composer_mesh.services.replay import Replayed
+from composer_mesh.services.replay.asking import Replayed
+from composer_mesh.services.replay.late_rewards import Corrections, LateRewards
+from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import Rollouts, Sampling
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from composer_mesh.actors.expert_http import TOKEN_ENV
 from composer_mesh.actors.hint_writer import HintWriterActor
-from composer_mesh.actors.provider import TeacherEndpoint
+from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
 from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest

@@ -8,9 +8,9 @@ from typing import Any
 
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.late_rewards import Corrections
-from composer_mesh.services.pair_stream import Taken
-from composer_mesh.services.replay import Replayed
+from composer_mesh.services.replay.asking import Replayed
+from composer_mesh.services.replay.late_rewards import Corrections
+from composer_mesh.services.replay.pair_stream import Taken
 
 
 def step_metrics(

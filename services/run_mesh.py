@@ -25,9 +25,9 @@ from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import MeshHintWriter
+from composer_mesh.services.replay.teacher_settings import panel_settings
 from composer_mesh.services.service import Service
 from composer_mesh.services.status import ActorStatus
-from composer_mesh.services.teacher_settings import panel_settings
 from composer_mesh.services.teaching import Record, SdpoTeachers
 
 WARM_START_DEADLINE_S = 1800.0

@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import FaultPolicy, Supervisor
-from composer_mesh.services.dispatch import Anywhere, CallRules, Only
-from composer_mesh.services.endpoints import Endpoints, default_name
-from composer_mesh.services.membership import Membership
-from composer_mesh.services.replicas import Call, Recipe, Replica
-from composer_mesh.services.routing import Router
-from composer_mesh.services.sessions import Session
+from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
+from composer_mesh.services.pool.endpoints import Endpoints, default_name
+from composer_mesh.services.pool.membership import Membership
+from composer_mesh.services.pool.replicas import Call, Recipe, Replica
+from composer_mesh.services.pool.routing import Router
+from composer_mesh.services.pool.sessions import Session
 
 DEADLINE_S = 120.0
 ATTEMPTS = 3

@@ -16,10 +16,10 @@ from gated_provider import GatedProvider
 from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
 from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
-from composer_mesh.actors.ledger import Ledger
-from composer_mesh.actors.panel_settings import PanelSettings
-from composer_mesh.actors.provider import TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import ProviderAuthError
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import ProviderAuthError
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor

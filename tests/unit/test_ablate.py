@@ -16,9 +16,9 @@ from rich.console import Console
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.ablate import Ablation, plan_ablation, refuse_other_runs
-from composer_mesh.services.ablate_command import ablate_command
-from composer_mesh.services.ablate_report import ablation_report, notes, report_table
+from composer_mesh.services.ablation.command import ablate_command
+from composer_mesh.services.ablation.plan import Ablation, plan_ablation, refuse_other_runs
+from composer_mesh.services.ablation.report import ablation_report, notes, report_table
 from composer_mesh.services.cli import main
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.run_directory import RunDirectoryError

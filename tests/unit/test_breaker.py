@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.breaker import Breaker, BreakerRules, BreakerState, Permit, Verdict
+from composer_mesh.actors.provider.breaker import (
+    Breaker,
+    BreakerRules,
+    BreakerState,
+    Permit,
+    Verdict,
+)
 
 RULES = BreakerRules(failures=3, rest_s=10.0)
 

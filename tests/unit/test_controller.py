@@ -29,11 +29,11 @@ from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.late_store import LATE_FILE, LateStore
-from composer_mesh.services.pair_stream import PairStream
+from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.replay.pair_stream import PairStream
+from composer_mesh.services.replay.parts import make_pair_stream
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import PromptTooLong, Rollouts, Sampling
-from composer_mesh.services.run_replay import make_pair_stream
 
 Done = tuple[str, Any]
 CHANNELS = {

@@ -13,16 +13,16 @@ from guides import QUICKSTART, ROOT, Guide, as_a_run, names_in_code
 from offline_runs import BUILTIN, replay_section, traces_of, write_run
 from pytest_httpserver import HTTPServer
 
-from composer_mesh.actors import provider_errors
-from composer_mesh.actors.provider_errors import ProviderError
+from composer_mesh.actors.provider import errors as provider_errors
+from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.filters import DEFAULT_FILTERS
 from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.load import load_config
 from composer_mesh.rollouts.consensus import Outcome
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services import replay_command
 from composer_mesh.services.cli import main
+from composer_mesh.services.offline import command as replay_command
 
 PAGE = Guide.read("replay.md")
 RUN, TEACHERS, FILTERS = PAGE.blocks("toml")

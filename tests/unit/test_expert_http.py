@@ -13,8 +13,8 @@ import pytest
 
 from composer_mesh.actors.expert_http import LARGEST_REQUEST, ExpertServer, new_token
 from composer_mesh.actors.expert_panel import Expert, ExpertPanel
-from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import ProviderAuthError, ProviderRequestError
+from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderRequestError
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message
 

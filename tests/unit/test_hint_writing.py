@@ -32,8 +32,8 @@ from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.hint_mesh import writer_endpoint
 from composer_mesh.services.hint_writing import HintWriting, WordedHints
-from composer_mesh.services.late_rewards import Corrections
 from composer_mesh.services.metrics import step_metrics
+from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.report import summarize, summary_table
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}

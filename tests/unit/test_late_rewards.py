@@ -15,9 +15,9 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace, Turn, trace_to_json
 from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.late_rewards import LateRewards
-from composer_mesh.services.late_store import LATE_FILE, LateStore
-from composer_mesh.services.post_reward import LateRewardError, post_reward
+from composer_mesh.services.replay.late_rewards import LateRewards
+from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
 
 MAX_AGE = 3
 

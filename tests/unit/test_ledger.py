@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.actors.ledger import Ledger
+from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import Account, BudgetRules, OverBudget, SettledTwice
 from composer_mesh.rollouts.money import LARGEST_CHARGE, ceiling, dollars
@@ -237,7 +237,8 @@ async def test_reservations_of_a_process_that_died_stay_counted(
     open_ledger: OpenLedger, tmp_path: Path
 ) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from composer_mesh.actors.ledger import *\n"
+        "import os, sys; from pathlib import Path\n"
+        "from composer_mesh.actors.panel.ledger import *\n"
         "ledger = Ledger(Path(sys.argv[1]), BudgetRules(usd=1e-6), 'run')\n"
         "ledger.reserve('a', 700); os._exit(9)"
     )

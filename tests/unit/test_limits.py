@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.limits import WINDOW_S, Pace
+from composer_mesh.actors.provider.limits import WINDOW_S, Pace
 
 GAPS = st.lists(st.floats(0, 90), max_size=60)
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.actors.ledger import Ledger
-from composer_mesh.actors.metering import LedgerMeter
-from composer_mesh.actors.provider_errors import ProviderBudgetError
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.provider.errors import ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import Account, BudgetRules, SettledTwice
 from composer_mesh.rollouts.money import dollars

@@ -24,9 +24,9 @@ from scripted_provider import KEY, ScriptedProvider
 
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.offline_traces import TraceFileError
-from composer_mesh.services.replay_command import replay_command
-from composer_mesh.services.replay_options import ReplayOptions, ReplayRefused
+from composer_mesh.services.offline.command import replay_command
+from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
+from composer_mesh.services.offline.traces import TraceFileError
 
 STATES, QUESTIONS = 16, 48
 WHOLE = QUESTIONS * COST

@@ -11,8 +11,8 @@ from offline_runs import BUILTIN, paid, replay_section
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml
-from composer_mesh.services.offline_config import merged, offline_config
-from composer_mesh.services.replay_options import ReplayOptions, ReplayRefused
+from composer_mesh.services.offline.config import merged, offline_config
+from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
 
 ONLY_TEACHERS = {"replay": {"teachers": paid("far", "farther"), "ask": 2}}
 

@@ -8,7 +8,7 @@ import pytest
 from preferences import ADD, answer, failure
 
 from composer_mesh.rollouts.pairs import FailureKind, FrozenState, TeacherAnswer, TeacherReply
-from composer_mesh.services.offline_desk import RESTS, Desk, Stopped, is_short, together
+from composer_mesh.services.offline.desk import RESTS, Desk, Stopped, is_short, together
 
 BOUND, COST, CEILING = 100, 10, 300
 REST_S = 0.002

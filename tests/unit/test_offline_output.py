@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.services.offline_output import ReplayOutput, check_place, folder_of, job_of
-from composer_mesh.services.replay_options import ReplayRefused
+from composer_mesh.services.offline.options import ReplayRefused
+from composer_mesh.services.offline.output import ReplayOutput, check_place, folder_of, job_of
 
 JOB = {"traces": "mark", "teachers": [{"name": "a"}], "rules": {"ask": 3}}
 

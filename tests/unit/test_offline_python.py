@@ -18,8 +18,8 @@ from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services import offline
-from composer_mesh.services.offline import (
+from composer_mesh.services.offline import api as offline
+from composer_mesh.services.offline.api import (
     ReplayRefused,
     chat_state,
     extract_dpo_pairs,

@@ -11,15 +11,15 @@ import pytest
 from preferences import ADD, ANSWER, BROKEN, LOOK, answer, answers, failure, student
 from rich.console import Console
 
-from composer_mesh.actors.provider_endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.rollouts.budget import Account, BudgetReport
 from composer_mesh.rollouts.money import NANO, Prices
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.rollouts.state_choice import Selection
-from composer_mesh.services.offline_plan import ReplayPlan, plan_replay
-from composer_mesh.services.replay_figures import ReplayFigures, percentile
-from composer_mesh.services.replay_report import (
+from composer_mesh.services.offline.figures import ReplayFigures, percentile
+from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
+from composer_mesh.services.offline.report import (
     FINISHED,
     Money,
     plan_lines,
@@ -27,7 +27,7 @@ from composer_mesh.services.replay_report import (
     replay_report,
     report_page,
 )
-from composer_mesh.services.replay_view import ReplayView
+from composer_mesh.services.offline.view import ReplayView
 
 PRICES = Prices.per_million(1, 10)
 

@@ -10,7 +10,7 @@ from offline_runs import BUILTIN, play, replay_section, traces_of, write_run, wr
 
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import trace_to_json
-from composer_mesh.services.offline_traces import TraceFileError, index_traces
+from composer_mesh.services.offline.traces import TraceFileError, index_traces
 
 
 @pytest.fixture

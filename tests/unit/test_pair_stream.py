@@ -27,10 +27,10 @@ from composer_mesh.rollouts.pairs import (
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.late_store import LATE_FILE, LateStore
-from composer_mesh.services.pair_stream import HEAP, PairStream
-from composer_mesh.services.refining import TOO_LONG, Refining
-from composer_mesh.services.replay import Replay
+from composer_mesh.services.replay.asking import Replay
+from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.replay.pair_stream import HEAP, PairStream
+from composer_mesh.services.replay.refining import TOO_LONG, Refining
 
 PROMPTS, STEPS = 2, 3
 TEACHERS = [{"name": name, "kind": "builtin"} for name in "ab"]

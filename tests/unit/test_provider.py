@@ -23,8 +23,8 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import ProviderRequestError, ProviderServerError
+from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import ProviderRequestError, ProviderServerError
 from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 

@@ -23,10 +23,10 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors import provider_errors
-from composer_mesh.actors.breaker import Verdict
-from composer_mesh.actors.provider import ProviderClient, Timeouts
-from composer_mesh.actors.provider_errors import (
+from composer_mesh.actors.provider import errors as provider_errors
+from composer_mesh.actors.provider.breaker import Verdict
+from composer_mesh.actors.provider.client import ProviderClient, Timeouts
+from composer_mesh.actors.provider.errors import (
     ProviderAuthError,
     ProviderError,
     ProviderMalformed,
@@ -37,8 +37,8 @@ from composer_mesh.actors.provider_errors import (
     ProviderServerError,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider_refusal import retry_after_s
-from composer_mesh.actors.provider_wire import LARGEST_BODY
+from composer_mesh.actors.provider.refusal import retry_after_s
+from composer_mesh.actors.provider.wire import LARGEST_BODY
 from composer_mesh.rollouts.actions import canonical_action
 
 

@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 from fake_provider import CeilingMeter
 
-from composer_mesh.actors.ledger import Ledger
-from composer_mesh.actors.metering import LedgerMeter, Meter
-from composer_mesh.actors.provider import (
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.metering import LedgerMeter, Meter
+from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
     Retries,
     TeacherEndpoint,
     Timeouts,
 )
-from composer_mesh.actors.provider_errors import ProviderBudgetError, ProviderError
+from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from fake_provider import ASK, KEY, PATIENT, CeilingMeter, completion
 
-from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import ProviderServerError
+from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import ProviderServerError
 
 
 class H2Provider:

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from fake_provider import KEY, TEACHER, Script, ask, called, client, completion, error, fault, said
 
-from composer_mesh.actors.provider_errors import ProviderAuthError
-from composer_mesh.actors.provider_keys import LONGEST_KEY
+from composer_mesh.actors.provider.errors import ProviderAuthError
+from composer_mesh.actors.provider.keys import LONGEST_KEY
 
 
 @pytest.mark.parametrize("key", ["", "  \n"])

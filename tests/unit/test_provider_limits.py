@@ -21,9 +21,9 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors.breaker import BreakerRules
-from composer_mesh.actors.provider import ProviderClient, Retries, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import (
+from composer_mesh.actors.provider.breaker import BreakerRules
+from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderCrowded,
     ProviderError,
@@ -32,7 +32,7 @@ from composer_mesh.actors.provider_errors import (
     ProviderSuspended,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider_lane import Deadline, Lane
+from composer_mesh.actors.provider.lane import Deadline, Lane
 
 
 async def test_waits_are_jittered_and_bounded() -> None:

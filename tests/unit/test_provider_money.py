@@ -24,8 +24,8 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors.provider import ProviderClient, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider_errors import ProviderBudgetError, ProviderTimeout
+from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderTimeout
 from composer_mesh.rollouts.money import LARGEST_CHARGE, TEMPLATE_TOKENS, Prices
 
 PRICES = Prices.per_million(2.0, 8.0)

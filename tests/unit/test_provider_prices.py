@@ -9,12 +9,12 @@ import httpx
 import pytest
 from fake_provider import ASK, KEY, TEACHER, TOOLS, Script, ask, client, error, said
 
-from composer_mesh.actors.provider_errors import (
+from composer_mesh.actors.provider.errors import (
     ProviderMalformed,
     ProviderRateError,
     ProviderServerError,
 )
-from composer_mesh.actors.provider_money import highest_prices, listed_prices, routing_of
+from composer_mesh.actors.provider.money import highest_prices, listed_prices, routing_of
 from composer_mesh.rollouts.money import Prices, nano
 
 PRICES = Prices.per_million(2.0, 8.0)

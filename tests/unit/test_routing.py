@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from composer_mesh.services.routing import ReplicaState, Router, Seat, Ticket, to_retire
+from composer_mesh.services.pool.routing import ReplicaState, Router, Seat, Ticket, to_retire
 
 
 def seats(*outstanding: int, **fields: int) -> list[Seat]:

@@ -10,8 +10,8 @@ import pytest
 from fake_host import FakeHost, ask, serve, turns
 
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, FaultPolicy, RemoteError
+from composer_mesh.services.pool.errors import ServiceBusy, ServiceClosed, SessionLost
 from composer_mesh.services.service import ATTEMPTS, Service
-from composer_mesh.services.service_errors import ServiceBusy, ServiceClosed, SessionLost
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from fake_host import FakeHost, ask, serve, turns
 
 from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.service import Service
-from composer_mesh.services.service_errors import ServiceClosed
 
 
 @pytest.fixture

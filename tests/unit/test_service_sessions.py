@@ -9,8 +9,8 @@ import pytest
 from fake_host import FakeHost, serve, turns
 
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.services.pool.errors import ServiceClosed, SessionLost
 from composer_mesh.services.service import Service
-from composer_mesh.services.service_errors import ServiceClosed, SessionLost
 
 
 @pytest.fixture

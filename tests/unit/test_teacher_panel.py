@@ -14,12 +14,12 @@ import httpx
 import pytest
 from scripted_provider import ENVIRON, KEY, ScriptedProvider, answer, state, teacher
 
-from composer_mesh.actors.ledger import Ledger
-from composer_mesh.actors.panel_settings import PanelSettings
-from composer_mesh.actors.provider import Retries
-from composer_mesh.actors.provider_errors import ProviderAuthError, ProviderBudgetError
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.panel import PanelClosed, TeacherPanel
+from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.provider.client import Retries
+from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.actors.teacher_panel import PanelClosed, TeacherPanel
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import NANO, Prices, dollars, nano
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.expert_http import TOKEN_ENV
-from composer_mesh.actors.panel_settings import PanelSettings
+from composer_mesh.actors.panel.panel import PanelClosed
+from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.actors.teacher_panel import PanelClosed
 from composer_mesh.rollouts.money import Prices
-from composer_mesh.services.teacher_settings import panel_settings
+from composer_mesh.services.replay.teacher_settings import panel_settings
 
 TEACHERS: list[dict[str, Any]] = [
     {"name": "rules", "kind": "builtin", "error_rate": 0.1},

@@ -70,7 +70,7 @@ def merged(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def names_in_code() -> set[str]:
     """What the sources define, read or spell as a key; what they only write about is left out."""
     found = {"composer_mesh", *(path.stem for path in (ROOT / "tests" / "unit").glob("*.py"))}
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")):
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         found.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             found |= set(re.findall(r"\w+", name_of(node)))

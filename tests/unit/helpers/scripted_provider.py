@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from composer_mesh.actors.provider import TeacherEndpoint
+from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.rollouts.money import NANO, Prices
 from composer_mesh.rollouts.pairs import FrozenState
 

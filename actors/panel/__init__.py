@@ -1,0 +1,1 @@
+"""Several teachers behind one budget: panel, ledger, kept answers."""

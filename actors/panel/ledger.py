@@ -1,0 +1,216 @@
+"""The ledger of what teachers cost: reservations and charges in SQLite, shared by processes.
+
+Whether a request fits is decided by `rollouts.budget`, in the same transaction that writes its
+reservation. Each transaction is on the disk before a request is sent, so that no power cut
+forgets money that may have been spent. No event loop here; `metering` has one.
+"""
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from composer_mesh.actors.panel.ledger_owners import owner_lives, started_at
+from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
+from composer_mesh.rollouts.budget import (
+    Account,
+    BudgetReport,
+    BudgetRules,
+    Raise,
+    Reservation,
+    SettledTwice,
+    Taken,
+)
+from composer_mesh.rollouts.money import LARGEST_CHARGE
+
+LEDGER = FileKind(
+    purpose="keep the ledger of what teachers cost",
+    repair="name another file with replay.budget.ledger, or move this one away",
+    application_id=0x434D4C31,
+    version=1,
+    tables=(
+        """CREATE TABLE owners (
+            id INTEGER PRIMARY KEY, pid INTEGER NOT NULL, started TEXT NOT NULL,
+            closed INTEGER NOT NULL DEFAULT 0)""",
+        """CREATE TABLE accounts (
+            run TEXT NOT NULL, teacher TEXT NOT NULL, day TEXT NOT NULL,
+            spent INTEGER NOT NULL, reserved INTEGER NOT NULL,
+            requests INTEGER NOT NULL, overruns INTEGER NOT NULL,
+            PRIMARY KEY (run, teacher, day)) WITHOUT ROWID""",
+        "CREATE INDEX accounts_of_a_day ON accounts (day)",
+        """CREATE TABLE reservations (
+            id INTEGER PRIMARY KEY, run TEXT NOT NULL, teacher TEXT NOT NULL, day TEXT NOT NULL,
+            owner INTEGER NOT NULL REFERENCES owners (id),
+            bound INTEGER NOT NULL, amount INTEGER NOT NULL, charge INTEGER)""",
+        "CREATE INDEX open_reservations ON reservations (run, owner) WHERE charge IS NULL",
+        """CREATE TABLE raises (
+            run TEXT NOT NULL, teacher TEXT NOT NULL,
+            millionths INTEGER NOT NULL, least INTEGER NOT NULL,
+            PRIMARY KEY (run, teacher)) WITHOUT ROWID""",
+    ),
+    synchronous="FULL",
+)
+SUMS = ", ".join(
+    f"COALESCE(SUM({column}), 0)" for column in ("spent", "reserved", "requests", "overruns")
+)
+TAKEN = "SELECT COALESCE(SUM(spent + reserved), 0) FROM accounts WHERE"
+
+
+def utc_day() -> str:
+    """Today, as ceilings of a day count it."""
+    return datetime.now(UTC).date().isoformat()
+
+
+class Ledger:
+    """One process's hold on the ledger; `run` is what its requests count for.
+
+    Without a path the ledger is in memory, for this object alone, under the same rules. What a
+    process leaves open when it ends stays set aside, because its requests may have been charged.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        rules: BudgetRules,
+        run: str,
+        *,
+        day: Callable[[], str] = utc_day,
+        owner: tuple[int, str] | None = None,
+    ) -> None:
+        self.rules, self.run, self._day = rules, run, day
+        self._file, self._closed = SqliteFile(path, LEDGER), False
+        pid, started = owner or (os.getpid(), started_at(os.getpid()))
+        with self._file.transaction() as rows:
+            self._owner = rows.execute(
+                "INSERT INTO owners (pid, started) VALUES (?, ?)", (pid, started)
+            ).lastrowid
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done in this block is one transaction: written through once, or not at all."""
+        with self._file.transaction():
+            yield
+
+    def reserve(self, teacher: str, bound: int | None) -> Reservation:
+        """Set aside what a request costs at most; raises BudgetRefusal where it must not be sent.
+
+        A refusal changes nothing.
+        """
+        bound = self.rules.bound(bound)
+        with self._file.transaction() as rows:
+            day = self._day()
+            amount = self._raise_of(rows, teacher).amount(bound)
+            self.rules.check(teacher, self._taken(rows, teacher, day), amount)
+            rows.execute(
+                "INSERT INTO accounts VALUES (?, ?, ?, 0, ?, 1, 0) ON CONFLICT DO UPDATE "
+                "SET reserved = reserved + excluded.reserved, requests = requests + 1",
+                (self.run, teacher, day, amount),
+            )
+            made = rows.execute(
+                "INSERT INTO reservations (run, teacher, day, owner, bound, amount) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (self.run, teacher, day, self._owner, bound, amount),
+            )
+            return Reservation(int(made.lastrowid or 0), amount)
+
+    def settle(self, reservation: int, charge: int | None) -> int:
+        """Charge a request that has ended; None, where nobody knows, charges all of its amount.
+
+        Returns the charge. Raises SettledTwice, and changes nothing, for one settled before.
+        """
+        if charge is not None and charge < 0:
+            raise ValueError(f"charge is {charge}, below 0: a request cannot earn money")
+        with self._file.transaction() as rows:
+            run, teacher, day, bound, amount = self._open(rows, reservation)
+            charge = amount if charge is None else min(charge, LARGEST_CHARGE)
+            rows.execute("UPDATE reservations SET charge = ? WHERE id = ?", (charge, reservation))
+            rows.execute(
+                "UPDATE accounts SET spent = spent + ?, reserved = reserved - ?, "
+                "overruns = overruns + ? WHERE run = ? AND teacher = ? AND day = ?",
+                (charge, amount, int(charge > amount), run, teacher, day),
+            )
+            if charge > amount:
+                self._keep_raise(rows, run, teacher, bound, charge)
+            return charge
+
+    def run_account(self) -> Account:
+        """The run's sums now."""
+        with self._file.reading() as rows:
+            sums = rows.execute(f"SELECT {SUMS} FROM accounts WHERE run = ?", (self.run,))
+            return Account(*sums.fetchone())
+
+    def report(self) -> BudgetReport:
+        """What was spent and set aside: this run's sums, and all runs' by day."""
+        with self._file.transaction() as rows:
+            by_teacher = rows.execute(
+                f"SELECT teacher, {SUMS} FROM accounts WHERE run = ? GROUP BY teacher", (self.run,)
+            )
+            teachers = {name: Account(*sums) for name, *sums in by_teacher}
+            by_day = rows.execute(f"SELECT day, {SUMS} FROM accounts GROUP BY day")
+            days = {day: Account(*sums) for day, *sums in by_day}
+            return BudgetReport(
+                sum(teachers.values(), Account()), teachers, days, self._abandoned(rows)
+            )
+
+    def close(self) -> None:
+        """Give the file up, once. Open reservations stay counted."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self._file.transaction() as rows:
+                rows.execute("UPDATE owners SET closed = 1 WHERE id = ?", (self._owner,))
+        finally:
+            self._file.close()
+
+    def _taken(self, rows: sqlite3.Connection, teacher: str, day: str) -> Taken:
+        def total(where: str, *values: str) -> int:
+            return int(rows.execute(f"{TAKEN} {where}", values).fetchone()[0])
+
+        return Taken(
+            run=total("run = ?", self.run),
+            teacher=total("run = ? AND teacher = ?", self.run, teacher),
+            day=total("day = ?", day) if self.rules.of_day is not None else 0,
+        )
+
+    def _open(self, rows: sqlite3.Connection, reservation: int) -> tuple[str, str, str, int, int]:
+        found = rows.execute(
+            "SELECT run, teacher, day, bound, amount, charge FROM reservations WHERE id = ?",
+            (reservation,),
+        ).fetchone()
+        if found is None:
+            raise ValueError(f"reservation {reservation} was never made: settle what reserve gave")
+        run, teacher, day, bound, amount, charge = found
+        if charge is not None:
+            raise SettledTwice(reservation)
+        return run, teacher, day, bound, amount
+
+    def _raise_of(self, rows: sqlite3.Connection, teacher: str, run: str | None = None) -> Raise:
+        found = rows.execute(
+            "SELECT millionths, least FROM raises WHERE run = ? AND teacher = ?",
+            (run or self.run, teacher),
+        ).fetchone()
+        return Raise(*found) if found else Raise()
+
+    def _keep_raise(
+        self, rows: sqlite3.Connection, run: str, teacher: str, bound: int, charge: int
+    ) -> None:
+        raised = self._raise_of(rows, teacher, run).after(bound, charge)
+        rows.execute(
+            "INSERT OR REPLACE INTO raises VALUES (?, ?, ?, ?)",
+            (run, teacher, raised.millionths, raised.least),
+        )
+
+    def _abandoned(self, rows: sqlite3.Connection) -> int:
+        left_open = rows.execute(
+            "SELECT pid, started, closed, SUM(amount) FROM reservations JOIN owners "
+            "ON owners.id = owner WHERE run = ? AND charge IS NULL GROUP BY owner",
+            (self.run,),
+        )
+        return sum(
+            amount
+            for pid, started, closed, amount in left_open
+            if closed or not owner_lives(pid, started)
+        )

@@ -1,0 +1,147 @@
+"""Asking the ledger from an event loop: many reservations at once, few writes to the disk.
+
+A thread owns the ledger. What has been asked while it wrote is done in one transaction, so a
+thousand questions wait for a few writes, not for a thousand. What is refused, and why, is
+`rollouts.budget`; what a provider is charged for, `provider.errors`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.provider.errors import ProviderBudgetError
+from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.rollouts.budget import BudgetRefusal, BudgetReport, Reservation, SettledTwice
+
+
+class Meter(Protocol):
+    """Who is told what each request may cost before it is sent, and did cost when it has ended."""
+
+    async def reserve(self, teacher: str, bound: int | None) -> int:
+        """Set nano-dollars aside; raises ProviderBudgetError where the request must not be sent.
+
+        None is a request whose price nobody knows. Returns the reservation's number.
+        """
+
+    async def settle(self, reservation: int, charge: int | None) -> int:
+        """Replace a reservation by the charge, once; None charges all of it. Returns the charge."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One question to the ledger, and whose turn it is when it is answered."""
+
+    work: Callable[[], Any]
+    answer: asyncio.Future[Any]
+    value: Any = None
+    error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self.work()
+        except (BudgetRefusal, SettledTwice, ValueError) as error:  # these have changed nothing
+            self.error = error
+
+    def tell(self, failure: BaseException | None) -> None:
+        if (error := failure or self.error) is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(self.value)
+
+
+class LedgerMeter:
+    """A Meter over a ledger, which it closes. Belongs to one event loop.
+
+    A caller that is cancelled leaves no reservation behind: one that was made for it is settled
+    at nothing, because its request was never sent. A charge that cannot be written is counted in
+    `unwritten`, and its reservation stays set aside. `run` are the run's sums at the last write.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._loop = ledger, asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, "ledger")
+        self._asked: list[_Asked] = []
+        self._writing: asyncio.Future[None] | None = None
+        self._amounts: dict[int, int] = {}
+        self.unwritten = 0
+        self.run = ledger.run_account()
+
+    async def reserve(self, teacher: str, bound: int | None) -> int:
+        made = self._ask(partial(self._ledger.reserve, teacher, bound))
+        try:
+            reservation: Reservation = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(self._never_sent)
+            raise
+        except (BudgetRefusal, StoreError) as error:
+            raise ProviderBudgetError(teacher, str(error)) from None
+        self._amounts[reservation.number] = reservation.amount
+        return reservation.number
+
+    async def settle(self, reservation: int, charge: int | None) -> int:
+        amount = self._amounts.pop(reservation, 0)
+        written = self._ask(partial(self._ledger.settle, reservation, charge))
+        written.add_done_callback(_look_at)
+        try:
+            charged: int = await asyncio.shield(written)
+        except StoreError:
+            self.unwritten += 1
+            return amount
+        return charged
+
+    async def report(self) -> BudgetReport:
+        """All that the ledger holds about the run, other processes' part included."""
+        report: BudgetReport = await asyncio.shield(self._ask(self._ledger.report))
+        return report
+
+    async def aclose(self) -> None:
+        """Wait until what was asked is written, then close the ledger."""
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
+        await self._loop.run_in_executor(self._thread, self._ledger.close)
+        self._thread.shutdown(wait=False)
+
+    def _ask(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        asked = _Asked(work, self._loop.create_future())
+        self._asked.append(asked)
+        if self._writing is None:
+            self._write_next()
+        return asked.answer
+
+    def _write_next(self) -> None:
+        batch, self._asked = self._asked, []
+        self._writing = self._loop.run_in_executor(self._thread, self._write, batch)
+        self._writing.add_done_callback(partial(self._written, batch))
+
+    def _write(self, batch: list[_Asked]) -> None:
+        """On the ledger's thread: the whole batch in one transaction."""
+        try:
+            with self._ledger.together():
+                for asked in batch:
+                    asked.run()
+                self.run = self._ledger.run_account()
+        except StoreError as error:
+            for asked in batch:
+                asked.error = error
+
+    def _written(self, batch: list[_Asked], writing: asyncio.Future[None]) -> None:
+        self._writing = None
+        for asked in batch:
+            asked.tell(writing.exception())
+        if self._asked:
+            self._write_next()
+
+    def _never_sent(self, made: asyncio.Future[Reservation]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            settle = partial(self._ledger.settle, made.result().number, 0)
+            self._ask(settle).add_done_callback(_look_at)
+
+
+def _look_at(answer: asyncio.Future[Any]) -> None:
+    """An error that its caller no longer waits for is not reported as forgotten."""
+    if not answer.cancelled():
+        answer.exception()

@@ -1,0 +1,266 @@
+"""Asking several teachers about a frozen state: kept answers first, then the providers.
+
+Joins the client of the providers, the ledger that bounds what they cost, and what was paid for
+before. It knows no actor, and does not choose states or count votes.
+"""
+
+import asyncio
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from composer_mesh.actors.panel.kept_answers import KeptAnswers, asked_of, question_key
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.panel.prices import with_prices
+from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.panel.tally import Tally, replies_by_kind
+from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
+from composer_mesh.actors.provider.errors import ProviderError
+from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.rollouts.budget import BudgetReport
+from composer_mesh.rollouts.money import dollars
+from composer_mesh.rollouts.pairs import (
+    FailureKind,
+    FrozenState,
+    TeacherAnswer,
+    TeacherFailure,
+    TeacherReply,
+)
+
+T = TypeVar("T")
+
+
+class PanelClosed(Exception):
+    """A question met a panel that is closed, or that was closed before it had its answer."""
+
+    def __str__(self) -> str:
+        return "the panel of teachers is closed: open another and ask again"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A teacher of the panel; `copy` counts those before it that are asked in the same way."""
+
+    teacher: TeacherEndpoint
+    copy: int
+    own: bool
+
+
+class TeacherPanel:
+    """Belongs to one event loop; `open` makes one. Equal questions under way share one request."""
+
+    def __init__(
+        self,
+        settings: PanelSettings,
+        seats: list[Seat],
+        client: ProviderClient,
+        meter: LedgerMeter,
+        kept: KeptAnswers | None,
+        opened: AsyncExitStack,
+    ) -> None:
+        self._settings, self._seats, self._opened = settings, seats, opened
+        self._client, self._meter, self._kept = client, meter, kept
+        self._asking: dict[str, asyncio.Task[TeacherReply]] = {}
+        self._tallies = {seat.teacher.name: Tally() for seat in seats}
+        self._unkept, self._closed = 0, False
+        self._clock = asyncio.get_running_loop().time
+
+    @classmethod
+    async def open(
+        cls,
+        settings: PanelSettings,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> Self:
+        """Check keys, addresses and files, and learn prices; asks no question.
+
+        Raises a ProviderError for a teacher that could not be asked, StoreError for a file that
+        cannot be used. Waits for the list of prices where one has to be read.
+        """
+        async with AsyncExitStack() as opened:
+            client = ProviderClient(
+                settings.timeouts,
+                settings.retries,
+                settings.breaker,
+                environ=environ,
+                transport=transport,
+            )
+            opened.push_async_callback(client.aclose)
+            for teacher in settings.teachers:
+                client.check(teacher)
+            seats = await _seats(client, settings)
+            meter = await _open_meter(settings)
+            opened.push_async_callback(meter.aclose)
+            kept = None
+            if settings.cache is not None and settings.pays:
+                kept = await asyncio.to_thread(KeptAnswers, settings.cache)
+                opened.callback(kept.close)
+            # Once more, because it must be the first to close: it has charges to write then.
+            opened.push_async_callback(client.aclose)
+            return cls(settings, seats, client, meter, kept, opened.pop_all())
+
+    @property
+    def teachers(self) -> list[TeacherEndpoint]:
+        """The teachers in their order, with what is known of their prices."""
+        return [seat.teacher for seat in self._seats]
+
+    async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        """Ask `n` teachers at once; which ones is settled by the state's seed, in turns.
+
+        Waits until each has answered or failed, at most `total_s`. A failure is a value in the
+        list; no teacher's failure takes another's answer away. Cancelling gives the replies up:
+        what is paid for already goes on, and is kept. Raises PanelClosed once `aclose` was called.
+        """
+        if self._closed:
+            raise PanelClosed
+        if not 1 <= n <= len(self._seats):
+            raise ValueError(
+                f"n is {n}, but {len(self._seats)} teachers are loaded: ask 1 to that many"
+            )
+        asked = chosen_teachers(self._seats, state.seed, n)
+        return list(await asyncio.gather(*(self._reply(seat, state) for seat in asked)))
+
+    async def report(self) -> BudgetReport:
+        """What the ledger holds about this run, all its processes included."""
+        return await self._meter.report()
+
+    def details(self) -> dict[str, Any]:
+        """Counts and dollars since the panel was opened, as plain values that JSON can hold."""
+        run, clients = self._meter.run, self._client.details()
+        return {
+            "teachers": {
+                name: {**tally.details(), **clients.get(name, {})}
+                for name, tally in self._tallies.items()
+            },
+            "replies": replies_by_kind(self._tallies.values()),
+            "usd": sum(tally.usd for tally in self._tallies.values()),
+            "budget": {
+                "ceiling_usd": self._settings.budget.usd,
+                "spent_usd": dollars(run.spent),
+                "reserved_usd": dollars(run.reserved),
+                "overruns": run.overruns,
+            },
+            "unkept_answers": self._unkept,
+            "unwritten_charges": self._meter.unwritten,
+        }
+
+    async def aclose(self) -> None:
+        """End what is under way, which charges it in full, then close connections and files."""
+        self._closed = True
+        asking = list(self._asking.values())
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await self._opened.aclose()
+
+    async def _reply(self, seat: Seat, state: FrozenState) -> TeacherReply:
+        key, began = self._key(seat, state), self._clock()
+        if (task := self._asking.get(key)) is None:
+            return await _outcome(self._begin(key, self._find(seat, state, key)))
+        reply = replace(await _outcome(task), usd=0.0, latency_s=self._clock() - began)
+        if isinstance(reply, TeacherAnswer):
+            reply = replace(reply, usd_known=True, cached=True)
+        self._tallies[seat.teacher.name].count(reply)
+        return reply
+
+    def _key(self, seat: Seat, state: FrozenState) -> str:
+        key = question_key(seat.teacher, seat.copy, state, self._settings.tools)
+        return f"{key} {state.seed}" if seat.own else key  # what is free is asked by seed
+
+    def _begin(
+        self, key: str, finding: Coroutine[Any, Any, TeacherReply]
+    ) -> asyncio.Task[TeacherReply]:
+        task = asyncio.create_task(finding)
+        self._asking[key] = task
+        task.add_done_callback(lambda _: self._asking.pop(key, None))
+        return task
+
+    async def _find(self, seat: Seat, state: FrozenState, key: str) -> TeacherReply:
+        teacher, began = seat.teacher, self._clock()
+        kept = None if seat.own else self._kept
+        reply: TeacherReply | None = None
+        try:
+            if kept is not None:
+                reply = await asyncio.to_thread(kept.get, key, teacher.name)
+            if reply is None:
+                reply = await self._ask(seat, state)
+                await self._keep(kept, key, reply)
+            else:
+                reply = replace(reply, latency_s=self._clock() - began)
+        except ProviderError as error:
+            usd, took = dollars(error.charged), self._clock() - began
+            reply = TeacherFailure(teacher.name, error.kind, str(error), took, usd)
+        except StoreError as error:  # what cannot be looked up would be paid again and again
+            took = self._clock() - began
+            reply = TeacherFailure(teacher.name, FailureKind.BUDGET, str(error), took)
+        self._tallies[teacher.name].count(reply)
+        return reply
+
+    async def _ask(self, seat: Seat, state: FrozenState) -> TeacherAnswer:
+        return await self._client.complete(
+            seat.teacher,
+            state.messages,
+            self._settings.tools,
+            seed=state.seed + seat.copy,
+            meter=None if seat.own else self._meter,
+        )
+
+    async def _keep(self, kept: KeptAnswers | None, key: str, answer: TeacherAnswer) -> None:
+        if kept is None:
+            return
+        try:
+            await asyncio.to_thread(kept.put, key, answer)
+        except StoreError:
+            self._unkept += 1  # the answer is here all the same
+
+
+async def _outcome(task: asyncio.Task[TeacherReply]) -> TeacherReply:
+    """What a question came to, which goes on when a caller is cancelled."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if task.cancelled() and caller is not None and not caller.cancelling():
+            raise PanelClosed from None
+        raise
+
+
+def chosen_teachers(teachers: Sequence[T], seed: int, n: int) -> list[T]:
+    """`n` teachers in a row, from a place that the seed settles, in their configured order."""
+    start = seed % len(teachers)
+    places = sorted((start + step) % len(teachers) for step in range(n))
+    return [teachers[place] for place in places]
+
+
+async def _seats(client: ProviderClient, settings: PanelSettings) -> list[Seat]:
+    priced = await asyncio.gather(
+        *(with_prices(client, teacher, settings.budget) for teacher in settings.teachers)
+    )
+    seats: list[Seat] = []
+    for teacher in priced:
+        copy = sum(asked_of(teacher) == asked_of(seat.teacher) for seat in seats)
+        shared = _share(teacher, settings.replicas)
+        seats.append(Seat(shared, copy, teacher.name in settings.own))
+    return seats
+
+
+def _share(teacher: TeacherEndpoint, replicas: int) -> TeacherEndpoint:
+    """One replica's part of a teacher's limits, at least one request."""
+    rate = teacher.requests_per_minute
+    return replace(
+        teacher,
+        concurrency=max(1, teacher.concurrency // replicas),
+        requests_per_minute=None if rate is None else max(1, rate // replicas),
+    )
+
+
+async def _open_meter(settings: PanelSettings) -> LedgerMeter:
+    path = settings.ledger if settings.pays else None
+    ledger = await asyncio.to_thread(Ledger, path, settings.budget, settings.run)
+    return LedgerMeter(ledger)

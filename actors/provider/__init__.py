@@ -1,0 +1,1 @@
+"""One client of the OpenAI chat protocol: limits, retries, breaker, money, keys."""

@@ -1,0 +1,238 @@
+"""The client of teachers' providers: one question at a time, retried within bounds.
+
+Speaks the OpenAI chat protocol, and OpenRouter's additions where an endpoint is OpenRouter's.
+Fates of failures are in `errors`, limits in `lane`, money in `bill`, bytes in `wire` and `reply`.
+It knows no ceiling, no votes and no actors.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from composer_mesh.actors.panel.metering import Meter
+from composer_mesh.actors.provider.bill import Bill, Bookkeeping
+from composer_mesh.actors.provider.breaker import BreakerRules
+from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.errors import ProviderError, ProviderRequestError
+from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
+from composer_mesh.actors.provider.lane import Clock, Deadline, Lane, Sleep
+from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
+from composer_mesh.actors.provider.reply import Lost, read_completion, read_reply
+from composer_mesh.actors.provider.wire import Outgoing, Wire
+from composer_mesh.rollouts.money import Prices, dollars
+from composer_mesh.rollouts.pairs import TeacherAnswer
+from composer_mesh.rollouts.traces import Message
+
+__all__ = ["BreakerRules", "ProviderClient", "Retries", "TeacherEndpoint", "Timeouts"]
+
+T = TypeVar("T")
+ID_DIGITS = 24
+RETRIES, BREAKER = Retries(), BreakerRules()
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One chat completion as it is sent, the same at every attempt."""
+
+    teacher: TeacherEndpoint
+    content: bytes
+    request_id: str
+    call_id: str
+
+
+class ProviderClient:
+    """Asks any teacher for its next action. Safe to use from many tasks of one event loop.
+
+    A teacher's limits and breaker are kept by its name: give each teacher its own.
+    """
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        retries: Retries = RETRIES,
+        breaker: BreakerRules = BREAKER,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._timeouts, self._retries, self._rules = timeouts, retries, breaker
+        self._environ, self._sleep, self._clock = environ, sleep, clock
+        self._rng = random.Random()
+        self._lanes: dict[str, Lane] = {}
+        self._warned: set[Path] = set()
+        self._books = Bookkeeping()
+        self._wire = Wire(timeouts, transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the kept connections, so that requests under way fail.
+
+        Waits until the charges of cancelled questions are written.
+        """
+        await self._wire.aclose()
+        await self._books.finish()
+
+    def check(self, teacher: TeacherEndpoint) -> None:
+        """Raises what would stop every request to this teacher; sends nothing."""
+        read_key(teacher, self._environ)
+        teacher.check_address()
+        path = teacher.api_key_file
+        if path is not None and path not in self._warned:
+            self._warned.add(path)
+            warn_if_others_can_read(path)
+
+    def admit(self, teacher: TeacherEndpoint) -> None:
+        """Raises ProviderSuspended while the teacher's breaker lets nothing through."""
+        self._lane(teacher).refuse_while_resting()
+
+    async def complete(
+        self,
+        teacher: TeacherEndpoint,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        seed: int,
+        meter: Meter | None = None,
+    ) -> TeacherAnswer:
+        """The teacher's next action; raises a ProviderError, which tells what was `charged`.
+
+        Waits at most `total_s` for it, and for what the meter takes to write. Cancelled, it closes
+        its request and charges all that it had reserved.
+        """
+        lane, started = self._lane(teacher), time.perf_counter()
+        bill = Bill(None, teacher.name, None, self._books)
+        try:
+            self.check(teacher)
+            question = _question(teacher, messages, tools, seed)
+            most = bound(teacher, len(question.content))
+            bill = Bill(meter, teacher.name, most, self._books)
+            answer = await self._persist(lane, partial(self._ask, lane, question, bill))
+        except ProviderError as error:
+            error.charged = bill.charged
+            lane.counts[error.kind.value] += 1
+            raise
+        lane.counts["answered"] += 1
+        return replace(
+            answer,
+            usd=dollars(bill.charged),
+            usd_known=bill.known,
+            latency_s=time.perf_counter() - started,
+        )
+
+    async def prices(self, teacher: TeacherEndpoint) -> Prices | None:
+        """The teacher's prices in its provider's list of models; None where it lists none.
+
+        Reads the list, which costs nothing; raises a ProviderError where it cannot.
+        """
+        self.check(teacher)
+        lane = Lane(teacher, self._rules, self._clock, self._sleep)
+        listing = await self._persist(lane, partial(self._list_models, lane, teacher))
+        return listed_prices(listing, teacher.model)
+
+    def details(self) -> dict[str, Any]:
+        """By teacher: the breaker's state, requests under way and waiting, ends by kind."""
+        return {name: lane.details() for name, lane in self._lanes.items()}
+
+    async def _persist(self, lane: Lane, attempt: Callable[[int, Deadline], Awaitable[T]]) -> T:
+        """Try until it succeeds, it is final, the attempts are used up or the time is."""
+        deadline, failures = Deadline.of(self._timeouts, self._clock), 0
+        while True:
+            try:
+                return await attempt(failures, deadline)
+            except ProviderError as error:
+                failures += 1
+                if error.retryable and error.retry_after_s is not None:
+                    lane.hold(error.retry_after_s)
+                delay_s = self._retries.delay_s(failures, error, self._rng)
+                hopeless = delay_s is None or delay_s >= deadline.left_s
+                if delay_s is None or hopeless or lane.rests_for(delay_s):
+                    raise
+            await self._sleep(delay_s)
+
+    async def _ask(
+        self, lane: Lane, question: _Question, bill: Bill, number: int, deadline: Deadline
+    ) -> TeacherAnswer:
+        """One attempt: in line, reserved, sent, settled."""
+        teacher = question.teacher
+        async with lane.turn(deadline):
+            outgoing = Outgoing(
+                teacher,
+                "chat/completions",
+                read_key(teacher, self._environ),
+                question.content,
+                f"{question.request_id}-{number}",
+            )
+            async with bill.attempt() as attempt:
+                reply = await self._wire.send(outgoing, deadline.left_s)
+                reading = read_reply(teacher, reply, question.call_id)
+                attempt.charge = reading.charge
+            return reading.answer()
+
+    async def _list_models(
+        self, lane: Lane, teacher: TeacherEndpoint, _: int, deadline: Deadline
+    ) -> dict[str, Any]:
+        """One attempt to read the provider's list of models."""
+        async with lane.turn(deadline):
+            outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
+            reply = await self._wire.send(outgoing, deadline.left_s)
+            if isinstance(reply, Lost):
+                raise reply.error
+            return read_completion(teacher.name, reply, reply.body())
+
+    def _lane(self, teacher: TeacherEndpoint) -> Lane:
+        lane = self._lanes.get(teacher.name)
+        if lane is None:
+            lane = Lane(teacher, self._rules, self._clock, self._sleep)
+            self._lanes[teacher.name] = lane
+        elif lane.teacher != teacher:
+            raise ValueError(
+                f"two different teachers are named {teacher.name!r}, so one's failures would "
+                "count against the other: give each its own name"
+            )
+        return lane
+
+
+def _question(
+    teacher: TeacherEndpoint,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    seed: int,
+) -> _Question:
+    body: dict[str, Any] = {
+        "model": teacher.model,
+        "messages": list(messages),
+        "max_tokens": teacher.max_tokens,
+    }
+    # Where providers must honour every parameter, a seed would shut out models that have none.
+    if not (teacher.routing or {}).get("require_parameters"):
+        body["seed"] = seed
+    if teacher.temperature is not None:
+        body["temperature"] = teacher.temperature
+    if tools:
+        body |= {"tools": list(tools), "tool_choice": "auto"}
+    if teacher.routing is not None:
+        body |= {"usage": {"include": True}, "provider": routing_of(teacher)}
+    try:
+        content = json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise ProviderRequestError(teacher.name, "the question cannot be written as JSON") from None
+    told = hashlib.sha256(teacher.name.encode() + b"\n" + content).hexdigest()[:ID_DIGITS]
+    turn = sum(message["role"] == "assistant" for message in messages)
+    return _Question(teacher, content, told, f"call_{turn}")

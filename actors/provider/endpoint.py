@@ -1,0 +1,106 @@
+"""What the provider client is told: where a teacher is, how long to wait, how often to try.
+
+Plain values that travel between processes. They hold no key and read none.
+"""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from composer_mesh.actors.provider.errors import ProviderError, ProviderRequestError
+from composer_mesh.rollouts.money import Prices
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherEndpoint:
+    """Where a teacher is asked, and what it may be asked for.
+
+    `api_key_env` names a variable and `api_key_file` a file; without either no key is sent.
+    `max_tokens` is sent, so that `prices` bound what an answer can cost. `routing` is OpenRouter's
+    `provider` object; one that is not None, even empty, marks an endpoint of OpenRouter.
+    """
+
+    name: str
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+    api_key_file: Path | None = None
+    max_tokens: int = 1024
+    temperature: float | None = None
+    prices: Prices | None = None
+    concurrency: int = 16
+    requests_per_minute: int | None = None
+    routing: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("max_tokens", "concurrency"):
+            if (value := getattr(self, key)) < 1:
+                raise ValueError(f"{key} of {self.name!r} is {value}, below 1: raise it")
+
+    def url(self, path: str) -> str:
+        return f"{self.base_url.rstrip('/')}/{path}"
+
+    def check_address(self) -> None:
+        """Raises ProviderRequestError where nothing can be sent to `base_url`."""
+        try:
+            url = httpx.URL(self.base_url)
+        except httpx.InvalidURL:
+            url = httpx.URL("")
+        secretive = url.userinfo or url.query or url.fragment
+        if url.scheme not in ("http", "https") or not url.host or secretive:
+            raise ProviderRequestError(
+                self.name, "its base_url is not http(s)://HOST/PATH without credentials or query"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. `total_s` bounds one question with all its retries and waits.
+
+    `read_s` bounds the wait for the next bytes; None leaves it to `total_s`. `line_s` is how much
+    longer a question may wait for the teacher's own limits, until it is sent for the first time;
+    `math.inf` is for jobs that have all the time.
+    """
+
+    total_s: float
+    connect_s: float = 5.0
+    read_s: float | None = None
+    line_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("total_s", "connect_s", "read_s"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{key} is {value}: give a number of seconds above 0")
+        if not self.line_s >= 0:
+            raise ValueError(f"line_s is {self.line_s}: give a number of seconds, 0 or more")
+
+    def of_request(self) -> httpx.Timeout:
+        read_s = self.total_s if self.read_s is None else self.read_s
+        return httpx.Timeout(self.total_s, connect=self.connect_s, read=read_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often and how late a failed request is sent again: full jitter, doubling its range.
+
+    A provider's Retry-After is the least wait, and jitter comes on top, so that clients that
+    were refused together do not return together.
+    """
+
+    attempts: int = 4
+    base_s: float = 0.25
+    cap_s: float = 8.0
+
+    def delay_s(self, failures: int, error: ProviderError, rng: random.Random) -> float | None:
+        """The wait after this many failures, or None to give up."""
+        if not error.retryable or failures >= self.attempts:
+            return None
+        if error.retry_after_s is not None:
+            return error.retry_after_s + rng.uniform(0, self.base_s)
+        return rng.uniform(0, min(self.cap_s, self.base_s * 2 ** min(failures, 30)))

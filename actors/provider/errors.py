@@ -1,0 +1,147 @@
+"""Why a provider did not answer: an exception class per kind of failure, and its fate.
+
+    class                    when                                 retried          breaker  charged
+    ProviderAuthError        401, 403, no usable key              no               fails    nothing
+    ProviderPaymentError     402                                  if it says when  fails    nothing
+    ProviderRateError        429                                  yes              busy     nothing
+      ProviderCrowded        its own limits left no room for it   no               -        nothing
+    ProviderModerationError  403 or 400 that says so              no               answers  nothing
+                             an answer ended by a content filter  no               answers  all
+    ProviderServerError      5xx, connection lost                 yes              fails    all
+                             no connection (refused, TLS, name)   yes              fails    nothing
+    ProviderTimeout          408, no bytes, no answer             yes              fails    all
+                             no connection in time                yes              fails    nothing
+    ProviderRequestError     any other status                     no               answers  nothing
+    ProviderMalformed        an answer that is none, or too long  no               fails    all
+    ProviderBudgetError      a ceiling, or a price nobody knows   no               -        nothing
+    ProviderSuspended        its breaker is open                  no               -        nothing
+
+*retried*: within `attempts` and the time left, after full jitter; a Retry-After that a failure came
+with is the least wait, and one beyond the time left ends the question at once. *breaker*: `fails`
+counts towards opening it, `answers` shows that the provider works, `busy` is neither, `-` was not
+sent. *charged*: what the attempt costs where its body tells neither a cost nor, with known prices,
+its tokens; `all` is all that was reserved for it, because nobody knows whether it was generated.
+An error inside a 200 came after generation began: its class is that of its code, and it is charged
+as a 5xx is. A question that is cancelled is charged all, and counted by no breaker.
+
+Their texts never hold a key. Nothing here sends or waits.
+"""
+
+from typing import ClassVar
+
+from composer_mesh.actors.provider.breaker import Verdict
+from composer_mesh.rollouts.pairs import FailureKind
+
+
+class ProviderError(Exception):
+    """A teacher's provider failed. `retry_after_s` is its own wish, where it gave one.
+
+    `charged` is what the whole question cost, in nano-dollars, all its attempts included.
+    """
+
+    kind: ClassVar[FailureKind]
+    repair: ClassVar[str]
+    transient: ClassVar[bool] = False
+    verdict: ClassVar[Verdict] = Verdict.FAILED
+
+    def __init__(self, teacher: str, text: str, retry_after_s: float | None = None) -> None:
+        super().__init__(teacher, text, retry_after_s)
+        self.teacher, self.text, self.retry_after_s = teacher, text, retry_after_s
+        self.charged = 0
+
+    def __str__(self) -> str:
+        return f"teacher {self.teacher!r}: {self.text}: {self.repair}"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.transient
+
+
+class ProviderAuthError(ProviderError):
+    kind = FailureKind.AUTH
+    repair = "check the key in the variable or file that its api_key_env or api_key_file names"
+
+
+class ProviderPaymentError(ProviderError):
+    kind = FailureKind.PAYMENT
+    repair = "add credit at the provider, or remove this teacher"
+
+    @property
+    def retryable(self) -> bool:
+        return self.retry_after_s is not None
+
+
+class ProviderRateError(ProviderError):
+    kind = FailureKind.RATE
+    repair = "lower its concurrency or requests_per_minute, or raise the provider's limit"
+    transient = True
+    verdict = Verdict.BUSY
+
+
+class ProviderCrowded(ProviderRateError):
+    """Not sent: the limits that the teacher was given left no room for it in time."""
+
+    repair = "raise its concurrency or requests_per_minute, or ask fewer states at once"
+    transient = False
+    verdict = Verdict.NOTHING
+
+
+class ProviderModerationError(ProviderError):
+    kind = FailureKind.MODERATION
+    repair = "other questions are not affected; where it refuses many, choose another teacher"
+    verdict = Verdict.ANSWERED
+
+
+class ProviderServerError(ProviderError):
+    kind = FailureKind.SERVER
+    repair = "check that its base_url answers, or try again later"
+    transient = True
+
+
+class ProviderTimeout(ProviderError):
+    kind = FailureKind.TIMEOUT
+    repair = "raise replay.timeout_s, or choose a faster teacher"
+    transient = True
+
+
+class ProviderRequestError(ProviderError):
+    kind = FailureKind.REQUEST
+    repair = "check its base_url and model, and that the model takes tools"
+    verdict = Verdict.ANSWERED
+
+
+class ProviderMalformed(ProviderError):
+    kind = FailureKind.MALFORMED
+    repair = "check that its base_url speaks the OpenAI chat protocol"
+
+
+class ProviderBudgetError(ProviderError):
+    """Nothing was sent: the question might cost more than may be spent."""
+
+    kind = FailureKind.BUDGET
+    repair = "raise replay.budget.usd or the max_usd of this teacher, or set its prices"
+    verdict = Verdict.NOTHING
+
+
+class ProviderSuspended(ProviderError):
+    """Nothing was sent: the teacher failed too often in a row and is left alone for a while."""
+
+    kind = FailureKind.SUSPENDED
+    repair = "see to what it last failed with; replay.breaker settles when it is tried again"
+    verdict = Verdict.NOTHING
+
+
+_BY_STATUS: dict[int, type[ProviderError]] = {
+    401: ProviderAuthError,
+    402: ProviderPaymentError,
+    403: ProviderAuthError,
+    408: ProviderTimeout,
+    429: ProviderRateError,
+}
+
+
+def error_class(status: int) -> type[ProviderError]:
+    """The class of failure that an HTTP status, or an error body's code, stands for."""
+    fallback = ProviderServerError if status >= 500 else ProviderRequestError
+    return _BY_STATUS.get(status, fallback)

@@ -1,0 +1,99 @@
+"""Keys of providers: where they are read, and how they are kept out of everything that is kept.
+
+A key is read from the environment or its file at each request and lives in no longer-lived object.
+Nothing here sends anything.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.errors import ProviderAuthError
+
+HIDDEN = "[key]"
+SHORTEST_SECRET = 8
+"""Shorter keys are no secrets, and taking them out would spoil ordinary text."""
+LONGEST_KEY = 16_384
+
+log = logging.getLogger(__name__)
+
+
+class Secret:
+    """A key for one request, or none. Shows itself only as a header."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def __repr__(self) -> str:
+        return "Secret()"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+
+    def hide(self, text: str) -> str:
+        """The text without the key."""
+        return text.replace(self._key, HIDDEN) if self._key and self._is_secret else text
+
+    def hide_bytes(self, raw: bytes) -> bytes:
+        if self._key and self._is_secret:
+            return raw.replace(self._key.encode(), HIDDEN.encode())
+        return raw
+
+    def hide_all(self, value: Any) -> Any:
+        """A JSON value whose texts are without the key, however they were escaped."""
+        if isinstance(value, str):
+            return self.hide(value)
+        if isinstance(value, list):
+            return [self.hide_all(inner) for inner in value]
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide_all(inner) for key, inner in value.items()}
+        return value
+
+    @property
+    def _is_secret(self) -> bool:
+        return self._key is not None and len(self._key) >= SHORTEST_SECRET
+
+
+def read_key(teacher: TeacherEndpoint, environ: Mapping[str, str]) -> Secret:
+    """The teacher's key as it is now; raises ProviderAuthError where it cannot be sent."""
+    if teacher.api_key_file is not None:
+        source, key = str(teacher.api_key_file), _from_file(teacher.name, teacher.api_key_file)
+    elif teacher.api_key_env is not None:
+        source, key = teacher.api_key_env, environ.get(teacher.api_key_env, "")
+    else:
+        return Secret(None)
+    key = key.strip()
+    if not key:
+        raise ProviderAuthError(teacher.name, f"{source} is not set or empty")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ProviderAuthError(teacher.name, f"{source} holds characters that no HTTP header may")
+    return Secret(key)
+
+
+def warn_if_others_can_read(path: Path) -> None:
+    """A log line about a key file that every user of the machine can read."""
+    if os.name == "posix" and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("other users can read the key file %s: chmod 600 it", path)
+
+
+def _from_file(teacher: str, path: Path) -> str:
+    try:
+        if not path.is_file():  # opening a pipe would wait
+            raise ProviderAuthError(teacher, f"the key file {path} is missing or no ordinary file")
+        with path.open("rb") as file:
+            content = file.read(LONGEST_KEY + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ProviderAuthError(teacher, f"the key file {path} cannot be read ({reason})") from None
+    if len(content) > LONGEST_KEY:
+        raise ProviderAuthError(
+            teacher, f"the key file {path} is longer than {LONGEST_KEY} bytes: it holds no key"
+        )
+    return content.decode("ascii", errors="replace")

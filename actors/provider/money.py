@@ -1,0 +1,134 @@
+"""What a request can cost, and what its provider says that it did cost.
+
+Numbers of a provider are untrusted: what is no amount counts as not told. Amounts are
+nano-dollars. Nothing here reserves, spends or sends.
+"""
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.rollouts.money import LARGEST_CHARGE, LARGEST_USD, Prices, dollars, nano
+
+MILLION = 10**6
+MOST_TOKENS = 10**9
+"""A count above it is no count."""
+
+
+def highest_prices(teacher: TeacherEndpoint) -> Prices | None:
+    """The most that the teacher's provider may charge; None where nobody knows.
+
+    A `max_price` of its routing counts in place of the price that is listed: providers behind one
+    model differ, and a dearer one than the listed may answer within it.
+    """
+    if teacher.prices is None:
+        return None
+    most = (teacher.routing or {}).get("max_price") or {}
+    given = {key: _price(most.get(key)) for key in ("prompt", "completion", "request")}
+    prompt, completion, request = given["prompt"], given["completion"], given["request"]
+    return Prices(
+        teacher.prices.prompt if prompt is None else prompt / MILLION,
+        teacher.prices.completion if completion is None else completion / MILLION,
+        teacher.prices.request if request is None else request,
+    )
+
+
+def routing_of(teacher: TeacherEndpoint) -> dict[str, Any]:
+    """OpenRouter's `provider` object: no dearer provider answers than the prices allow for."""
+    routing = dict(teacher.routing or {})
+    if (prices := highest_prices(teacher)) is None:
+        return routing
+    most = {
+        "prompt": float(prices.prompt * MILLION),
+        "completion": float(prices.completion * MILLION),
+    }
+    if prices.request:
+        most["request"] = float(prices.request)
+    return {**routing, "max_price": {**most, **(routing.get("max_price") or {})}}
+
+
+def bound(teacher: TeacherEndpoint, body_bytes: int) -> int | None:
+    """The most that one request with this body can cost; None where nobody knows."""
+    prices = highest_prices(teacher)
+    return None if prices is None else prices.bound(body_bytes, teacher.max_tokens)
+
+
+def told_charge(body: Mapping[str, Any] | None, prices: Prices | None) -> int | None:
+    """What a response says it cost: in dollars, or in tokens that have prices; None for neither."""
+    usage = body.get("usage") if body is not None else None
+    if not isinstance(usage, dict):
+        return None
+    cost = _told_cost(usage)
+    if cost is not None:
+        return cost
+    prompt, completion = token_counts(usage)
+    if prices is None or prompt is None or completion is None:
+        return None
+    return min(LARGEST_CHARGE, prices.cost(prompt, completion))
+
+
+def token_counts(usage: Any) -> tuple[int | None, int | None]:
+    """Prompt and completion tokens of a `usage` object, each None where it is no count."""
+    told = usage if isinstance(usage, dict) else {}
+    return _count(told.get("prompt_tokens")), _count(told.get("completion_tokens"))
+
+
+def listed_prices(listing: Mapping[str, Any] | None, model: str) -> Prices | None:
+    """A model's prices in OpenRouter's list of models; None where it has none, or a variable one.
+
+    Tokens of thought are billed as completion tokens or at a price of their own: the higher counts.
+    """
+    entries = listing.get("data") if listing is not None else None
+    for entry in entries if isinstance(entries, list) else []:
+        pricing = entry.get("pricing") if isinstance(entry, dict) else None
+        if isinstance(pricing, dict) and entry.get("id") == model:
+            return _prices(pricing)
+    return None
+
+
+def _prices(pricing: Mapping[str, Any]) -> Prices | None:
+    prompt, completion = _price(pricing.get("prompt")), _price(pricing.get("completion"))
+    request, thought = _price(pricing.get("request", 0)), _price(pricing.get("internal_reasoning"))
+    if prompt is None or completion is None or request is None:
+        return None
+    return Prices(prompt, max(completion, thought or Decimal(0)), request)
+
+
+def _told_cost(usage: Mapping[str, Any]) -> int | None:
+    """OpenRouter's `usage.cost`; with a key of one's own, the provider's own bill comes on top."""
+    cost = _amount(usage.get("cost"))
+    if cost is None or usage.get("is_byok") is not True:
+        return cost
+    details = usage.get("cost_details")
+    upstream = _amount(details.get("upstream_inference_cost") if isinstance(details, dict) else 0)
+    return None if upstream is None else min(LARGEST_CHARGE, cost + upstream)
+
+
+def _amount(usd: Any) -> int | None:
+    """Dollars as a JSON number; an absurd claim counts as the largest charge there is."""
+    if isinstance(usd, bool) or not isinstance(usd, int | float):
+        return None
+    if isinstance(usd, float) and not math.isfinite(usd):
+        return None
+    if usd < 0:
+        return None
+    return LARGEST_CHARGE if usd >= dollars(LARGEST_CHARGE) else nano(usd)
+
+
+def _count(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value <= MOST_TOKENS else None
+
+
+def _price(value: Any) -> Decimal | None:
+    """Dollars as a JSON number or as text; OpenRouter writes -1 for prices that vary."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        price = Decimal(value if isinstance(value, str) else repr(value))
+    except (InvalidOperation, ValueError):
+        return None
+    return price if price.is_finite() and 0 <= price <= LARGEST_USD else None

@@ -1,0 +1,126 @@
+"""What a provider's refusal stands for: its status, its error body and its headers as one error.
+
+Everything read here is untrusted: texts are cut and lose their control characters. Nothing here
+sends, waits, charges or reads a key.
+"""
+
+import math
+import string
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from composer_mesh.actors.provider.errors import (
+    ProviderError,
+    ProviderModerationError,
+    ProviderPaymentError,
+    ProviderServerError,
+    error_class,
+)
+
+EXCERPT_CHARS = 200
+ID_CHARS = 80
+ID_HEADERS = ("x-request-id", "request-id", "cf-ray")
+MODERATION_CODES = {
+    "content_filter",
+    "content_policy_violation",
+    "responsibleaipolicyviolation",
+    "moderation_blocked",
+}
+NO_MONEY_CODES = {"insufficient_quota", "billing_hard_limit_reached"}
+"""Sent with 429 and 400, where waiting does not help."""
+
+
+def refusal(teacher: str, status: int, error: Any, wait_s: float | None) -> ProviderError:
+    """The error of a response with this status."""
+    return _kind(status, error)(teacher, f"status {status}: {error_text(error)}", wait_s)
+
+
+def refusal_in_answer(teacher: str, error: Any, wait_s: float | None) -> ProviderError:
+    """The error of a 200 that holds one: generation failed half-way."""
+    code = error.get("code") if isinstance(error, dict) else None
+    status = int(code) if isinstance(code, int | str) and _is_status(str(code)) else 0
+    kind = _kind(status, error) if status >= 400 or _names(error) else ProviderServerError
+    shown = "" if code is None else f" {excerpt(str(code))}"
+    return kind(teacher, f"status 200 with an error{shown}: {error_text(error)}", wait_s)
+
+
+def error_text(error: Any) -> str:
+    """An error's own words, and why it was moderated, as one line."""
+    message = error.get("message") if isinstance(error, dict) else error
+    message = "it does not say why" if message in (None, "") else message
+    reasons = _metadata(error).get("reasons")
+    why = f" ({', '.join(map(str, reasons))})" if isinstance(reasons, list) and reasons else ""
+    return excerpt(f"{message}{why}")
+
+
+def excerpt(text: str, most: int = EXCERPT_CHARS) -> str:
+    """One line of printable characters, cut."""
+    line = " ".join(text[: 20 * most].split())
+    line = "".join(char for char in line if char.isprintable())
+    return line if len(line) <= most else f"{line[:most]}…"
+
+
+def clean_id(value: Any) -> str:
+    """An id as a provider wrote it, without anything that is no part of one."""
+    allowed = string.ascii_letters + string.digits + "-_.:/+=@"
+    text = value if isinstance(value, str) else ""
+    return "".join(char for char in text[: 4 * ID_CHARS] if char in allowed)[:ID_CHARS]
+
+
+def provider_id(headers: Mapping[str, str], body: Mapping[str, Any] | None, sent: str) -> str:
+    """The provider's own id of a request, or an empty text; an echo of the id sent is none."""
+    told = [headers.get(name) for name in ID_HEADERS]
+    told.append(body.get("id") if body is not None else None)
+    return next((found for value in told if (found := clean_id(value)) not in ("", sent)), "")
+
+
+def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
+    """Seconds of a Retry-After header, which is a number or a date; None where it is neither."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)
+        seconds = (date - (now or datetime.now(UTC))).total_seconds()
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _kind(status: int, error: Any) -> type[ProviderError]:
+    names = _names(error)
+    if status < 500 and (names & MODERATION_CODES or (status == 403 and _flagged(error))):
+        return ProviderModerationError
+    if names & NO_MONEY_CODES:
+        return ProviderPaymentError
+    return error_class(status)
+
+
+def _names(error: Any) -> set[str]:
+    """The codes of an error that are words and known here, wherever providers put them."""
+    if not isinstance(error, dict):
+        return set()
+    inner = error.get("innererror")
+    places = [error.get("code"), error.get("type"), _metadata(error).get("error_type")]
+    places.append(inner.get("code") if isinstance(inner, dict) else None)
+    names = {place.lower() for place in places if isinstance(place, str)}
+    return names & (MODERATION_CODES | NO_MONEY_CODES)
+
+
+def _flagged(error: Any) -> bool:
+    """Whether a 403 is OpenRouter's for a question that was moderated."""
+    return bool({"reasons", "flagged_input"} & _metadata(error).keys())
+
+
+def _metadata(error: Any) -> Mapping[str, Any]:
+    metadata = error.get("metadata") if isinstance(error, dict) else None
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _is_status(code: str) -> bool:
+    return len(code) == 3 and code.isascii() and code.isdecimal()

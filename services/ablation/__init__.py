@@ -1,0 +1,1 @@
+"""Runs of one config with and without its channels, compared."""

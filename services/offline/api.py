@@ -1,0 +1,255 @@
+"""Teacher replay in Python: states or traces in, teachers' replies or training rows out, no mesh.
+
+    replies = await replay_trace(states, teachers, max_total_usd=2.0)
+    rows = extract_dpo_pairs(states, replies, agreement_threshold=2)
+    rows = await replay_and_normalize_trace("runs/quickstart", max_total_usd=2.0)
+
+The same parts as in a run and behind `composer-mesh replay`. Without a `folder` the ceiling holds
+for one call and nothing is kept; with one, what was paid for there is not paid again.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ParamSpec, TypeVar
+
+import httpx
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.teachers import TeacherConfig
+from composer_mesh.rollouts.consensus import decide
+from composer_mesh.rollouts.pair_records import pair_record
+from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, StudentState, TeacherReply
+from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.tool_calls import message_text
+from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.services.offline.config import offline_config, openrouter_teacher
+from composer_mesh.services.offline.desk import Desk
+from composer_mesh.services.offline.job import OfflineJob
+from composer_mesh.services.offline.options import CONCURRENCY, ReplayRefused
+from composer_mesh.services.offline.session import opened_panel
+from composer_mesh.services.offline.traces import index_traces
+from composer_mesh.services.replay.teacher_settings import CACHE_FILE
+
+__all__ = [
+    "ReplayRefused",
+    "chat_state",
+    "extract_dpo_pairs",
+    "replay_and_normalize_trace",
+    "replay_and_normalize_trace_sync",
+    "replay_trace",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Teacher = TeacherConfig | Mapping[str, Any] | str
+"""A teacher's config, the same as a table, or an OpenRouter model id."""
+
+Tools = Sequence[dict[str, Any]]
+
+
+def chat_state(state_id: str, messages: Sequence[Message], action: str | Message) -> StudentState:
+    """A state from any chat: the messages up to where an assistant acted, and what it did there."""
+    text = action if isinstance(action, str) else message_text(action)
+    seed = int.from_bytes(hashlib.sha256(state_id.encode()).digest()[:4]) >> 1
+    frozen = FrozenState(state_id, list(messages), seed)
+    return StudentState(frozen, state_id, 0, text, [], [], 0)
+
+
+async def replay_trace(
+    states: Sequence[StudentState | FrozenState],
+    teachers: Sequence[Teacher],
+    max_total_usd: float = 0.0,
+    *,
+    n: int | None = None,
+    tools: Tools = (),
+    folder: Path | None = None,
+    overrides: Sequence[str] = (),
+    concurrency: int = CONCURRENCY,
+    environ: Mapping[str, str] = os.environ,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> dict[str, list[TeacherReply]]:
+    """Ask `n` of the teachers, or all, about each state; replies by `state_id`.
+
+    Waits until every teacher has answered or failed. A failure is a value among the replies: also
+    that of a question that would have passed the ceiling. Raises `ReplayRefused` or `ConfigError`
+    for what would stop every question. Teachers of kind "builtin" need traces of a run: see
+    `replay_and_normalize_trace`.
+    """
+    config = _asking(teachers, overrides, max_total_usd)
+    frozen = [state.state if isinstance(state, StudentState) else state for state in states]
+    _refuse_repeated([state.state_id for state in frozen])
+    count = len(config.replay.teachers) if n is None else n
+    if not 1 <= count <= len(config.replay.teachers):
+        raise ReplayRefused(f"n is {n}, but there are {len(teachers)} teachers: ask 1 to that many")
+    with _kept_in(folder) as place:
+        async with opened_panel(
+            config,
+            None,
+            place,
+            tools=tools,
+            answers=place / CACHE_FILE,
+            environ=environ,
+            transport=transport,
+        ) as panel:
+            desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
+            async with asyncio.TaskGroup() as asking:
+                tasks = {
+                    state.state_id: asking.create_task(desk.query(state, count)) for state in frozen
+                }
+    return {state_id: task.result() for state_id, task in tasks.items()}
+
+
+def extract_dpo_pairs(
+    states: Sequence[StudentState],
+    teacher_actions: Mapping[str, Sequence[TeacherReply]],
+    agreement_threshold: int = 2,
+    tools: Tools = (),
+) -> list[dict[str, Any]]:
+    """One row for each state whose teachers agree against the student, in the states' order.
+
+    A row has `state_id`, `state_messages` (chat messages), `chosen` and `rejected` (lists of one
+    chat message, with `prompt` in TRL's format), `n_teachers_agreeing`, and where it comes from.
+    """
+    rows = []
+    for state in states:
+        if (state_id := state.state.state_id) not in teacher_actions:
+            raise ValueError(
+                f"teacher_actions has nothing for state {state_id!r}: pass what replay_trace "
+                "returned for the same states"
+            )
+        decision = decide(state, teacher_actions[state_id], agreement_threshold)
+        if decision.pair is not None:
+            rows.append(_row(decision.pair, tools))
+    return rows
+
+
+async def replay_and_normalize_trace(
+    traces: Path | str | Trace | Sequence[Trace],
+    teachers: Sequence[Teacher] | str | None = None,
+    max_total_usd: float | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    tools: Tools | None = None,
+    limit: int | None = None,
+    folder: Path | None = None,
+    concurrency: int = CONCURRENCY,
+    environ: Mapping[str, str] = os.environ,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> list[dict[str, Any]]:
+    """Traces to rows in one call: states chosen, teachers asked, decided, filtered.
+
+    `traces` are a run directory, a file, or traces in memory; `teachers` None are the run's own, a
+    string is what `--teachers` takes; `overrides` are `replay.agreement_threshold=3` and the like.
+    `tools` are those of the traces' task where they are not given. Rows are those of
+    `extract_dpo_pairs`. Waits for all answers; raises as `replay_trace`.
+    """
+    source = _source(traces, has_tools=tools is not None)
+    named = teachers if teachers is None or isinstance(teachers, str) else _tables(teachers)
+    config = offline_config(source, named, overrides, max_total_usd)
+    needed = tools is None or config.replay.has_builtin_teachers
+    task = make_task(config) if needed else None
+    tools = task.tools if task is not None and tools is None else list(tools or ())
+    with _kept_in(folder) as place:
+        async with opened_panel(
+            config,
+            task,
+            place,
+            tools=tools,
+            answers=place / CACHE_FILE,
+            environ=environ,
+            transport=transport,
+        ) as panel:
+            desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
+            job = OfflineJob(config, desk, concurrency)
+            await job.run(source.groups(), limit)
+    return [_row(pair, tools) for pair in job.pairs]
+
+
+def _synchronous(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(function(*args, **kwargs))
+        raise RuntimeError(
+            f"{function.__name__}_sync was called while an event loop runs in this thread, as in a "
+            f"notebook: write `await {function.__name__}(…)` instead"
+        )
+
+    return call
+
+
+replay_and_normalize_trace_sync = _synchronous(replay_and_normalize_trace)
+"""The same for code without an event loop."""
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """Traces that lie in no run directory."""
+
+    traces: Sequence[Trace]
+    task: str
+    run: None = None
+
+    def groups(self) -> Iterator[list[Trace]]:
+        ids = sorted({trace.group_id for trace in self.traces})
+        for group_id in ids:
+            yield [trace for trace in self.traces if trace.group_id == group_id]
+
+
+def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> Any:
+    if isinstance(traces, (str, Path)):
+        return index_traces(Path(traces))
+    listed = [traces] if isinstance(traces, Trace) else list(traces)
+    if not listed:
+        raise ReplayRefused("traces is empty: pass one trace or more")
+    _refuse_repeated([trace.trace_id for trace in listed])
+    # A task of another framework is not known here, nor needed where its tools are given.
+    return _InMemory(listed, "toolbox" if has_tools else listed[0].task)
+
+
+def _asking(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:
+    """The config of a job without traces."""
+    return offline_config(
+        _InMemory((), "toolbox"), _tables(teachers), overrides, usd, makes_pairs=False
+    )
+
+
+def _tables(teachers: Sequence[Teacher]) -> list[dict[str, Any]]:
+    return [_table(teacher) for teacher in teachers]
+
+
+def _table(teacher: Teacher) -> dict[str, Any]:
+    if isinstance(teacher, str):
+        return openrouter_teacher(teacher)
+    if isinstance(teacher, TeacherConfig):
+        return teacher.model_dump(mode="json", exclude_none=True)
+    return dict(teacher)
+
+
+def _row(pair: PreferencePair, tools: Tools) -> dict[str, Any]:
+    """A row as it is written to a file, but for the state's messages, which are no text here."""
+    return {**pair_record(pair, tools), "state_messages": pair.messages}
+
+
+def _refuse_repeated(ids: Sequence[str]) -> None:
+    if len(set(ids)) < len(ids):
+        repeated = next(one for one in ids if ids.count(one) > 1)
+        raise ReplayRefused(f"id {repeated!r} is there more than once: give each its own")
+
+
+@contextmanager
+def _kept_in(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield folder
+        return
+    with TemporaryDirectory(prefix="composer-mesh-") as place:
+        yield Path(place)

@@ -1,0 +1,201 @@
+"""The replay command: stored traces to preference pairs, with a price before and a report after.
+
+The order of things, and what a person is told. Choosing, asking, deciding and filtering are the
+run's own parts; no mesh is started.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from composer_mesh.actors.panel.panel import TeacherPanel
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.pair_records import pair_record
+from composer_mesh.rollouts.tasks import Task, make_task
+from composer_mesh.services.offline.config import offline_config
+from composer_mesh.services.offline.desk import Desk
+from composer_mesh.services.offline.job import OfflineJob, plan_job
+from composer_mesh.services.offline.options import ReplayOptions
+from composer_mesh.services.offline.output import (
+    REPORT_FILE,
+    ReplayOutput,
+    job_of,
+    write_json,
+)
+from composer_mesh.services.offline.plan import ReplayPlan
+from composer_mesh.services.offline.report import (
+    FINISHED,
+    OUT_OF_BUDGET,
+    STOPPED,
+    Money,
+    plan_page,
+    replay_report,
+    report_page,
+)
+from composer_mesh.services.offline.session import opened_panel, priced_teachers
+from composer_mesh.services.offline.traces import TraceIndex, index_traces
+from composer_mesh.services.offline.view import ReplayView
+from composer_mesh.services.page import plain_text
+
+NOBODY_ANSWERED, SHORT_OF_BUDGET, SIGNALLED = 1, 3, 128
+
+
+def replay_command(
+    options: ReplayOptions,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> int:
+    """The exit status; keys are in `environ`, and `transport` replaces the network.
+
+    0 when all was asked, 3 when the budget kept a teacher from a state, 1 when no question was
+    answered, 130 after Ctrl-C, 143 after SIGTERM. Raises `ReplayRefused`, `TraceFileError`,
+    `ConfigError` or `DataError` before anything was asked.
+    """
+    index = index_traces(options.traces)
+    config = offline_config(index, options.teachers, options.overrides, options.max_usd)
+    work = _Work(options, index, config, make_task(config), Console(), environ, transport)
+    if options.dry_run:
+        return work.price()
+    assert options.out is not None, "the options refuse a replay without a place"
+    with ReplayOutput.open(options.out, job_of(config, index.mark)) as output:
+        return asyncio.run(work.replay(output))
+
+
+@dataclass
+class _Work:
+    """One replay that was accepted."""
+
+    options: ReplayOptions
+    index: TraceIndex
+    config: Config
+    task: Task
+    console: Console
+    environ: Mapping[str, str]
+    transport: httpx.AsyncBaseTransport | None
+
+    def price(self) -> int:
+        """Say what it would cost."""
+        teachers = asyncio.run(
+            priced_teachers(self.config, environ=self.environ, transport=self.transport)
+        )
+        plan = self._plan(teachers)
+        if self.options.report is not None:
+            write_json(self.options.report, {"state": "dry_run", **plan.as_dict()})
+        self.console.print(plan_page(plan, self.config.replay.budget.usd))
+        return 0
+
+    async def replay(self, output: ReplayOutput) -> int:
+        """Ask, write, report. Waits for the teachers."""
+        async with self._panel(output) as panel:
+            plan = self._plan(panel.teachers)
+            desk = Desk(panel, self.options.concurrency, self.config.replay.breaker.rest_s)
+            with ReplayView(plan, self.config.replay.budget.usd, self.console) as view:
+                job = OfflineJob(self.config, desk, self.options.concurrency, view.tell)
+                ending = _Ending(desk, view)
+                try:
+                    await ending.of(job.run(self.index.groups(), self.options.limit))
+                finally:
+                    output.write_pairs(pair_record(pair, self.task.tools) for pair in job.pairs)
+            report = await self._report(job, plan, panel, ending)
+        output.write_report(report, self.options.report)
+        self._tell(output, report)
+        return ending.status or _status(report)
+
+    def _panel(self, output: ReplayOutput) -> AbstractAsyncContextManager[TeacherPanel]:
+        return opened_panel(
+            self.config,
+            self.task,
+            output.folder,
+            tools=self.task.tools,
+            environ=self.environ,
+            transport=self.transport,
+        )
+
+    def _plan(self, teachers: Sequence[TeacherEndpoint]) -> ReplayPlan:
+        groups = self.index.groups()
+        return plan_job(self.config, groups, teachers, self.task.tools, self.options.limit)
+
+    async def _report(
+        self, job: OfflineJob, plan: ReplayPlan, panel: TeacherPanel, ending: "_Ending"
+    ) -> dict[str, Any]:
+        state = OUT_OF_BUDGET if job.figures.short_of_budget else FINISHED
+        money = Money.of(await panel.report(), self.config.replay.budget.usd)
+        seconds = time.monotonic() - ending.began
+        return replay_report(job.figures, plan, money, STOPPED if ending.status else state, seconds)
+
+    def _tell(self, output: ReplayOutput, report: dict[str, Any]) -> None:
+        self.console.print(report_page(report))
+        lines = [f"pairs: {output.out}", f"report: {output.folder / REPORT_FILE}"]
+        if self.index.cut:
+            lines.append(f"left out: {self.index.cut} last line that its writer did not finish")
+        if report["state"] == OUT_OF_BUDGET:
+            lines.append(
+                "the ceiling kept teachers from some states: go on with the same command and a "
+                "higher --max-usd; what was answered is not paid again"
+            )
+        elif report["state"] == STOPPED:
+            lines.append("go on with the same command: what was answered is not paid again")
+        for line in lines:
+            self.console.print(plain_text(line), markup=False, highlight=False, soft_wrap=True)
+
+
+class _Ending:
+    """How the work ends: by itself, or by a signal.
+
+    After the first SIGINT or SIGTERM nothing new is asked, but what is under way is paid for and
+    therefore waited for; the second one drops it. `status` is then the signal's.
+    """
+
+    def __init__(self, desk: Desk, view: ReplayView) -> None:
+        self._desk, self._view = desk, view
+        self._work: asyncio.Task[bool] | None = None
+        self.status = 0
+        self.began = time.monotonic()
+
+    async def of(self, work: Coroutine[Any, Any, bool]) -> None:
+        """Wait for the work; raises what it raises."""
+        self._work = asyncio.create_task(work)
+        with self._signals():
+            await asyncio.wait([self._work])
+        if not self._work.cancelled():
+            self._work.result()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self._interrupt, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _interrupt(self, number: int) -> None:
+        if self.status:
+            if self._work is not None:
+                self._work.cancel()
+            return
+        self.status = SIGNALLED + number
+        self._desk.stop()
+        self._view.say(
+            "stopping: waiting for the answers under way, which are paid; again: drop them"
+        )
+
+
+def _status(report: dict[str, Any]) -> int:
+    states = report["states"]
+    if report["state"] == OUT_OF_BUDGET:
+        return SHORT_OF_BUDGET
+    return NOBODY_ANSWERED if states["asked"] and not states["answered"] else 0

@@ -1,0 +1,147 @@
+"""The work of an offline replay: groups in order, their states to the teachers, pairs out in order.
+
+The rules are those of a run: `Replay` chooses and decides, `PairFilters` drop. This file only
+keeps enough groups under way, and everything in the order of the groups, so that the same traces
+and answers make the same pairs. Files, money and what a person sees are not its business.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.pair_filters import PairFilters
+from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
+from composer_mesh.rollouts.state_choice import Selection
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.offline.desk import Desk, Stopped
+from composer_mesh.services.offline.figures import ReplayFigures
+from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
+from composer_mesh.services.offline.traces import TraceFileError
+from composer_mesh.services.ports import Teachers
+from composer_mesh.services.replay.asking import Replay, Replayed
+
+AHEAD = 2
+"""States of the groups under way, as a multiple of those that may be asked about at once."""
+
+
+class _Remembering:
+    """The desk as a `Teachers` port that keeps the replies until they are taken."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._replies: dict[str, list[TeacherReply]] = {}
+
+    async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        replies = await self._desk.query(state, n)
+        self._replies[state.state_id] = replies
+        return replies
+
+    def take(self, state_id: str) -> list[TeacherReply]:
+        return self._replies.pop(state_id)
+
+
+def _nothing(_: ReplayFigures) -> None:
+    return None
+
+
+@dataclass
+class OfflineJob:
+    """One pass over some groups. `tell` is called whenever another group is done."""
+
+    config: Config
+    desk: Desk
+    concurrency: int
+    tell: Callable[[ReplayFigures], None] = _nothing
+    pairs: list[PreferencePair] = field(default_factory=list)
+    figures: ReplayFigures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._answers = _Remembering(self.desk)
+        self._replay = make_replay(self.config, self._answers)
+        self._filters = PairFilters(self.config.replay.filters)
+        self.figures = ReplayFigures(self.config.replay.agreement_threshold)
+
+    async def run(self, groups: Iterable[Sequence[Trace]], limit: int | None = None) -> bool:
+        """Ask about all groups, or the first `limit` states; whether it came to the end.
+
+        Once the desk stops it waits for what is under way and returns with the groups that are
+        complete. Cancelled, it drops what is under way.
+        """
+        window: deque[tuple[Selection, asyncio.Task[Replayed]]] = deque()
+        try:
+            for selection in selections(self._replay, groups, limit):
+                window.append((selection, asyncio.create_task(self._replay.ask_about(selection))))
+                while sum(len(chosen.states) for chosen, _ in window) > AHEAD * self.concurrency:
+                    await self._finish(*window.popleft())
+            while window:
+                await self._finish(*window.popleft())
+        except Stopped:
+            await self.desk.idle()
+            return False
+        finally:
+            await _cancelled([task for _, task in window])
+        return True
+
+    async def _finish(self, selection: Selection, asking: "asyncio.Task[Replayed]") -> None:
+        replayed = await asking
+        filtered = await asyncio.to_thread(self._filters.keep, replayed.pairs)
+        for state in selection.states:
+            self.figures.add(state, self._answers.take(state.state.state_id))
+        self.figures.add_group(selection.skipped, filtered.dropped, len(filtered.kept))
+        self.pairs += filtered.kept
+        self.tell(self.figures)
+
+
+def plan_job(
+    config: Config,
+    groups: Iterable[Sequence[Trace]],
+    teachers: Sequence[TeacherEndpoint],
+    tools: Sequence[Mapping[str, Any]],
+    limit: int | None = None,
+) -> ReplayPlan:
+    """What a job over these groups will ask, and its price; reads all of them and asks nobody."""
+    chosen = selections(make_replay(config, _Nobody()), groups, limit)
+    return plan_replay(chosen, teachers, tools, config.replay)
+
+
+def make_replay(config: Config, teachers: Teachers) -> Replay:
+    """The run's own rules, with the run's own seed and schedule."""
+    return Replay(teachers, config.replay, config.schedule.prompts_per_step, config.run.seed)
+
+
+class _Nobody:
+    """Teachers for choosing states only."""
+
+    async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        raise RuntimeError(f"{n} teachers were asked about {state.state_id}: only choose states")
+
+
+def selections(
+    replay: Replay, groups: Iterable[Sequence[Trace]], limit: int | None = None
+) -> Iterator[Selection]:
+    """What is asked about, group by group; raises `TraceFileError` for traces that contradict."""
+    left = limit
+    for group in groups:
+        if left is not None and left <= 0:
+            return
+        try:
+            chosen = replay.choose(group)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TraceFileError(
+                f"group {group[0].group_id} cannot be replayed ({error}): repair its traces or "
+                "remove them"
+            ) from error
+        if left is not None:
+            chosen = replace(chosen, states=chosen.states[:left], values=chosen.values[:left])
+            left -= len(chosen.states)
+        yield chosen
+
+
+async def _cancelled(tasks: Sequence["asyncio.Task[Replayed]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,173 @@
+"""The files of an offline replay: the pairs, and beside them what makes the same command go on.
+
+    pairs.jsonl             one pair a line, replaced as a whole, so that it is never half written
+    pairs.jsonl.replay/     job.json: what it is a replay of; report.json; the ledger; the answers
+
+What a line holds and what the ledger counts is others' business. No file of another job, and none
+that a person has changed, is ever replaced.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.offline.options import ReplayRefused
+from composer_mesh.services.run_directory import RunDirectoryError, claimed
+
+FOLDER_SUFFIX = ".replay"
+JOB_FILE, REPORT_FILE = "job.json", "report.json"
+ASKED_BY = {"name", "kind", "base_url", "model", "error_rate", "max_tokens", "temperature"}
+RULES = {"ask", "agreement_threshold", "gate"}
+Job = dict[str, Any]
+
+
+@dataclass
+class ReplayOutput:
+    """One job's files; `open` makes it."""
+
+    out: Path
+    job: Job
+    _written: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """Where the ledger and the answers are kept."""
+        return folder_of(self.out)
+
+    @classmethod
+    @contextmanager
+    def open(cls, out: Path, job: Job) -> Iterator["ReplayOutput"]:
+        """Hold the place while the block runs; raises `ReplayRefused` where it is another's.
+
+        `job` says what the pairs depend on, as plain JSON values.
+        """
+        job = json.loads(json.dumps(job))
+        check_place(out, job)
+        with _claimed(folder_of(out)):
+            output = cls(out, job, check_place(out, job))
+            output._remember()
+            yield output
+
+    def write_pairs(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the pairs by these."""
+        content = b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
+        # First the hash: whenever this is interrupted, the file has a hash that is known.
+        self._written = [*self._written[-1:], _digest(content)]
+        self._remember()
+        _replace(self.out, content)
+
+    def write_report(self, report: Mapping[str, Any], other: Path | None = None) -> None:
+        """Keep the report beside the pairs, and wherever else it is wanted."""
+        write_json(self.folder / REPORT_FILE, report)
+        if other is not None:
+            write_json(other, report)
+
+    def _remember(self) -> None:
+        write_json(self.folder / JOB_FILE, {"job": self.job, "written": self._written})
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a file by one object."""
+    _replace(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def job_of(config: Config, traces: str) -> Job:
+    """What makes the pairs these and no others. `traces` is a mark of theirs.
+
+    More traces or states, a higher ceiling, other timeouts and limits are the same job going on.
+    """
+    replay = config.replay
+    return {
+        "traces": traces,
+        "teachers": [
+            teacher.model_dump(mode="json", include=ASKED_BY) for teacher in replay.teachers
+        ],
+        "seed": config.run.seed,
+        "rules": replay.model_dump(mode="json", include=RULES),
+        "filters": [filter.model_dump(mode="json") for filter in replay.filters],
+    }
+
+
+def folder_of(out: Path) -> Path:
+    """Where the files beside a file of pairs are."""
+    return out.with_name(out.name + FOLDER_SUFFIX)
+
+
+def check_place(out: Path, job: Job) -> list[str]:
+    """The hashes of what this job may have written there; raises `ReplayRefused` where it is not.
+
+    Changes nothing.
+    """
+    before = _before(folder_of(out) / JOB_FILE)
+    if before is not None and (changed := _differences(before["job"], job)):
+        raise ReplayRefused(
+            f"--out {out} belongs to a replay with other {changed}: ask for the same, or name "
+            "another file"
+        )
+    written: list[str] = before["written"] if before is not None else []
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ReplayRefused(f"--out {out} must be a file in a folder that is there: correct it")
+    if out.exists() and _digest(out.read_bytes()) not in written:
+        raise ReplayRefused(
+            f"--out {out} holds something else than the last replay into it wrote, which would be "
+            "lost: move it away, or name another file"
+        )
+    return written
+
+
+def _before(path: Path) -> dict[str, Any] | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        before = json.loads(text)
+        _ = dict(before["job"]), list(before["written"])
+    except (ValueError, KeyError, TypeError):
+        raise ReplayRefused(
+            f"{path} is not what a replay wrote there: move {path.parent} away, or name another "
+            "file with --out"
+        ) from None
+    return dict(before)
+
+
+def _differences(before: Job, now: Job) -> str:
+    return ", ".join(key for key in now if before.get(key) != now[key])
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    try:
+        with claimed(folder):
+            yield
+    except RunDirectoryError as error:
+        raise ReplayRefused(
+            f"{folder} cannot be had ({error}): wait for the other replay, or name another file "
+            "with --out"
+        ) from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file as a whole, on disk before it takes the place of an earlier one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ReplayRefused(
+            f"{path} cannot be written ({error.strerror}): free the disk or name another place"
+        ) from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

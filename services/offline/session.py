@@ -1,0 +1,125 @@
+"""What an offline replay opens before it asks: the builtin teachers' server and the panel.
+
+The same panel as in a run, in this process and without a mesh. It knows no traces and no pairs.
+"""
+
+import math
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from composer_mesh.actors.expert_http import TOKEN_ENV, ExpertServer, new_token
+from composer_mesh.actors.expert_panel import Expert, ExpertPanel
+from composer_mesh.actors.panel.panel import TeacherPanel
+from composer_mesh.actors.panel.prices import with_prices
+from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
+from composer_mesh.actors.provider.errors import ProviderError
+from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.services.offline.options import ReplayRefused
+from composer_mesh.services.replay.teacher_settings import panel_settings
+
+UNSERVED = "http://127.0.0.1:9/v1"
+"""Stands for the builtin teachers' address while they are not served."""
+
+Environ = Mapping[str, str]
+
+
+@asynccontextmanager
+async def opened_panel(
+    config: Config,
+    task: Task | None,
+    folder: Path,
+    *,
+    tools: Sequence[dict[str, Any]],
+    answers: Path | None = None,
+    environ: Environ = os.environ,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> AsyncIterator[TeacherPanel]:
+    """The config's teachers, ready to be asked; their ledger is in `folder`.
+
+    Answers are kept in the file that the config names, or else in `answers`, or else where runs
+    keep theirs.
+    `task` is what builtin teachers know, and may be None where there are none.
+    Waits for lists of models, where prices are read from them. Raises `ReplayRefused` for what
+    would stop every question: no key, no price, a file that is or becomes unusable.
+    """
+    with served_experts(config, task, environ) as (url, environ):
+        settings = patient(panel_settings(config, url, folder, tools))
+        if answers is not None and config.replay.cache is None:
+            settings = replace(settings, cache=answers)
+        try:
+            panel = await TeacherPanel.open(settings, environ=environ, transport=transport)
+            try:
+                refuse_unpayable(panel.teachers, config.replay.budget.usd)
+                yield panel
+            finally:
+                await panel.aclose()
+        except (ProviderError, StoreError) as error:
+            raise ReplayRefused(str(error)) from error
+
+
+def refuse_unpayable(teachers: Sequence[TeacherEndpoint], usd: float) -> None:
+    """Raise where a teacher can never be asked, because it costs money and there is none."""
+    for teacher in teachers if usd == 0 else ():
+        if teacher.prices is None or not teacher.prices.free:
+            raise ReplayRefused(
+                f"the ceiling is 0 dollars but teacher {teacher.name!r} costs money, so it could "
+                "never be asked: say with --max-usd what this may cost"
+            )
+
+
+@contextmanager
+def served_experts(
+    config: Config, task: Task | None, environ: Environ
+) -> Iterator[tuple[str, Environ]]:
+    """Serve the builtin teachers, where there are any: their URL, and the keys with theirs."""
+    builtin = [teacher for teacher in config.replay.teachers if teacher.kind == "builtin"]
+    if not builtin:
+        yield UNSERVED, environ
+        return
+    if task is None:
+        raise ReplayRefused(
+            f"teacher {builtin[0].name!r} is builtin, and knows the answers to traces of a run "
+            "only: give such traces, or another teacher"
+        )
+    token = new_token()
+    experts = [Expert(teacher.name, teacher.error_rate or 0.0) for teacher in builtin]
+    with ExpertServer(ExpertPanel(task, config.run.seed, experts), token) as server:
+        yield server.base_url, {**environ, TOKEN_ENV: token}
+
+
+def patient(settings: PanelSettings) -> PanelSettings:
+    """The settings of a job that is alone and has all the time: limits are waited for."""
+    return replace(settings, replicas=1, timeouts=replace(settings.timeouts, line_s=math.inf))
+
+
+async def priced_teachers(
+    config: Config,
+    *,
+    environ: Environ = os.environ,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> list[TeacherEndpoint]:
+    """The teachers with all prices that anybody names; asks no question and leaves no file.
+
+    Raises `ReplayRefused` for one without a usable key or address.
+    """
+    with TemporaryDirectory(prefix="composer-mesh-") as folder:
+        settings = panel_settings(config, UNSERVED, Path(folder), ())
+    rules = replace(settings.budget, unknown_prices="allow")
+    async with ProviderClient(settings.timeouts, environ=environ, transport=transport) as client:
+        try:
+            for teacher in settings.teachers:
+                if teacher.name not in settings.own:
+                    client.check(teacher)
+            return [await with_prices(client, teacher, rules) for teacher in settings.teachers]
+        except ProviderError as error:
+            raise ReplayRefused(str(error)) from error

@@ -1,0 +1,155 @@
+"""The traces that an offline replay reads: found, checked line by line, then read group by group.
+
+A trace file may be larger than the memory: only the places of its groups are kept. Which states of
+a group are worth asking about is not decided here.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from composer_mesh.rollouts.traces import Trace, trace_from_json
+from composer_mesh.services.offline.options import ReplayRefused
+
+CONFIG_FILE = "config.toml"
+
+
+class TraceFileError(ReplayRefused):
+    """Traces that cannot be replayed: which file and line, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one trace stands."""
+
+    path: Path
+    line: int
+    offset: int
+    length: int
+
+
+@dataclass
+class TraceIndex:
+    """The groups of some trace files by `group_id`, and which run wrote them, where one is known.
+
+    `mark` stays the same while traces are only added. `cut` counts last lines that were left out
+    because their writer did not finish them.
+    """
+
+    run: Path | None
+    mark: str = ""
+    task: str = ""
+    traces: int = 0
+    cut: int = 0
+    places: dict[int, list[Place]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def groups(self) -> Iterator[list[Trace]]:
+        """Each group's traces, in the order of the ids; one group is in memory at a time."""
+        for group_id in sorted(self.places):
+            yield [_read(place) for place in self.places[group_id]]
+
+
+def index_traces(source: Path) -> TraceIndex:
+    """Read all that is at `source` once: a run directory, its traces folder, or one file.
+
+    Held-out traces are left out, as in a run. Raises `TraceFileError` for anything that is no
+    trace, before the caller has asked anybody.
+    """
+    files = _files(source)
+    index, seen = TraceIndex(_run_of(files[0])), dict[str, Place]()
+    for path in files:
+        _index_file(path, index, seen)
+    if not index.traces:
+        raise TraceFileError(f"{source} holds no training trace: name another run or file")
+    return index
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    folder = source / "traces" if (source / "traces").is_dir() else source
+    if not source.is_dir():
+        raise TraceFileError(
+            f"{source} does not exist: name a run directory, its traces folder or a .jsonl file"
+        )
+    files = sorted(folder.glob("*.jsonl")) if _is_trace_folder(folder) else []
+    if not files:
+        raise TraceFileError(
+            f"{source} holds no traces: name a run directory that has begun, its traces folder or "
+            "a .jsonl file of traces"
+        )
+    return files
+
+
+def _is_trace_folder(folder: Path) -> bool:
+    """Whether its .jsonl files are traces; those beside a config are metrics and events."""
+    return not (folder / CONFIG_FILE).exists()
+
+
+def _run_of(file: Path) -> Path | None:
+    """The run directory that a trace file lies in."""
+    run = file.absolute().parent.parent
+    return run if (run / CONFIG_FILE).is_file() else None
+
+
+def _index_file(path: Path, index: TraceIndex, seen: dict[str, Place]) -> None:
+    offset = 0
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                place = Place(path, number, offset, len(line))
+                offset += len(line)
+                if line.strip():
+                    _add(index, seen, place, line)
+    except OSError as error:
+        raise TraceFileError(
+            f"{path} cannot be read ({error.strerror}): correct its permissions"
+        ) from None
+
+
+def _add(index: TraceIndex, seen: dict[str, Place], place: Place, line: bytes) -> None:
+    try:
+        trace = trace_from_json(line)
+    except ValidationError as error:
+        if not line.endswith(b"\n"):  # its writer was interrupted, or is still at it
+            index.cut += 1
+            return
+        raise TraceFileError(
+            f"{place.path} line {place.line} is no trace ({_reason(error)}): repair or remove it"
+        ) from None
+    if trace.split != "train" or not trace.turns:
+        return
+    if (other := seen.get(trace.trace_id)) is not None:
+        raise TraceFileError(
+            f"trace {trace.trace_id[:80]!r} is in {other.path} line {other.line} and in "
+            f"{place.path} line {place.line} but ids must be unique: remove one of them"
+        )
+    seen[trace.trace_id] = place
+    index.mark = index.mark or hashlib.sha256(line.strip()).hexdigest()
+    index.task, index.traces = trace.task, index.traces + 1
+    index.places.setdefault(trace.group_id, []).append(place)
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else str(first["msg"])[:200]
+
+
+def _read(place: Place) -> Trace:
+    with place.path.open("rb") as file:
+        file.seek(place.offset)
+        line = file.read(place.length)
+    try:
+        return trace_from_json(line)
+    except ValidationError:
+        raise TraceFileError(
+            f"{place.path} line {place.line} is no longer the trace that it was: let no one "
+            "rewrite the file during a replay"
+        ) from None

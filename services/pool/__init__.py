@@ -1,0 +1,1 @@
+"""What `service.spawn` is made of: replicas, routing, sessions, retries."""

@@ -1,0 +1,230 @@
+"""The way of a call: a seat or the line, the replica, and another one where the first was lost.
+
+`routing` holds the rules and `replicas` the processes; here is the waiting between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    DeadlineExceeded,
+    MeshError,
+    RemoteError,
+)
+from composer_mesh.services.pool.errors import ServiceBusy, ServiceClosed
+from composer_mesh.services.pool.replicas import Call, Replica
+from composer_mesh.services.pool.routing import Router, Ticket
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """How long each attempt of a call may take, and how many there may be.
+
+    A deadline that passed is a reason for another attempt only with `retry_timeouts`.
+    """
+
+    deadline_s: float
+    attempts: int = 1
+    retry_timeouts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(
+                f"attempts is {self.attempts}, but a call is made once: pass 1 or more"
+            )
+        if not self.deadline_s > 0:
+            raise ValueError(f"deadline_s is {self.deadline_s:g}: pass seconds above 0")
+
+
+class Route(Protocol):
+    """Where a call may go; `movable` where another replica is as good as the first."""
+
+    movable: bool
+
+    def pin(self) -> Replica | None:
+        """The only replica for it, None where any will do; raises where none is left."""
+        ...
+
+    def lost(self, died: ActorDied) -> MeshError:
+        """What the caller hears when its replica was lost and no other may stand in."""
+        ...
+
+
+class Anywhere:
+    """Any replica will do."""
+
+    movable = True
+
+    def __init__(self, router: Router[Replica], last_death: Callable[[], ActorDied]) -> None:
+        self._router, self._last_death = router, last_death
+
+    def pin(self) -> Replica | None:
+        if not self._router.hopeful:
+            raise self._last_death()
+        return None
+
+    def lost(self, died: ActorDied) -> MeshError:
+        return died
+
+
+@dataclass(frozen=True)
+class Only:
+    """One certain replica."""
+
+    replica: Replica
+    movable = False
+
+    def pin(self) -> Replica | None:
+        if not self.replica.serving:
+            raise gone(self.replica)
+        return self.replica
+
+    def lost(self, died: ActorDied) -> MeshError:
+        return died
+
+
+class Dispatch:
+    """The calls of one service; `lose(replica, reason)` is told of each death that a call met."""
+
+    def __init__(
+        self, service: str, router: Router[Replica], lose: Callable[[Replica, str], None]
+    ) -> None:
+        self.closed = False
+        self.retried = 0
+        self._service, self._router, self._lose = service, router, lose
+        self._waiters: dict[Ticket[Replica], asyncio.Future[Replica | None]] = {}
+
+    async def call(self, call: Call, rules: CallRules, route: Route) -> Any:
+        """Make a call, on another replica again where it may. Waits for its turn and its answer."""
+        ticket = self._router.ticket()
+        attempts = rules.attempts if route.movable else 1
+        while True:
+            replica = await self._turn(ticket, route)
+            try:
+                return await self._run(replica, call, rules.deadline_s)
+            except DeadlineExceeded as late:
+                if attempts == 1 or not rules.retry_timeouts or _own(late):
+                    raise
+            except ActorDied as died:
+                if replica.serving or _own(died):
+                    raise
+                if attempts == 1:
+                    raise route.lost(died) from died
+            attempts -= 1
+            self.retried += 1
+            ticket.tried = (*ticket.tried, replica)
+
+    async def direct(self, replica: Replica, call: Call, deadline_s: float) -> Any:
+        """Call a replica past the line, also one that is still being made ready."""
+        self.check_open()
+        if replica.ended:
+            raise gone(replica)
+        self._router.occupy(replica)
+        return await self._run(replica, call, deadline_s)
+
+    def check_open(self) -> None:
+        """Raise where the service is closed."""
+        if self.closed:
+            raise ServiceClosed(self._service)
+
+    def changed(self) -> None:
+        """Replicas came or went: give out their room, and wake those that wait in vain."""
+        self._grant(None)
+        self._wake(self._router.orphans())
+
+    def close(self) -> None:
+        """Refuse every call from now on, also those that wait."""
+        self.closed = True
+        self._wake(self._router.everybody())
+
+    async def _turn(self, ticket: Ticket[Replica], route: Route) -> Replica:
+        """Wait until a replica takes the call; it is then counted there."""
+        admitted = bool(ticket.tried)
+        while True:
+            self.check_open()
+            ticket.pin = route.pin()
+            if replica := self._router.take(ticket):
+                return replica
+            if self._router.full and not admitted:
+                raise ServiceBusy(self._service, self._router.waiting, self._router.queue)
+            if replica := await self._wait(ticket):
+                return replica
+            admitted = True
+
+    async def _wait(self, ticket: Ticket[Replica]) -> Replica | None:
+        """Stand in the line; None where waiting on became vain and the caller must look again."""
+        turn: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
+        self._waiters[ticket] = turn
+        self._router.join(ticket)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            self._router.leave(ticket)
+            if turn.done() and not turn.cancelled() and (granted := turn.result()):
+                self._free(granted)  # cancelled between the grant and its use
+            raise
+        finally:
+            del self._waiters[ticket]
+
+    def _grant(self, seats: list[Replica] | None) -> None:
+        for ticket, replica in self._router.grants(seats):
+            turn = self._waiters[ticket]
+            if turn.cancelled():
+                self._free(replica)
+            else:
+                turn.set_result(replica)
+
+    def _wake(self, tickets: list[Ticket[Replica]]) -> None:
+        for ticket in tickets:
+            if not self._waiters[ticket].cancelled():
+                self._waiters[ticket].set_result(None)
+
+    def _free(self, replica: Replica) -> None:
+        self._router.free(replica)
+        replica.stirred.set()
+        self._grant([replica])
+
+    async def _run(self, replica: Replica, call: Call, deadline_s: float) -> Any:
+        """One attempt. It stays under way, and counted, when the caller is cancelled."""
+        attempt = asyncio.create_task(self._attempt(replica, call, deadline_s))
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        replica.under_way.add(attempt)
+        attempt.add_done_callback(partial(self._ended, replica, over))
+        await over  # as asyncio.wait does, in a tenth of its time
+        if attempt.cancelled():  # its replica was stopped
+            self.check_open()
+            raise gone(replica)
+        return attempt.result()
+
+    async def _attempt(self, replica: Replica, call: Call, deadline_s: float) -> Any:
+        try:
+            return await replica.call(call, deadline_s)
+        except ActorDied as died:
+            if died.actor == replica.name and not _own(died):
+                self._lose(replica, died.reason)
+            raise
+
+    def _ended(
+        self, replica: Replica, over: asyncio.Future[None], attempt: asyncio.Task[Any]
+    ) -> None:
+        replica.under_way.discard(attempt)
+        replica.failures += attempt.cancelled() or attempt.exception() is not None
+        self._free(replica)
+        if not over.done():
+            over.set_result(None)
+
+
+def gone(replica: Replica) -> ActorDied:
+    """The end of a replica as an error."""
+    return ActorDied(replica.name, replica.reason or f"it is {replica.state.value}")
+
+
+def _own(error: Exception) -> bool:
+    """Whether the actor itself raised it, as any other exception of its own."""
+    return isinstance(error.__cause__, RemoteError)

@@ -1,0 +1,222 @@
+"""The replicas of a service over time: they come, are made ready, die, leave and stop.
+
+Which of them takes a call is `routing`. A replica comes in at one place, `Membership.grow`: its
+process starts, hears what all replicas were told to set up, and only then gets calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.services.pool.dispatch import Dispatch, gone
+from composer_mesh.services.pool.replicas import Call, Names, Recipe, Replica
+from composer_mesh.services.pool.routing import ReplicaState, Router, to_retire
+
+
+class Membership:
+    """Who belongs to a service.
+
+    `members` are those that shall serve, dead ones among them until a resize takes them away;
+    `coming` are being made ready and `leaving` drain.
+    """
+
+    def __init__(self, recipe: Recipe, router: Router[Replica]) -> None:
+        self.dispatch = Dispatch(recipe.name, router, self.lose)
+        self.router = router
+        self.members: list[Replica] = []
+        self.coming: list[Replica] = []
+        self.leaving: list[Replica] = []
+        self._recipe = recipe
+        self._names = Names(recipe.name)
+        self._setups: dict[str, Call] = {}
+        self._setting_up, self._resizing = asyncio.Lock(), asyncio.Lock()
+        self._last_death = ActorDied(recipe.name, "it has no replica yet")
+        self._drains: dict[Replica, asyncio.Task[None]] = {}
+        self._growth: asyncio.Task[None] | None = None
+        self._burials: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def everyone(self) -> list[Replica]:
+        """Every replica that has, or will have, a process."""
+        return [*self.members, *self.coming, *self.leaving]
+
+    def last_death(self) -> ActorDied:
+        """Why no replica is left."""
+        return ActorDied(*self._last_death.args)
+
+    async def fanout(self, call: Call, deadline_s: float) -> list[Any]:
+        """Call every member past the line. Waits for all answers, in the members' order.
+
+        Where deaths are the service's own business, those that die are left out.
+        """
+        self.dispatch.check_open()
+        asked = [one for one in self.members if one.serving or not self._forgives]
+        calls = (self.dispatch.direct(one, call, deadline_s) for one in asked)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        kept = [
+            answer
+            for replica, answer in zip(asked, answers, strict=True)
+            if not (self._forgives and isinstance(answer, ActorDied) and replica.ended)
+        ]
+        for answer in kept:
+            if isinstance(answer, BaseException):
+                raise answer
+        if not kept:
+            raise self.last_death()
+        return kept
+
+    async def set_up(self, call: Call, deadline_s: float) -> list[Any]:
+        """A fanout that each later replica hears too, before it gets a call.
+
+        Of each endpoint the last call is remembered, in the order in which they were made.
+        """
+        async with self._setting_up:
+            answers = await self.fanout(call, deadline_s)
+            self.remember(call)
+        return answers
+
+    def remember(self, call: Call) -> None:
+        """Let each later replica hear this call before it gets others."""
+        self._setups.pop(call.endpoint, None)
+        self._setups[call.endpoint] = call
+
+    async def resize(self, count: int, drain_s: float, deadline_s: float) -> None:
+        """Have `count` replicas that live. Waits until new ones serve and old ones are gone."""
+        async with self._resizing:
+            self.dispatch.check_open()
+            self._take_away([one for one in self.members if one.ended], drain_s)
+            if (missing := count - len(self.members)) > 0:
+                await self._growing(missing, deadline_s)
+            self._take_away(to_retire(self.members, max(0, -missing)), drain_s)
+            await self._left()
+
+    async def grow(self, count: int, deadline_s: float) -> None:
+        """Start replicas, set them up, let them serve; where one fails, none of them stays."""
+        newcomers = self._newcomers(count)
+        self.router.coming += count
+        try:
+            await together(*map(self._recipe.start, newcomers))
+            async with self._setting_up:
+                await together(*(self._prepare(one, deadline_s) for one in newcomers))
+                self._admit(newcomers)
+        except BaseException:
+            await asyncio.gather(*(self._stop(one, "it never served") for one in newcomers))
+            raise
+        finally:
+            self.coming = [one for one in self.coming if one not in newcomers]
+            self.router.coming -= count
+            self.dispatch.changed()
+
+    def lose(self, replica: Replica, reason: str) -> None:
+        """Take note of a death, once; its calls go elsewhere and what is left of it is stopped."""
+        if not replica.serving:
+            return
+        replica.state, replica.reason = ReplicaState.DEAD, reason
+        self._last_death = gone(replica)
+        if replica.actor is not None:
+            self._recipe.host.lost(replica.actor, reason)
+        self._depart(replica)
+        burial = asyncio.create_task(self._recipe.stop(replica))
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+
+    async def close(self, drain_s: float) -> None:
+        """Refuse calls, give those under way `drain_s`, stop every process. Waits for its end."""
+        if self._closing is None:
+            self.dispatch.close()
+            self._closing = asyncio.create_task(self._close(drain_s))
+        await asyncio.shield(self._closing)
+
+    @property
+    def _forgives(self) -> bool:
+        return self._recipe.policy is FaultPolicy.OWNER
+
+    def _newcomers(self, count: int) -> list[Replica]:
+        first = len(self.coming)
+        for _ in range(count):
+            taken = {one.slot for one in self.everyone}
+            self.coming.append(self._names.next(taken))
+        return self.coming[first:]
+
+    async def _prepare(self, replica: Replica, deadline_s: float) -> None:
+        for call in self._setups.values():
+            await self.dispatch.direct(replica, call, deadline_s)
+
+    def _admit(self, newcomers: Sequence[Replica]) -> None:
+        self.dispatch.check_open()
+        for replica in newcomers:
+            replica.state = ReplicaState.READY
+            self._hear_of_death(replica)
+        self.router.seats += newcomers
+        self.members = sorted([*self.members, *newcomers], key=lambda one: one.slot)
+
+    def _hear_of_death(self, replica: Replica) -> None:
+        death = None if replica.actor is None else replica.actor.death
+        if death is not None:
+            death.add_done_callback(partial(self._heard_of_death, replica))
+
+    def _heard_of_death(self, replica: Replica, death: asyncio.Future[ActorDied]) -> None:
+        if not death.cancelled():
+            self.lose(replica, death.result().reason)
+
+    async def _growing(self, count: int, deadline_s: float) -> None:
+        self._growth = asyncio.create_task(self.grow(count, deadline_s))
+        try:
+            await self._growth
+        except asyncio.CancelledError:
+            if self._growth.cancelled() and self._closing is not None:
+                self.dispatch.check_open()
+            raise
+        finally:
+            self._growth = None
+
+    def _take_away(self, replicas: Sequence[Replica], drain_s: float) -> None:
+        """Let replicas leave, each in its own time, also when nobody waits for it."""
+        for replica in replicas:
+            self.members.remove(replica)
+            self.leaving.append(replica)
+            if replica.serving:
+                replica.state = ReplicaState.DRAINING
+            self._drains[replica] = asyncio.create_task(self._drain(replica, drain_s))
+        self.dispatch.changed()
+
+    async def _left(self) -> None:
+        """Wait until none is leaving; they go on to leave where this is cancelled."""
+        if drains := list(self._drains.values()):
+            await asyncio.wait(drains)
+            self.dispatch.check_open()
+            await asyncio.gather(*drains)
+
+    async def _drain(self, replica: Replica, drain_s: float) -> None:
+        try:
+            await replica.drained(drain_s)
+            await self._stop(replica, "a resize took it away")
+            self.leaving.remove(replica)
+        finally:
+            del self._drains[replica]
+
+    async def _stop(self, replica: Replica, reason: str) -> None:
+        if not replica.ended:
+            replica.state, replica.reason = ReplicaState.STOPPED, reason
+            self._depart(replica)
+        await replica.abandon_calls()
+        await self._recipe.stop(replica)
+
+    def _depart(self, replica: Replica) -> None:
+        self.router.seats = [seat for seat in self.router.seats if seat is not replica]
+        replica.stirred.set()
+        self.dispatch.changed()
+
+    async def _close(self, drain_s: float) -> None:
+        await cancel_and_wait([*self._drains.values(), *filter(None, [self._growth])])
+        await asyncio.gather(*(one.drained(drain_s, sessions=False) for one in self.everyone))
+        stops: list[Coroutine[Any, Any, None]] = [
+            self._stop(one, "the service was closed") for one in self.everyone
+        ]
+        await asyncio.gather(*stops, *self._burials)

@@ -1,0 +1,130 @@
+"""One replica of a service: how it is made ready, what it has under way, how it stops.
+
+Which calls it gets is `routing`; how many there are, `membership`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.supervision import FaultPolicy
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.pool.routing import ReplicaState, Seat
+
+
+@dataclass(frozen=True)
+class Call:
+    """An endpoint and what it is called with."""
+
+    endpoint: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Replica(Seat):
+    """One process of a service and the calls that it has under way.
+
+    `generation` counts the processes that have had this slot. A call is under way until its answer,
+    its deadline or the replica's end, also when nobody waits for it any more.
+    """
+
+    slot: int = 0
+    generation: int = 1
+    actor: SpawnedActor | None = field(default=None, repr=False)
+    failures: int = 0
+    reason: str = ""
+    under_way: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
+    stirred: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process no longer answers."""
+        return self.state in (ReplicaState.DEAD, ReplicaState.STOPPED)
+
+    async def call(self, call: Call, deadline_s: float) -> Any:
+        """Call the actor. Waits for its answer, at most `deadline_s`."""
+        assert self.actor is not None
+        return await self.actor.call(
+            call.endpoint, *call.args, deadline_s=deadline_s, **call.kwargs
+        )
+
+    async def drained(self, drain_s: float, sessions: bool = True) -> bool:
+        """Wait until nothing is left in it, at most `drain_s`; False where something is."""
+        try:
+            async with asyncio.timeout(drain_s):
+                while self.serving and (self.outstanding or (sessions and self.tied)):
+                    self.stirred.clear()
+                    await self.stirred.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def abandon_calls(self) -> None:
+        """End the waiting for what is under way. Whoever waits hears that it ended."""
+        await cancel_and_wait(self.under_way)
+
+    def about(self) -> dict[str, Any]:
+        """One line of `Service.status`."""
+        return {
+            "name": self.name,
+            "state": self.state.value,
+            "generation": self.generation,
+            "pid": self.actor.pid if self.actor else None,
+            "outstanding": self.outstanding,
+            "calls": self.calls,
+            "sessions": self.sessions,
+            "failures": self.failures,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a process of this service is started."""
+
+    name: str
+    actor_class: type[MeshActor]
+    host: MeshHost
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] | None = None
+    policy: FaultPolicy = FaultPolicy.OWNER
+
+    async def start(self, replica: Replica) -> None:
+        """Start a replica's process. Waits until its actor answers."""
+        replica.actor = await self.host.spawn(
+            replica.name,
+            self.actor_class,
+            *self.args,
+            env=self.env,
+            policy=self.policy,
+            **self.kwargs,
+        )
+
+    async def stop(self, replica: Replica) -> None:
+        """Stop a replica's process, dead or alive. Waits until it is gone."""
+        if replica.actor is not None:
+            await self.host.stop(replica.actor)
+
+
+class Names:
+    """Names that are never used twice: `echo-1`, and `echo-1.2` for the next in its slot."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._generations: Counter[int] = Counter()
+
+    def next(self, taken: Collection[int]) -> Replica:
+        """A replica for the lowest slot that is not taken."""
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        self._generations[slot] += 1
+        generation = self._generations[slot]
+        name = f"{self._service}-{slot}" + (f".{generation}" if generation > 1 else "")
+        return Replica(name, ReplicaState.STARTING, slot=slot, generation=generation)

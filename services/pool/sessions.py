@@ -1,0 +1,109 @@
+"""Sessions: calls that belong together, and that one replica gets all of.
+
+What a session holds in that replica is the actor's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.supervision import ActorDied, MeshError
+from composer_mesh.services.pool.dispatch import CallRules, gone
+from composer_mesh.services.pool.endpoints import Endpoints
+from composer_mesh.services.pool.errors import SessionLost
+from composer_mesh.services.pool.membership import Membership
+from composer_mesh.services.pool.replicas import Call, Replica
+
+
+class Session(Endpoints):
+    """The endpoints of the one replica that a session lives on, from `open` to `close`.
+
+    A session whose replica is lost raises `SessionLost`, once and ever after. A movable one, whose
+    state is not in the replica or can be built again there, goes on with another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor_class: type[MeshActor],
+        replicas: Membership,
+        rules: CallRules,
+        movable: bool,
+        names: set[str],
+    ) -> None:
+        super().__init__(actor_class)
+        self.name = name
+        self.movable = movable
+        self.moves = 0
+        self._replicas, self._names = replicas, names
+        self._rules = replace(rules, retry_timeouts=False)
+        self._home: Replica | None = None
+
+    @property
+    def replica(self) -> str | None:
+        """The name of the replica that it lives on."""
+        return None if self._home is None else self._home.name
+
+    def open(self) -> None:
+        """Choose the replica with the fewest sessions. Waits for nothing."""
+        if self.name in self._names:
+            raise ValueError(f"a session {self.name!r} is open already: choose another name")
+        self._replicas.dispatch.check_open()
+        self._settle()
+        self._names.add(self.name)
+
+    def close(self) -> None:
+        """Let go of the replica. What the actor keeps of the session is for a call to forget."""
+        if (home := self._home) is not None:
+            self._names.discard(self.name)
+            self._leave(home)
+            self._home = None
+
+    async def __aenter__(self) -> Session:
+        self.open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint of the session's replica. Waits for its turn there and the answer."""
+        self.check(endpoint)
+        call = Call(endpoint, args, kwargs)
+        return await self._replicas.dispatch.call(call, self._rules, self)
+
+    def pin(self) -> Replica:
+        """Where its next call goes; raises where that is lost."""
+        if self._home is None:
+            raise RuntimeError(
+                f"session {self.name!r} is not open: call inside of `async with` or after open()"
+            )
+        if self.movable and not self._home.open:
+            self._move(self._home)
+        elif not self._home.serving:
+            raise self.lost(gone(self._home))
+        return self._home
+
+    def lost(self, died: ActorDied) -> MeshError:
+        """What the caller hears when the replica was lost."""
+        return died if self.movable else SessionLost(self.name, died.actor, died.reason)
+
+    def _move(self, old: Replica) -> None:
+        self._settle()
+        self._leave(old)
+        self.moves += 1
+
+    def _settle(self) -> None:
+        home = self._replicas.router.for_session()
+        if home is None:
+            raise self._replicas.last_death()
+        self._home = home
+        home.sessions += 1
+        home.tied += not self.movable
+
+    def _leave(self, home: Replica) -> None:
+        home.sessions -= 1
+        home.tied -= not self.movable
+        home.stirred.set()
