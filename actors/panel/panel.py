@@ -165,7 +165,8 @@ class TeacherPanel:
             return await _outcome(self._begin(key, self._find(seat, state, key)))
         reply = replace(await _outcome(task), usd=0.0, latency_s=self._clock() - began)
         if isinstance(reply, TeacherAnswer):
-            reply = replace(reply, usd_known=True, cached=True)
+            # Who of several asked first is chance, and what is free was not saved.
+            reply = replace(reply, usd_known=True, cached=not seat.own)
         self._tallies[seat.teacher.name].count(reply)
         return reply
 

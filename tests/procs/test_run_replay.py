@@ -20,11 +20,16 @@ pytestmark = pytest.mark.timeout(600)
 
 KEY, KEY_ENV = "sk-or-v1-0123456789abcdef-the-key", "FAULT_PROXY_KEY"
 CEILING_USD = 0.02
+LATE = {"replay.delivery": "late"}
+ONLY_WHAT_IS_NEW = {
+    **{f"replay.gate.{sign}": 0 for sign in ("error", "entropy", "disagreement")},
+    "replay.gate.min_value": 0.3,
+}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Iterator[LiveRun]:
-    settings = {"run.steps": 4, "replay.gate.min_value": 0.6}
+    settings = {"run.steps": 4, **ONLY_WHAT_IS_NEW, **LATE}
     with launched(tmp_path_factory.mktemp("replay") / "run", policy_cache, settings) as run:
         assert run.wait() == 0, run.stderr
         yield run
@@ -78,6 +83,7 @@ async def test_paid_teachers_never_cost_more_than_the_ceiling_and_the_key_is_now
     async with FaultProxy(KEY, models, seed=5) as proxy:
         settings = {
             "replay.teachers": teachers(proxy.base_url),
+            **LATE,
             "replay.budget.usd": CEILING_USD,
             "replay.timeout_s": 2.0,
             "replay.breaker.rest_s": 0.2,
@@ -101,7 +107,7 @@ def files_with_the_key(folder: Path) -> list[Path]:
 def test_a_lost_replica_costs_no_state_and_the_run_goes_on(
     tmp_path: Path, policy_cache: Path
 ) -> None:
-    settings = {**ENDLESS, "replay.actors": 2, "run.steps": 6}
+    settings = {**ENDLESS, **LATE, "replay.actors": 2, "run.steps": 6}
     with launched(tmp_path / "run", policy_cache, settings) as run:
         run.until_training()
         os.kill(run.pids()["teacher_replay-0"], signal.SIGKILL)

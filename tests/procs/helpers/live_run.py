@@ -29,8 +29,10 @@ SHORT = {
     "policy.warm_start.demonstrations": 200,
     "schedule.prompts_per_step": 2,
     "schedule.group_size": 4,
+    "replay.delivery": "same_step",
     "eval.episodes": 8,
 }
+"""A few steps, each with all three channels; late pairs have tests of their own."""
 ENDLESS = {"run.steps": 1000, "eval.episodes": 2, "replay.actors": 1}
 """For a run that a test ends itself."""
 
