@@ -3,6 +3,7 @@
 What an action does is the task's business. Tool results are computed here, away from the models.
 """
 
+import asyncio
 from typing import ClassVar
 
 from monarch.actor import concurrent_endpoint
@@ -21,6 +22,8 @@ class EnvironmentActor(MeshActor):
     """One process with many sessions.
 
     controller -- action text --> EnvironmentActor -- messages, reward, error site --> controller
+
+    The task works in threads, one call of a session at a time, so that the actor answers meanwhile.
     """
 
     kind: ClassVar[str] = "environment"
@@ -31,12 +34,12 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config) -> None:
         """Read the task's data."""
-        self._task: Task = make_task(config)
+        self._task: Task = await asyncio.to_thread(make_task, config)
 
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a fresh session; returns what the agent sees first."""
-        session = self._task.session(episode)
+        session = await asyncio.to_thread(self._task.session, episode)
         self._sessions[session_id] = session
         self._count()
         return session.messages
@@ -44,7 +47,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
         """Take an action."""
-        return self._session(session_id).step(text)
+        return await asyncio.to_thread(self._session(session_id).step, text)
 
     @concurrent_endpoint
     async def state(self, session_id: str, turn: int) -> list[Message]:
@@ -55,9 +58,17 @@ class EnvironmentActor(MeshActor):
     async def finish(self, session_id: str) -> list[Message]:
         """Forget a session, ended or not; returns its whole conversation."""
         messages = self._session(session_id).messages
-        del self._sessions[session_id]
-        self._count()
+        self._drop(session_id)
         return messages
+
+    @concurrent_endpoint
+    async def forget(self, session_id: str) -> None:
+        """Let go of a session that nobody will go on with; nothing happens where none is open."""
+        self._drop(session_id)
+
+    def _drop(self, session_id: str) -> None:
+        self._sessions.pop(session_id, None)
+        self._count()
 
     def _session(self, session_id: str) -> Session:
         if session_id not in self._sessions:

@@ -42,12 +42,15 @@ class Refusal(Exception):
 
 
 class ExpertServer:
-    """A panel on a port of its own, in threads of its own, from `start` to `close`."""
+    """A panel on a port of its own, in threads of its own, from `start` to `close`.
 
-    def __init__(self, panel: ExpertPanel, token: str) -> None:
+    A `port` of 0 lets the system choose one.
+    """
+
+    def __init__(self, panel: ExpertPanel, token: str, port: int = 0) -> None:
         if not token:
             raise ValueError("the token is empty: pass new_token()")
-        self._http = _Server(panel, token)
+        self._http = _Server(panel, token, port)
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, name="experts"
         )
@@ -79,11 +82,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = False  # so that server_close joins them
     request_queue_size = 256
 
-    def __init__(self, panel: ExpertPanel, token: str) -> None:
+    def __init__(self, panel: ExpertPanel, token: str, port: int) -> None:
         self.panel, self.token = panel, token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        super().__init__((LOOPBACK, 0), _Handler)
+        super().__init__((LOOPBACK, port), _Handler)
 
     def server_bind(self) -> None:
         """Binds without asking a name server who 127.0.0.1 is."""

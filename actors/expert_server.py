@@ -27,16 +27,17 @@ class ExpertServerActor(MeshActor):
         self._server: ExpertServer | None = None
 
     @concurrent_endpoint
-    async def load(self, config: Config, experts: list[Expert], token: str) -> str:
+    async def load(self, config: Config, experts: list[Expert], token: str, port: int = 0) -> str:
         """Serve these experts on the run's task; returns the base_url.
 
-        Waits until the task is read and the port is bound. Replaces what an earlier `load` began.
+        Waits until the task is read and the port is bound, any that is free where it is 0. Replaces
+        what an earlier `load` began.
         """
         task = await asyncio.to_thread(make_task, config)
         hints = config.sdpo.on and config.sdpo.hints.has_builtin_writer
         panel = ExpertPanel(task, config.run.seed, experts, writes_hints=hints)
-        server = ExpertServer(panel, token)
         await self._close_server()
+        server = ExpertServer(panel, token, port)
         self._server = server.start()
         self.activity = f"serving {len(experts)} experts"
         return server.base_url

@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 from typing import ClassVar
 
-from monarch.actor import concurrent_endpoint
+from monarch.actor import concurrent_endpoint, context
 
 from composer_mesh.actors.engine import Engine
 from composer_mesh.actors.policy import load_model
@@ -39,7 +39,7 @@ class GeneratorActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and begin to serve."""
-        model = load_model(folder)
+        model = await asyncio.to_thread(load_model, folder)
         self._engine = Engine(model, config.generator.max_concurrent, config.policy.max_context)
         self._receiver = WeightReceiver()
         self.policy_version = 0
@@ -62,8 +62,11 @@ class GeneratorActor(MeshActor):
     async def pull(self, handle: WeightsHandle) -> int:
         """Take a published version over between two decode steps; returns it.
 
-        Requests under way go on with the new weights. Waits for the transfer and one decode step.
+        Requests under way go on with the new weights, and with the old ones until then. Waits for
+        the transfer and one decode step; a transfer that an earlier pull still waits for is given
+        up, because its publisher may be gone.
         """
+        self._receiver.abandon()
         async with self._pulls:
             staged = await self._receiver.receive(handle)
             done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -90,7 +93,10 @@ class GeneratorActor(MeshActor):
         return answer
 
     async def _serve(self) -> None:
-        """Step the engine while there is work; on an engine fault, fail everyone who waits."""
+        """Step the engine while there is work; a fault of the engine is the actor's end.
+
+        Who waits then hears of its death, and may ask another generator the same.
+        """
         try:
             while True:
                 await self._wake.wait()
@@ -99,11 +105,8 @@ class GeneratorActor(MeshActor):
                     await self._turn()
                 self.activity = "idle"
         except Exception as error:  # supervision boundary: nobody may wait for a dead engine
-            waiting = [answer for answer in self._answers if not answer.done()]
-            for answer in waiting:
-                answer.set_exception(error)
-            if self._staged is not None:
-                self._staged[1].set_exception(error)
+            why = f"its engine stopped: {type(error).__name__}: {error}"
+            context().actor_instance.abort(why)
             raise
 
     async def _turn(self) -> None:

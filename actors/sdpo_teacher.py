@@ -57,7 +57,11 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
-        """Follow the trainer to a published version; returns it. Waits for a signal under way."""
+        """Follow the trainer to a published version; returns it. Waits for a signal under way.
+
+        A transfer that an earlier pull still waits for is given up: its publisher may be gone.
+        """
+        self._receiver.abandon()
         async with self._order:
             staged = await self._receiver.receive(handle)
             self._teacher.absorb(handle.version, staged.apply)
@@ -97,6 +101,11 @@ class SDPOTeacherActor(MeshActor):
     async def release(self, ticket: int) -> None:
         """The signal was read; its memory may be written again."""
         await self._slots.release(ticket)
+
+    @concurrent_endpoint
+    async def forget(self) -> None:
+        """The trainer begins again: signals that it did not read are void, any step may come."""
+        await self._slots.forget()
 
     @concurrent_endpoint
     async def head(self) -> HeadHandle:

@@ -54,13 +54,27 @@ class TeacherModel:
         return [self._live] if self._initial is None else [self._live, self._initial]
 
     def absorb(self, version: int, blend: Blend) -> None:
-        """Follow the trainer to a version."""
-        self.version, self._head = version, None
+        """Follow the trainer to a version.
+
+        An average takes each version in once only; one that missed a version begins again there.
+        """
+        before, self.version, self._head = self.version, version, None
         kind = self._config.teacher
         if kind == "ema":
-            blend(self._live, self._config.teacher_rate)
+            if version != before:
+                blend(self._live, self._config.teacher_rate if version == before + 1 else 1.0)
         elif kind != "frozen" and not self._follows:
             blend(self._live, 1.0)
+
+    def average(self) -> dict[str, Tensor]:
+        """The weights of a moving average, which nobody else has; empty for other teachers."""
+        return dict(self._live.state_dict()) if self._config.teacher == "ema" else {}
+
+    def restore(self, version: int, average: dict[str, Tensor]) -> None:
+        """Continue at a version, with the average that belonged to it."""
+        if average:
+            self._live.load_state_dict(average)
+        self.version, self._head = version, None
 
     @torch.no_grad()
     def signal(

@@ -86,6 +86,15 @@ class ThreeChannelStep:
             weight_decay=trainer.weight_decay,
         )
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the weights. Shares memory with the optimizer."""
+        return {"optimizer": self._optimizer.state_dict(), "taid": self._sdpo.taid.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._sdpo.taid.load_state_dict(state["taid"])
+
     def plan(self, batch: StepBatch) -> RankPlan:
         """This rank's share of a step."""
         budget = self._config.trainer.microbatch_tokens

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.checkpoint import TrainingState, restore_weights
+from composer_mesh.actors.checkpoint_folder import whole
 from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.policy import load_model, load_tokenizer, save_policy
 from composer_mesh.actors.ranks import Ranks
@@ -70,8 +73,19 @@ class TrainerActor(MeshActor):
         self._ranks = await asyncio.to_thread(Ranks.connect, rank, size, meeting, deadline_s)
 
     @concurrent_endpoint
-    async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy as version 0 and make the optimizer."""
+    async def load(self, config: Config, folder: Path, checkpoint: Path | None = None) -> int:
+        """Load the initial policy, then go on from a checkpoint of it; returns its version.
+
+        The initial policy is version 0. It is read in any case, by those who compare with it.
+        """
+        await asyncio.to_thread(self._build, config, folder)
+        version = 0
+        if checkpoint is not None:
+            version = await asyncio.to_thread(self._restore, checkpoint)
+        self.policy_version = version
+        return version
+
+    def _build(self, config: Config, folder: Path) -> None:
         self._tokenizer = load_tokenizer(folder)
         self._model: Any = load_model(folder)
         LanguageModel(self._model).check_head()
@@ -85,7 +99,16 @@ class TrainerActor(MeshActor):
         if config.sdpo.on and config.sdpo.placement == "inline":
             budget = config.trainer.microbatch_tokens
             self._teacher = TeacherModel(self._model, config.sdpo, budget, follows=True)
-        self.policy_version = 0
+
+    def _restore(self, checkpoint: Path) -> int:
+        state = TrainingState.load(checkpoint)
+        restore_weights(self._model, checkpoint)
+        self._step.restore(state.step)
+        if self._teacher is not None:
+            self._teacher.restore(state.version, state.teacher)
+        if self._ranks.rank < len(state.rng):
+            torch.set_rng_state(state.rng[self._ranks.rank])
+        return state.version
 
     @concurrent_endpoint
     async def train(self, batch: StepBatch, teachers: int = 0) -> TrainReply:
@@ -151,6 +174,22 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def save(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format."""
+        """Write a checkpoint: the policy in Hugging Face format, and the state of its training.
+
+        All ranks are called together, and the first one writes. The folder appears when all of it
+        is on disk. Waits for a step under way.
+        """
         async with self._order:
-            await asyncio.to_thread(save_policy, self._model, self._tokenizer, folder)
+            self.activity = f"saving {folder.name}"
+            await asyncio.to_thread(self._save, folder)
+            self.activity = "idle"
+
+    def _save(self, folder: Path) -> None:
+        rng = self._ranks.gather(torch.get_rng_state())
+        if self._ranks.rank != 0:
+            return
+        assert self.policy_version is not None
+        average = {} if self._teacher is None else self._teacher.average()
+        with whole(folder) as draft:
+            save_policy(self._model, self._tokenizer, draft)
+            TrainingState(self.policy_version, self._step.state(), average, rng).save(draft)

@@ -42,7 +42,7 @@ from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.mesh.transport import BufferHandle, transport_name  # noqa: E402
 from composer_mesh.rollouts.alignment import HintedView  # noqa: E402
 from composer_mesh.rollouts.batches import PolicySample, StepBatch  # noqa: E402
-from composer_mesh.services.mesh_ports import MeshTraining  # noqa: E402
+from composer_mesh.services.training import MeshTraining  # noqa: E402
 from composer_mesh.services.weight_sync import StaleReceiver  # noqa: E402
 
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
@@ -193,7 +193,7 @@ class Simulation:
         trainer = await host.spawn("trainer", SleepingTrainer, size.compute_s)
         await teachers.start()
         await asyncio.gather(teachers.load(Path()), trainer.call("load", config, Path()))
-        return cls(host, size, teachers, MeshTraining(config, [trainer], teachers))
+        return cls(host, size, teachers, MeshTraining(config, lambda: [trainer], teachers))
 
     async def steps(self, taught: int, plain: int) -> tuple[float, float]:
         """Medians over some steps, after one that is not counted: share hidden, seconds."""

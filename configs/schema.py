@@ -19,6 +19,7 @@ from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLo
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.configs.supervision import SupervisionConfig
 
 LARGEST_SEED = 2**31 - 1
 
@@ -37,6 +38,9 @@ class RunConfig(Section):
 
     deadline_s: Positive = 120.0
     """Seconds until a call to an actor without an answer ends the run."""
+
+    telemetry: bool = False
+    """Keep messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
 
 
 class DataConfig(Section):
@@ -128,6 +132,9 @@ class TrainerConfig(Section):
     microbatch_tokens: Count = 4096
     """Tokens, padding included, that one forward and backward pass holds."""
 
+    checkpoint_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between checkpoints that a restart begins again from; 0 keeps only the last one."""
+
     ranks: Count = 1
     """Trainer processes that share each step's samples and sum their gradients."""
 
@@ -211,6 +218,9 @@ class Config(Section):
 
     late_rewards: LateRewardsConfig = Field(default_factory=LateRewardsConfig)
     """Rewards that come after training."""
+
+    supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
+    """Restarts, hangs and retries."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""

@@ -42,6 +42,11 @@ class MeshActor(Actor):
         return {}
 
 
+def monarch_name(name: str) -> str:
+    """The name of an actor as Monarch takes it: it would leave out the dot of `generator-0.2`."""
+    return name.replace(".", "_")
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now, or its peak where `/proc` is missing."""
     statm = Path("/proc/self/statm")

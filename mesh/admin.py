@@ -7,7 +7,7 @@ tells in its status file. The reader needs no Monarch in its process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from composer_mesh.mesh.spawn import MeshHost
 
 TIMEOUT_S = 5.0
+STACKS_S = 25.0
+"""Longer than the 13 s that Monarch gives py-spy."""
+TUI_REFRESH_MS = 1000
 CONTROLLER_PROC = "local"
 
 
@@ -46,6 +49,7 @@ class ProcNode:
     poisoned: bool = False
     system_actors: int = 0
     reachable: bool = True
+    reference: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,22 +74,24 @@ class AdminUnreachable(ConnectionError):
 _address_of_this_process: list[str] = []
 
 
-async def start_admin(host: MeshHost) -> str:
+async def start_admin(host: MeshHost, telemetry_url: str | None = None) -> str:
     """The address of the admin server of this process, on the loopback interface.
 
-    Monarch starts one in a process and no second; runs that follow each other share it.
+    Monarch starts one in a process and no second; runs that follow each other share it. It asks for
+    no token, so it is never bound to another interface.
     """
     if not _address_of_this_process:
-        url = await asyncio.to_thread(_start_quietly, host.mesh)
+        url = await asyncio.to_thread(_start_quietly, host.mesh, telemetry_url)
         _address_of_this_process.append(url.replace("//localhost:", "//127.0.0.1:"))
     return _address_of_this_process[0]
 
 
-def _start_quietly(mesh: HostMesh) -> str:
+def _start_quietly(mesh: HostMesh, telemetry_url: str | None) -> str:
     from monarch._src.actor.host_mesh import _spawn_admin  # only here, so that reading is cheap
 
     with without_noise():
-        url: str = _spawn_admin([mesh], admin_addr="127.0.0.1:0").get(TIMEOUT_S)[0]
+        starting = _spawn_admin([mesh], "127.0.0.1:0", telemetry_url)
+        url: str = starting.get(TIMEOUT_S)[0]
     return url
 
 
@@ -98,6 +104,43 @@ def read_mesh(url: str) -> MeshTree:
         raise AdminUnreachable(f"{url} does not answer ({error}): has the run ended?") from error
 
 
+async def read_stacks(url: str, references: Sequence[str]) -> list[dict[str, Any]]:
+    """What py-spy says about processes, in their order; {"Silent": why} of one that is silent.
+
+    Waits until each has answered or its time is over. Each process starts a py-spy of its own.
+    """
+    async with httpx.AsyncClient(base_url=url, timeout=STACKS_S, trust_env=False) as client:
+        return list(await asyncio.gather(*(_stacks(client, one) for one in references)))
+
+
+async def _stacks(client: httpx.AsyncClient, reference: str) -> dict[str, Any]:
+    try:
+        response = await client.get(f"/v1/pyspy/{quote(reference, safe='')}")
+        answer: dict[str, Any] = response.raise_for_status().json()
+    except httpx.ConnectError as error:
+        raise AdminUnreachable(f"{client.base_url} does not answer: has the run ended?") from error
+    except (httpx.HTTPError, ValueError) as error:
+        return {"Silent": f"{type(error).__name__}: {error}".rstrip(": ")}
+    return answer
+
+
+def open_tui(url: str) -> None:
+    """Show Monarch's own terminal interface on an admin server, until it is left."""
+    from monarch._rust_bindings.monarch_extension.mesh_admin_tui import run
+
+    run(
+        url.removeprefix("http://"),
+        admin_port=None,
+        refresh_ms=TUI_REFRESH_MS,
+        theme="nord",
+        lang="en",
+        tls_ca=None,
+        tls_cert=None,
+        tls_key=None,
+        plaintext=True,
+    )
+
+
 def _hosts(client: httpx.Client) -> Iterator[HostNode]:
     for reference in _require(client, "root")["children"]:
         node = _require(client, reference)
@@ -108,7 +151,7 @@ def _hosts(client: httpx.Client) -> Iterator[HostNode]:
 def _proc(client: httpx.Client, reference: str) -> ProcNode:
     node = _get(client, reference)
     if node is None:
-        return ProcNode(_name(reference), reachable=False)
+        return ProcNode(_name(reference), reachable=False, reference=reference)
     about = node["properties"]["Proc"]
     debug = about.get("debug") or {}
     system = set(about["system_children"])
@@ -119,6 +162,7 @@ def _proc(client: httpx.Client, reference: str) -> ProcNode:
         queue_depth=debug.get("actor_work_queue_depth_total") or 0,
         poisoned=about["is_poisoned"],
         system_actors=len(system),
+        reference=reference,
     )
 
 

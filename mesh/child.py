@@ -1,19 +1,25 @@
 """The program of every process that a run starts: Monarch's own bootstrap, deaf to Ctrl-C.
 
 Ctrl-C is a message to the controller, which stops its children in order; a child that took it
-itself would look like a crash. The first argument is the actor's name, for `ps`. No other set-up
-happens here: what an actor needs, its `load` endpoint does.
+itself would look like a crash. It leads a process group, so that what it starts can be ended with
+it, and ends when the controller does. Its arguments are the actor's name, for `ps`, a token of the
+run and the controller's process. No other set-up happens here: what an actor
+needs, its `load` endpoint does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
+import threading
+import time
 
 from monarch._rust_bindings.monarch_hyperactor import bootstrap
 
+LOOK_S = 0.5
 serve = bootstrap.bootstrap_main
 
 
@@ -28,7 +34,25 @@ async def serve_and_end() -> None:
     os._exit(code)
 
 
+def end_with(parent: int) -> None:
+    """End this process once it is no longer that process's child.
+
+    Monarch sees to it too, but only from the moment when it is set up.
+    """
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+def lead_a_group() -> None:
+    """Leave the controller's process group, but not its session."""
+    with contextlib.suppress(PermissionError):  # it leads one already
+        os.setpgid(0, 0)
+
+
 if __name__ == "__main__":
+    lead_a_group()
+    threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bootstrap.bootstrap_main = serve_and_end
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

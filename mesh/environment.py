@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 # A dead process is noticed within one poll; Monarch's default of 10 s is too slow for a live view.
 SETTINGS = {
@@ -45,6 +46,8 @@ def prepare_environment() -> None:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    if (beside := Path(sys.executable).with_name("py-spy")).exists():
+        os.environ.setdefault("PYSPY_BIN", str(beside))  # bin of a venv may not be on PATH
 
 
 @contextlib.contextmanager

@@ -67,3 +67,11 @@ def kill(pid: int) -> None:
     """End a process that did not stop when asked."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """End the group that a process leads or led, also where it is gone itself; else only it."""
+    if pid != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    kill(pid)

@@ -7,20 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, this_host
 
 from composer_mesh.mesh import processes
-from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.environment import without_noise
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call, heard
+from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    FaultPolicy,
+    MeshError,
+    Supervisor,
+    call,
+    heard,
+)
 from composer_mesh.mesh.waiting import cancel_and_wait
+
+T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
@@ -57,26 +68,48 @@ class SpawnedActor:
         return await call(reply, deadline_s, self.name, endpoint, self.death)
 
 
+async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T]) -> T:
+    """Work that also ends, by `ActorDied`, with an actor whose memory others may be reading.
+
+    A read from a process that is gone is not refused but hangs.
+    """
+    task = asyncio.ensure_future(work)
+    either: list[asyncio.Future[Any]] = [task, *([actor.death] if actor.death else [])]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if actor.death is not None and not task.done():
+            raise ActorDied(*actor.death.result().args)
+        return task.result()
+    finally:
+        await cancel_and_wait([task])
+
+
 class MeshHost:
     """The owner of this run's processes on this machine.
 
-    `async with MeshHost(supervisor) as host:` stops them all at the end of the block.
+    `async with MeshHost(supervisor) as host:` stops them all at the end of the block. With a
+    `heartbeat` an actor that is silent for too long is killed, and has died as any other.
     """
+
+    name = "localhost"
 
     def __init__(
         self,
         supervisor: Supervisor | None = None,
         start_deadline_s: float = START_DEADLINE_S,
         stop_deadline_s: float = STOP_DEADLINE_S,
+        heartbeat: HeartbeatRules | None = None,
     ) -> None:
         self.supervisor = supervisor
+        self.heartbeat = heartbeat
         self._start_deadline_s = start_deadline_s
         self._stop_deadline_s = stop_deadline_s
         self._token = uuid.uuid4().hex[:12]
         self._host: HostMesh | None = None
         self._spawned: dict[str, SpawnedActor] = {}
         self._starting: set[str] = set()
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._closing = False
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
 
     async def __aenter__(self) -> MeshHost:
         return self
@@ -108,8 +141,12 @@ class MeshHost:
     ) -> SpawnedActor:
         """Start one process named `name` with one actor in it. Waits until the actor answers."""
         self._check(name, actor_class)
+        if self._closing:
+            raise MeshError(f"{name} is not started: its host is closing")
         self._starting.add(name)
-        procs = self.mesh.spawn_procs(name=name, bootstrap_command=self._command(name, env))
+        procs = self.mesh.spawn_procs(
+            name=monarch_name(name), bootstrap_command=self._command(name, env)
+        )
         try:
             spawned = await self._start(procs, name, actor_class, policy, args, kwargs)
         except BaseException:
@@ -118,10 +155,24 @@ class MeshHost:
         finally:
             self._starting.discard(name)
         self._spawned[name] = spawned
-        self._watches[name] = asyncio.create_task(self._watch(spawned))
+        self._watches[name] = [asyncio.create_task(self._watch_process(spawned))]
+        if self.heartbeat is not None:
+            listening = asyncio.create_task(self._watch_answers(spawned, self.heartbeat))
+            self._watches[name].append(listening)
         return spawned
 
-    async def _watch(self, spawned: SpawnedActor) -> None:
+    async def _watch_answers(self, spawned: SpawnedActor, rules: HeartbeatRules) -> None:
+        """Kill an actor that does not answer, unless it is known to be dead."""
+        await wait_until_silent(
+            lambda: spawned.call("describe", deadline_s=2 * rules.hang_s), rules
+        )
+        if spawned.alive:
+            if self.supervisor is not None:
+                about = {"host": self.name, "kind": spawned.kind}
+                self.supervisor.note("actor_hung", spawned.name, rules.silence(), **about)
+            self.kill(spawned, f"{rules.silence()} and was killed")
+
+    async def _watch_process(self, spawned: SpawnedActor) -> None:
         """Tell the supervisor when the process is gone.
 
         Monarch may need half a minute when the process dies while it answers Monarch's own poll.
@@ -139,11 +190,12 @@ class MeshHost:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> SpawnedActor:
-        ref = procs.spawn(name, actor_class, *args, **kwargs)
+        ref = procs.spawn(monarch_name(name), actor_class, *args, **kwargs)
         mesh_name: str = await call(ref._name, self._start_deadline_s, name, "spawn")
         death: asyncio.Future[ActorDied] | None = None
         if self.supervisor is not None:
-            death = self.supervisor.watch(mesh_name, name, policy)
+            about_it = {"host": self.name, "kind": actor_class.kind}
+            death = self.supervisor.watch(mesh_name, name, policy, **about_it)
         about: dict[str, Any] = await call(
             ref.describe.call_one(), self._start_deadline_s, name, "describe"
         )
@@ -158,7 +210,7 @@ class MeshHost:
             )
 
     def _command(self, name: str, env: Mapping[str, str] | None) -> BootstrapCommand:
-        arguments = ["-m", "composer_mesh.mesh.child", name, self._token]
+        arguments = ["-m", "composer_mesh.mesh.child", name, self._token, str(os.getpid())]
         return BootstrapCommand(sys.executable, None, arguments, dict(env or {}))
 
     def lost(self, spawned: SpawnedActor, reason: str) -> None:
@@ -166,20 +218,29 @@ class MeshHost:
         if self.supervisor is not None:
             self.supervisor.lost(spawned.name, reason)
 
+    def kill(self, spawned: SpawnedActor, reason: str) -> None:
+        """End an actor that is beyond asking, and what it started; it has died of `reason`."""
+        processes.kill_group(spawned.pid)
+        self.lost(spawned, reason)
+
     async def stop(self, spawned: SpawnedActor) -> None:
-        """Stop one actor and its process. Waits until the process is gone, kills it if it stays."""
+        """Stop one actor and its process. Waits until the process is gone, kills it if it stays.
+
+        The process of a dead actor, which may hang, is not asked; nothing that it started stays.
+        """
+        asked = spawned.alive and processes.is_alive(spawned.pid)
         self._spawned.pop(spawned.name, None)
         self._expect(spawned.name)
-        if watch := self._watches.pop(spawned.name, None):
-            await cancel_and_wait([watch])
-        if processes.is_alive(spawned.pid):
+        await cancel_and_wait(self._watches.pop(spawned.name, []))
+        if asked:
             await self._stop_procs(spawned.procs)
-        if not await processes.wait_gone(spawned.pid, self._stop_deadline_s):
-            processes.kill(spawned.pid)
             await processes.wait_gone(spawned.pid, self._stop_deadline_s)
+        processes.kill_group(spawned.pid)
+        await processes.wait_gone(spawned.pid, self._stop_deadline_s)
 
     async def close(self) -> None:
-        """Stop every process of this run. Afterwards none of them is left."""
+        """Stop every process of this run and start no more. Afterwards none of them is left."""
+        self._closing = True
         await asyncio.gather(*(self.stop(spawned) for spawned in self.actors))
         await self._kill(processes.children_with(self._token))
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -27,7 +27,15 @@ from monarch.actor import ActorError, Future, MeshFailure
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 T = TypeVar("T")
-Recorder = Callable[[str, str, str], None]
+
+INFRASTRUCTURE = "infrastructure"
+"""The class of every death; `failures` knows the others."""
+
+
+class Recorder(Protocol):
+    """Keeps what happens to actors: `fields` is for programs, `detail` for people."""
+
+    def __call__(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None: ...
 
 
 class MeshError(RuntimeError):
@@ -161,6 +169,7 @@ class Watched:
     actor: str
     policy: FaultPolicy
     death: asyncio.Future[ActorDied]
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Supervisor:
@@ -180,10 +189,18 @@ class Supervisor:
         monarch.actor.unhandled_fault_hook = self._on_fault
 
     def watch(
-        self, mesh_name: str, actor: str, policy: FaultPolicy = FaultPolicy.ESCALATE
+        self,
+        mesh_name: str,
+        actor: str,
+        policy: FaultPolicy = FaultPolicy.ESCALATE,
+        /,
+        **fields: Any,
     ) -> asyncio.Future[ActorDied]:
-        """Know a Monarch mesh under the name of our actor; returns what tells of its death."""
-        watched = Watched(actor, policy, self._loop.create_future())
+        """Know a Monarch mesh under the name of our actor; returns what tells of its death.
+
+        `fields` go with what is recorded of it.
+        """
+        watched = Watched(actor, policy, self._loop.create_future(), fields)
         self._watched[mesh_name] = watched
         self._expected.discard(actor)
         return watched.death
@@ -211,6 +228,11 @@ class Supervisor:
         finally:
             await cancel_and_wait([task])
 
+    def note(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+        """Record something about an actor, where anybody keeps records."""
+        if self._record is not None:
+            self._record(kind, actor, detail, **fields)
+
     def lost(self, actor: str, reason: str) -> None:
         """Take note of a death that others noticed; nothing happens where it is already known."""
         names = [name for name, watched in self._watched.items() if watched.actor == actor]
@@ -231,8 +253,9 @@ class Supervisor:
         died = ActorDied(watched.actor, reason_of(report))
         watched.death.set_result(died)
         planned = died.actor in self._expected
-        if self._record is not None:
-            self._record("actor_stopped" if planned else "actor_died", died.actor, died.reason)
+        about = {**watched.fields, "cause": died.reason, "class": INFRASTRUCTURE}
+        fields = watched.fields if planned else about
+        self.note("actor_stopped" if planned else "actor_died", died.actor, died.reason, **fields)
         if planned or self.failure.done():
             return
         if watched.policy is FaultPolicy.ESCALATE:

@@ -9,6 +9,7 @@ pulls when is decided elsewhere: nothing here waits for a receiver.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,16 @@ class TornWeights(RuntimeError):
             f"asked for weights of version {wanted} but read marks {front} and {back}: "
             "the publisher has moved on, so pull the handle of the newest version"
         )
+
+
+class PullAbandoned(RuntimeError):
+    """A receiver stopped waiting for a version, because another one was asked of it."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+
+    def __str__(self) -> str:
+        return f"version {self.args[0]} has not arrived, and a newer pull does not wait for it"
 
 
 class WeightsMismatch(ValueError):
@@ -169,19 +180,49 @@ class StagedWeights:
 
 
 class WeightReceiver:
-    """Fetches weights into one staging buffer that is used again and again."""
+    """Fetches weights into one staging buffer that is used again and again.
+
+    A read from a process that is gone ends after minutes only. Until then the memory that it may
+    write to belongs to it, also when nobody waits for it any more.
+    """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self._abandoned: asyncio.Future[None] | None = None
 
     async def receive(self, handle: WeightsHandle) -> StagedWeights:
-        """Read one version. Waits for the transfer; what was staged before is gone."""
-        if self._memory is None or self._memory.numel() != handle.manifest.nbytes:
-            self._memory = torch.empty(handle.manifest.nbytes, dtype=torch.uint8)
-        _mark(self._memory, NO_VERSION)
-        await read(handle.buffer, self._memory)
-        _check_marks(self._memory, handle.version)
-        return StagedWeights(handle.version, handle.manifest, self._memory)
+        """Read one version. Waits for the transfer; what was staged before is gone.
+
+        One call at a time; `abandon` ends it with `PullAbandoned`.
+        """
+        memory, self._memory = self._memory, None
+        if memory is None or memory.numel() != handle.manifest.nbytes:
+            memory = torch.empty(handle.manifest.nbytes, dtype=torch.uint8)
+        _mark(memory, NO_VERSION)
+        await self._read(handle, memory)
+        _check_marks(memory, handle.version)
+        self._memory = memory
+        return StagedWeights(handle.version, handle.manifest, memory)
+
+    def abandon(self) -> None:
+        """Wait no longer for a version that is on its way, if one is."""
+        if self._abandoned is not None and not self._abandoned.done():
+            self._abandoned.set_result(None)
+
+    async def _read(self, handle: WeightsHandle, memory: Tensor) -> None:
+        self._abandoned = asyncio.get_running_loop().create_future()
+        reading = asyncio.ensure_future(read(handle.buffer, memory))
+        reading.add_done_callback(_heard)
+        either: list[asyncio.Future[Any]] = [reading, self._abandoned]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise PullAbandoned(handle.version)
+        reading.result()
+
+
+def _heard(reading: asyncio.Future[Any]) -> None:
+    if not reading.cancelled():
+        reading.exception()
 
 
 def _marks(memory: Tensor) -> tuple[Tensor, Tensor]:

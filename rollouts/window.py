@@ -9,17 +9,20 @@ Proof that no token is older than S: group i is trained at k = i // P, so i >= k
 i < (v + S + 1) P, hence kP < (v + S + 1) P and v >= k - S. Versions only grow while the group
 runs, so each of its tokens has a version >= v >= k - S: the lag k - version is at most S. Steps
 take groups strictly in the order of entry, so no short episode overtakes a long one.
+
+A run that begins at step s, from a checkpoint of it, enters groups from sP on and begins at v = s:
+the groups before are trained, and the proof reads the same for those that are not.
 """
 
 
 class Window:
-    """Counts groups in and versions out. `max_lag` 0 is synchronous."""
+    """Counts groups in and versions out. `max_lag` 0 is synchronous; `start` steps are done."""
 
-    def __init__(self, prompts_per_step: int, max_lag: int, steps: int) -> None:
+    def __init__(self, prompts_per_step: int, max_lag: int, steps: int, start: int = 0) -> None:
         self._size, self._lag = prompts_per_step, max_lag
         self._total = steps * prompts_per_step
-        self._entered = 0
-        self._version = 0
+        self._entered = start * prompts_per_step
+        self._version = start
 
     @property
     def exhausted(self) -> bool:

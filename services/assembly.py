@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import closing, suppress
+from collections.abc import Coroutine
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,50 +20,52 @@ from rich.console import Console
 
 from composer_mesh.actors.policy import load_tokenizer
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.admin import start_admin
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
-from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tasks import Task, make_task
-from composer_mesh.services.advantages import make_advantages
+from composer_mesh.services.actor_names import failure_line, placed
+from composer_mesh.services.advantages import Advantages, make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.curve import draw_reward_curve
+from composer_mesh.services.environments import MeshEnvironments
 from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
 from composer_mesh.services.hint_writing import HintWriting
+from composer_mesh.services.lasting_trainer import LastingTrainer
 from composer_mesh.services.mesh_ports import (
-    MeshEnvironments,
     MeshReference,
     MeshTeachers,
-    MeshTraining,
 )
 from composer_mesh.services.metrics import replay_metrics
+from composer_mesh.services.replay.late_rewards import LateRewards
 from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
+from composer_mesh.services.resume import Begun, rewind
+from composer_mesh.services.retries import Retries
 from composer_mesh.services.rollout import Rollouts
 from composer_mesh.services.run_mesh import RunMesh
 from composer_mesh.services.run_store import RunStore
-from composer_mesh.services.status import RunStatus, write_status
+from composer_mesh.services.run_watch import RunWatch
+from composer_mesh.services.training import MeshTraining, ReplayTeachers
 from composer_mesh.services.view import RunView
 from composer_mesh.services.weight_sync import MeshWeightSync
 
 FAILED = 1
-STATUS_EVERY_S = 1.0
 
 
 def train_command(config: Config, output: Path, resume: bool) -> int:
     """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
-    assert not resume, "the command line refuses --resume until runs can be resumed"
     began = time.monotonic()
+    begun = rewind(output, config) if resume else Begun()
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
-        run = Run(config, store, view)
+        run = Run(config, store, view, begun)
         code = asyncio.run(_until_interrupted(run.live()))
     summary = write_summary(
         output,
@@ -113,14 +115,26 @@ class Run:
     config: Config
     store: RunStore
     view: RunView
+    begun: Begun = field(default_factory=Begun)
     failure: str = ""
-    restarts: int = 0
     controller: Controller | None = None
-    _status: dict[str, Any] = field(default_factory=dict)
+    _mesh: RunMesh | None = None
+    _trainer: LastingTrainer | None = None
+    _watch: RunWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = RunWatch(
+            self.store.root, self.config.run, self.view, self.event, self._progress
+        )
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were started in place of others."""
+        return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
 
     @property
     def evaluations(self) -> list[Any]:
-        return self.controller.evaluations if self.controller else []
+        return self.controller.evaluations if self.controller else self.begun.evaluations
 
     @property
     def rest(self) -> dict[str, Any]:
@@ -136,6 +150,8 @@ class Run:
         try:
             async with MeshHost(supervisor) as host:
                 self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
+                if self.begun.checkpoint is not None:
+                    self.event("run_resumed", "", str(self.begun.checkpoint.folder))
                 try:
                     await supervisor.guard(self._run_on(host))
                 finally:
@@ -146,33 +162,29 @@ class Run:
             state = "stopped"
             raise
         except MeshError as error:
-            self.failure = str(error)
+            self.failure = failure_line(error, MeshHost.name)
             return FAILED
         except Exception as error:  # noqa: BLE001  supervision boundary: what is done is kept
             self.failure = "".join(traceback.format_exception(error)).rstrip()
             return FAILED
         finally:
             self.event(f"run_{state}", "", self.failure.rpartition("\n")[2])
-            if self._status:
-                self._write_status(state=state, actors=())
+            self._watch.ended(state)
 
     async def _run_on(self, host: MeshHost) -> None:
         self.view.phase("starting actors")
         transport = transport_name()
-        self._status = {"admin_url": await start_admin(host), "transport": transport}
+        await self._watch.open(host, transport)
         self.view.transport(transport)
         self.event("transport", "", f"weights and teacher signals travel by RDMA over {transport}")
-        mesh = await RunMesh.start(self.config, host, self.event)
+        mesh = self._mesh = await RunMesh.start(self.config, host, self.event)
         for actor in host.actors:
             self.event("actor_started", actor.name, f"process {actor.pid}")
-        watching = asyncio.create_task(self._watch(mesh))
-        watching.add_done_callback(self._watch_ended)
         try:
-            await self._train_on(mesh)
+            async with self._watch.over(mesh):
+                await self._train_on(mesh)
         finally:
-            await cancel_and_wait([watching])
             await mesh.close()
-            self.restarts = mesh.restarts
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
@@ -182,10 +194,12 @@ class Run:
         self.view.phase("loading the policy")
         chat = ChatFormat(load_tokenizer(folder), task.tools)
         check_chat(chat, hints=self.config.sdpo.on)
-        await mesh.load(folder, task, self.store.root)
+        begun = self.begun.checkpoint
+        await mesh.load(folder, task, self.store.root, begun.folder if begun else None)
         with closing(LateStore(self.store.root / LATE_FILE)) as late:
             self.controller = self._controller(mesh, task, chat, late)
-            await self.controller.run()
+            assert self._trainer is not None
+            await self._trainer.during(self.controller.run())
 
     def _controller(
         self, mesh: RunMesh, task: Task, chat: ChatFormat, late: LateStore
@@ -193,19 +207,41 @@ class Run:
         config, advantages = self.config, make_advantages(self.config.advantage)
         closed = config.schedule.max_lag == 0
         generation = (LockstepGeneration if closed else PooledGeneration)(mesh.generators)
-        deadline = config.run.deadline_s
+        trainer = self._trainer = self._lasting_trainer(mesh)
         ports = Ports(
-            Rollouts(generation, MeshEnvironments(mesh.environments), chat),
+            Rollouts(generation, MeshEnvironments(mesh.environments), chat, self._retries()),
             self._pair_stream(mesh, chat, late),
-            MeshTraining(config, mesh.trainers, mesh.teachers),
-            MeshWeightSync(mesh.trainer, mesh.generators, mesh.teachers, deadline),
+            trainer,
+            trainer,
             self.store,
             self.view,
-            self._saver(mesh),
+            trainer.save,
             self._hint_writing(mesh, task, chat),
-            make_late_rewards(config, late, advantages, partial(self.event, "late_reward", "")),
+            self._late_rewards(late, advantages),
         )
-        return Controller(config, task, Batcher(config, task, chat, advantages), ports)
+        batcher, begun = Batcher(config, task, chat, advantages), self.begun
+        return Controller(config, task, batcher, ports, list(begun.evaluations), begun.step)
+
+    def _lasting_trainer(self, mesh: RunMesh) -> LastingTrainer:
+        config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
+        deadline = config.run.deadline_s
+        sync = MeshWeightSync(lambda: ranks.first, mesh.generators, teachers, deadline)
+        follow = ReplayTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
+        step = MeshTraining(config, lambda: ranks.all, teachers)
+        return LastingTrainer(
+            config, ranks, step, sync, follow, self.store.root, self.event, self.begun.checkpoint
+        )
+
+    def _late_rewards(self, late: LateStore, advantages: Advantages) -> LateRewards | None:
+        report = partial(self.event, "late_reward", "")
+        rewards = make_late_rewards(self.config, late, advantages, report)
+        if rewards is not None:
+            for step, groups in self.begun.groups.items():
+                rewards.remember(step, groups)
+        return rewards
+
+    def _retries(self) -> Retries:
+        return Retries(self.config.supervision, self.store.add_poisoned, self.event)
 
     def _pair_stream(self, mesh: RunMesh, chat: ChatFormat, late: LateStore) -> PairStream | None:
         if mesh.replay is None:
@@ -214,7 +250,8 @@ class Run:
         if mesh.reference is not None:
             reference = MeshReference(mesh.reference, self.config.run.deadline_s)
         teachers = MeshTeachers(mesh.replay)
-        return make_pair_stream(self.config, teachers, reference, chat, self.store, late)
+        ports = (teachers, reference, chat, self.store, late)
+        return make_pair_stream(self.config, *ports, start=self.begun.step)
 
     def _hint_writing(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> HintWriting | None:
         if mesh.hints is None:
@@ -222,43 +259,10 @@ class Run:
         report = partial(self.event, "hint_not_worded", "hint_writer")
         return HintWriting(mesh.hints, self.config, task, chat, report)
 
-    def _saver(self, mesh: RunMesh) -> Callable[[int], Awaitable[None]]:
-        async def save(step: int) -> None:
-            folder = self.store.root / "checkpoints" / f"step-{step}"
-            await mesh.trainer.call(
-                "save", folder.absolute(), deadline_s=self.config.run.deadline_s
-            )
-            self.event("checkpoint", "trainer", str(folder))
+    def _progress(self) -> tuple[int, int]:
+        return (self.controller.step if self.controller else 0, self.restarts)
 
-        return save
-
-    async def _watch(self, mesh: RunMesh) -> None:
-        """Keep status.json and the live view true to the mesh, until cancelled."""
-        while True:
-            with suppress(MeshError):  # a dead actor ends the run through the supervisor
-                actors = tuple(await mesh.describe())
-                self.view.actors(actors)
-                self._write_status(state="running", actors=actors)
-            await asyncio.sleep(STATUS_EVERY_S)
-
-    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
-        """A status that can no longer be written is told; it is no reason to end the run."""
-        if not watching.cancelled() and (error := watching.exception()) is not None:
-            self.event("status_stopped", "", f"{type(error).__name__}: {error}")
-
-    def _write_status(self, **changes: Any) -> None:
-        step = self.controller.step if self.controller else 0
-        self._status |= changes
-        status = RunStatus(
-            pid=os.getpid(),
-            step=step,
-            steps=self.config.run.steps,
-            policy_version=step,
-            **self._status,
-        )
-        write_status(self.store.root, status)
-
-    def event(self, kind: str, actor: str, detail: str) -> None:
+    def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event and show it."""
-        self.store.add_event(kind, actor, detail)
+        self.store.add_event(kind, actor, detail, placed(actor, fields))
         self.view.event(" ".join(part for part in (kind, actor, detail) if part))

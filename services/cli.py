@@ -5,11 +5,11 @@ run, after the config has been accepted, so that `check` loads neither torch nor
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -23,11 +23,15 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.tasks import make_task
-from composer_mesh.services.ablation.plan import CHANNELS_OF, plan_ablation, refuse_other_runs
+from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
+from composer_mesh.services.cli_parser import make_parser
+from composer_mesh.services.control import ControlRefused
 from composer_mesh.services.custom_functions import check_custom_functions
 from composer_mesh.services.key_checks import MissingKey, check_keys
-from composer_mesh.services.offline.options import ReplayRefused, add_options, read_options
+from composer_mesh.services.live_run import RunUnavailable
+from composer_mesh.services.offline.options import ReplayRefused, read_options
 from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
+from composer_mesh.services.resume import refuse_unfit
 from composer_mesh.services.run_directory import (
     RUNS,
     RunDirectoryError,
@@ -36,7 +40,7 @@ from composer_mesh.services.run_directory import (
     set_aside,
 )
 
-REFUSED, INTERRUPTED = 2, 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 class UsageError(Exception):
@@ -44,19 +48,25 @@ class UsageError(Exception):
 
 
 REFUSALS = (
-    *(ConfigError, DataError, LateRewardError, MissingKey),
+    *(ConfigError, ControlRefused, DataError, LateRewardError, MissingKey),
     *(ReplayRefused, RunDirectoryError, UsageError),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
-        return int(arguments.command(arguments))
+        return int(COMMANDS[arguments.command](arguments))
     except REFUSALS as error:
         print(f"composer-mesh: {error}", file=sys.stderr)
         return REFUSED
+    except RunUnavailable as error:
+        print(f"composer-mesh: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -72,18 +82,15 @@ def check(arguments: argparse.Namespace) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Accept the config, claim the run directory, then hand over to the assembly."""
     config = _accepted(arguments)
-    if arguments.resume:
-        raise UsageError(
-            "--resume is not available yet, a run goes from its first step to its last: leave it "
-            "out to start a new run"
-        )
     output = arguments.output or RUNS / config.run.name
-    if arguments.output:
+    if arguments.resume:
+        refuse_unfit(output, config)
+    elif arguments.output:
         refuse_a_used(output)
     elif place := set_aside(output):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
     with claimed(output):
-        return _train(config, output)
+        return _train(config, output, arguments.resume)
 
 
 def ablate(arguments: argparse.Namespace) -> int:
@@ -105,13 +112,13 @@ def ablate(arguments: argparse.Namespace) -> int:
         return ablate_command(plan, output, _train)
 
 
-def _train(config: Config, output: Path) -> int:
+def _train(config: Config, output: Path, resume: bool = False) -> int:
     """Hand over to the assembly, which loads torch and Monarch."""
     prepare_environment()  # Monarch reads it when the assembly imports it
     with _interrupt_kept():
         from composer_mesh.services.assembly import train_command
 
-    return int(train_command(config, output, resume=False))
+    return int(train_command(config, output, resume))
 
 
 @contextmanager
@@ -164,6 +171,41 @@ def tree(arguments: argparse.Namespace) -> int:
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
 
 
+def events(arguments: argparse.Namespace) -> int:
+    """Show what happened in a run, also while it happens."""
+    from composer_mesh.services.events_command import events_command
+
+    return events_command(arguments.run, arguments.follow, arguments.json)
+
+
+def scale(arguments: argparse.Namespace) -> int:
+    """Change how many replicas a live run has."""
+    from composer_mesh.services.scale_command import scale_command
+
+    return scale_command(arguments.run, arguments.sizes)
+
+
+def stacks(arguments: argparse.Namespace) -> int:
+    """Show what each process of a live run is doing."""
+    from composer_mesh.services.inspect_commands import stacks_command
+
+    return stacks_command(arguments.run, arguments.native, arguments.json)
+
+
+def query(arguments: argparse.Namespace) -> int:
+    """Ask the telemetry of a live run."""
+    from composer_mesh.services.inspect_commands import query_command
+
+    return query_command(arguments.run, arguments.sql, arguments.json)
+
+
+def tui(arguments: argparse.Namespace) -> int:
+    """Open Monarch's own terminal interface on a live run."""
+    from composer_mesh.services.inspect_commands import tui_command
+
+    return tui_command(arguments.run)
+
+
 def replay(arguments: argparse.Namespace) -> int:
     """Ask teachers about the states of stored traces; no mesh is started."""
     options = read_options(arguments)
@@ -201,98 +243,16 @@ def _state(on: bool) -> str:
     return "on" if on else "off, costs nothing"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="composer-mesh",
-        description="Train agentic language models in one supervised Monarch mesh.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=version("composer-mesh"))
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_check(commands.add_parser("check", help=check.__doc__, allow_abbrev=False))
-    _add_train(commands.add_parser("train", help="train and evaluate a run", allow_abbrev=False))
-    _add_ablate(
-        commands.add_parser(
-            "ablate", help="compare a run with and without its channels", allow_abbrev=False
-        )
-    )
-    _add_replay(
-        commands.add_parser(
-            "replay", help="preference pairs from the traces of a run", allow_abbrev=False
-        )
-    )
-    _add_reward(commands.add_parser("reward", help=reward.__doc__, allow_abbrev=False))
-    _add_tree(commands.add_parser("tree", help=tree.__doc__, allow_abbrev=False))
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override one key; V is a TOML value or bare text; may be given many times",
-    )
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    parser.set_defaults(command=check)
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
-    )
-    parser.add_argument("--resume", action="store_true", help="not available yet")
-    parser.set_defaults(command=train)
-
-
-def _add_ablate(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    arms = ",".join(CHANNELS_OF)
-    parser.add_argument("--arms", default=arms, metavar="A,B", help=f"of {arms}; all by default")
-    parser.add_argument(
-        "--seeds", default="0,1,2", metavar="S,T", help="seeds of each arm; 0,1,2 by default"
-    )
-    parser.add_argument(
-        "--eval-every",
-        type=int,
-        metavar="N",
-        help="steps between held-out evaluations; eval.every, or else a tenth of the run",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept",
-    )
-    parser.set_defaults(command=ablate)
-
-
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    add_options(parser)
-    parser.set_defaults(command=replay)
-
-
-def _add_reward(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
-    parser.add_argument("trace", metavar="TRACE", help="a trace_id of its traces")
-    parser.add_argument("reward", type=float, metavar="REWARD", help="in place of its first one")
-    parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
-    parser.set_defaults(command=reward)
-
-
-def _add_tree(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN", help="a run directory; the latest by default"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--watch", action="store_true", help="keep drawing until Ctrl-C")
-    parser.set_defaults(command=tree)
+COMMANDS = {
+    "check": check,
+    "train": train,
+    "ablate": ablate,
+    "replay": replay,
+    "reward": reward,
+    "events": events,
+    "scale": scale,
+    "tree": tree,
+    "stacks": stacks,
+    "query": query,
+    "tui": tui,
+}

@@ -32,6 +32,8 @@ from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import Rollouts, Sampling
 
+Sampled = asyncio.Task[Trace | None]
+
 
 @dataclass(frozen=True)
 class Ports:
@@ -68,15 +70,18 @@ class Controller:
     batcher: Batcher
     ports: Ports
     evaluations: list[Evaluation] = field(default_factory=list)
-    step: int = 0
+    start: int = 0
+    """Steps that were done before; more than 0 where the run is resumed."""
     rest: Replayed = field(default_factory=Replayed)
     """What teachers answered too late for the last step."""
     _running: deque[asyncio.Task[Group]] = field(default_factory=deque)
-    _samples: set[asyncio.Task[Trace]] = field(default_factory=set)
+    _samples: set[Sampled] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        schedule = self.config.schedule
-        self._window = Window(schedule.prompts_per_step, schedule.max_lag, self.config.run.steps)
+        schedule, self.step = self.config.schedule, self.start
+        self._window = Window(
+            schedule.prompts_per_step, schedule.max_lag, self.config.run.steps, self.start
+        )
 
     async def run(self) -> None:
         """Evaluate, train every step, save, evaluate. Waits for the end of the run.
@@ -84,12 +89,13 @@ class Controller:
         However it ends, nothing that it started is still under way.
         """
         try:
-            await self._evaluate(0)
+            await self._begin()
             self.ports.watch.phase("training")
-            for step in range(self.config.run.steps):
+            for step in range(self.start, self.config.run.steps):
                 await self._one_step(step)
             await self.ports.save(self.config.run.steps)
-            await self._evaluate(self.config.run.steps)
+            if not self._evaluated(self.config.run.steps):
+                await self._evaluate(self.config.run.steps)
             if self.ports.replay is not None:
                 self.rest = await self.ports.replay.drain()
         finally:
@@ -98,12 +104,24 @@ class Controller:
             if self.ports.replay is not None:
                 await self.ports.replay.close()
 
+    async def _begin(self) -> None:
+        """Serve the policy that the run begins with, and evaluate it where that is still due."""
+        if self.start:
+            self._window.pulled(await self.ports.weights.sync())
+        due = not self.start or self._evaluates_after(self.start)
+        if due and not self._evaluated(self.start):
+            await self._evaluate(self.start)
+
+    def _evaluated(self, steps: int) -> bool:
+        return any(evaluation.step == steps for evaluation in self.evaluations)
+
     async def _one_step(self, step: int) -> None:
         began = time.perf_counter()
         self._fill_window()
         groups = [await self._running[place] for place in range(self._prompts)]
         for _ in groups:
             self._running.popleft()
+        self._check_groups(step, groups)
         taken = await self._take_pairs(step)
         collected = time.perf_counter()
         batch, traces, corrections = self._batch(step, groups, taken)
@@ -112,6 +130,7 @@ class Controller:
         self._window.pulled(await self.ports.weights.sync())
         ended = time.perf_counter()
         metrics = step_metrics(batch, traces, taken, corrections, trained)
+        metrics |= self.ports.rollouts.retries.figures()
         metrics["time/step_s"] = ended - began
         metrics["time/wait_batch_s"] = collected - began
         metrics["time/train_s"] = stepped - collected
@@ -119,8 +138,15 @@ class Controller:
         self.step = step + 1
         self.ports.store.add_step(metrics)
         self.ports.watch.update(metrics)
+        if self._saves_after(step + 1):
+            await self.ports.save(step + 1)
         if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
+
+    def _check_groups(self, step: int, groups: Sequence[Group]) -> None:
+        sizes = [len(group.traces) for group in groups]
+        wanted = self.config.schedule.group_size
+        self.ports.rollouts.retries.check_step(step + 1, sizes, wanted)
 
     async def _take_pairs(self, step: int) -> Taken | None:
         return None if self.ports.replay is None else await self.ports.replay.take(step)
@@ -137,6 +163,11 @@ class Controller:
         batch = self.batcher.batch(step, by_prompt, pairs, worded, corrections.samples)
         return batch, [trace for group in by_prompt for trace in group], corrections
 
+    def _saves_after(self, steps: int) -> bool:
+        """Whether a restart can begin again there; the run's end has a checkpoint of its own."""
+        every = self.config.trainer.checkpoint_every
+        return bool(every) and steps % every == 0 and steps < self.config.run.steps
+
     def _evaluates_after(self, steps: int) -> bool:
         """Whether the run pauses to evaluate there; its end has an evaluation of its own."""
         every = self.config.eval.every
@@ -147,22 +178,25 @@ class Controller:
         while self._window.may_enter():
             group_id = self._window.enter()
             samples = self._start("train", group_id, Sampling.training(self.config))
-            self._running.append(asyncio.create_task(self._finish_group(samples)))
+            self._running.append(asyncio.create_task(self._finish_group(group_id, samples)))
 
-    async def _finish_group(self, samples: list[asyncio.Task[Trace]]) -> Group:
+    async def _finish_group(self, group_id: int, samples: list[Sampled]) -> Group:
         """Waits for a group's samples, stores them, and asks the hint writer.
 
-        Teachers are asked from here on, but nobody waits for them here.
+        Teachers are asked from here on, but nobody waits for them here. A group may have come with
+        fewer samples, or none.
         """
         traces = await gather_or_cancel(samples)
         self.ports.store.add_traces(traces)
-        if self.ports.replay is not None:
+        if self.ports.replay is not None and traces:
             self.ports.replay.begin(traces)
-        if self.ports.hints is None:
+        elif self.ports.replay is not None:
+            self.ports.replay.skip(group_id)
+        if self.ports.hints is None or not traces:
             return Group(traces, WordedHints())
         return Group(traces, await self.ports.hints.ask(traces))
 
-    def _start(self, split: Split, index: int, sampling: Sampling) -> list[asyncio.Task[Trace]]:
+    def _start(self, split: Split, index: int, sampling: Sampling) -> list[Sampled]:
         size = self.config.schedule.group_size if split == "train" else 1
         episode = self.task.episode(split, index)
         samples = self.ports.rollouts.start(episode, index, size, sampling)
@@ -172,12 +206,16 @@ class Controller:
         return samples
 
     async def _evaluate(self, step: int) -> None:
-        """Held-out success of the version served now. Waits for every episode."""
+        """Held-out success of the version served now, over the episodes that could be run.
+
+        Waits for every episode.
+        """
         self.ports.watch.phase(f"evaluating after step {step}")
         sampling = Sampling.evaluation(self.config)
         episodes = range(self.config.eval.episodes)
         started = [task for index in episodes for task in self._start("heldout", index, sampling)]
         traces = await gather_or_cancel(started)
+        self.ports.rollouts.retries.check_evaluation(step, len(traces), len(started))
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))
         self.ports.store.add_evaluation(self.evaluations[-1])
@@ -188,10 +226,13 @@ class Controller:
         return self.config.schedule.prompts_per_step
 
 
-async def gather_or_cancel(tasks: list[asyncio.Task[Trace]]) -> list[Trace]:
-    """All results in order; when one fails or the waiting ends, the others are cancelled."""
+async def gather_or_cancel(tasks: list[Sampled]) -> list[Trace]:
+    """The traces in order, without those that were given up.
+
+    When a sample fails for good or the waiting ends, the others are cancelled.
+    """
     try:
-        return await asyncio.gather(*tasks)
+        return [trace for trace in await asyncio.gather(*tasks) if trace is not None]
     finally:
         for task in tasks:
             task.cancel()

@@ -1,7 +1,9 @@
 """How requests reach the generators: each on its own, or in closed batches.
 
 Pooled requests go out as they come, to the least busy generator. In lockstep every episode under
-way takes its turn at the same time, so batches, and with them every bit of the run, repeat.
+way takes its turn at the same time, so batches, and with them every bit of the run, repeat. What a
+generator was asked when it died, another is asked again, with the same seeds; only what shares its
+batch is then different.
 """
 
 import asyncio
@@ -70,9 +72,8 @@ class LockstepGeneration:
         await asyncio.gather(*(self._send_to(i, share) for i, share in enumerate(shares) if share))
 
     async def _send_to(self, index: int, share: list[Waiting]) -> None:
-        requests = [request for request, _ in share]
         try:
-            results = await self._generators.on(index, "generate_many", requests)
+            results = await self._results(index, [request for request, _ in share])
         except Exception as error:  # noqa: BLE001  every episode of the batch must hear of it
             for _, answer in share:
                 if not answer.done():
@@ -81,3 +82,14 @@ class LockstepGeneration:
         for (_, answer), result in zip(share, results, strict=True):
             if not answer.done():
                 answer.set_result(result)
+
+    async def _results(
+        self, index: int, requests: list[GenerationRequest]
+    ) -> list[GenerationResult]:
+        """From the share's own replica, or from any where that one is gone or failed."""
+        results: list[GenerationResult]
+        try:
+            results = await self._generators.on(index, "generate_many", requests)
+        except Exception:  # noqa: BLE001  supervision boundary: asked once more, elsewhere
+            results = await self._generators.generate_many(requests)
+        return results

@@ -1,4 +1,4 @@
-"""The hint writer of a run: its actor, where it asks, where its cache is, and its port.
+"""The hint writer of a run: its pool of one, where it asks, where its cache is, and its port.
 
 Only runs with writer = "llm" have one. What is asked and what becomes of it is `hint_writing`.
 """
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.actors.expert_http import TOKEN_ENV
-from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
 from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest
+from composer_mesh.services.service import Service
 
 CACHE_FILE = "hints.sqlite"
 
@@ -21,27 +20,15 @@ CACHE_FILE = "hints.sqlite"
 class MeshHintWriter:
     """The writer's actor as the controller's port."""
 
-    actor: SpawnedActor
+    pool: Service
     config: Config
-
-    @classmethod
-    async def start(cls, config: Config, host: MeshHost, token: str) -> "MeshHintWriter":
-        """Start its process. Waits until it answers."""
-        actor = await host.spawn("hint_writer", HintWriterActor, env={TOKEN_ENV: token})
-        return cls(actor, config)
 
     async def load(self, expert_url: str, run: Path) -> None:
         """Open its cache and connections; raises where the key, address or file is unusable."""
         asked = self.config.sdpo.hints.asked
         assert asked is not None
         cache = asked.cache or run / CACHE_FILE
-        await self.actor.call(
-            "load",
-            writer_endpoint(self.config, expert_url),
-            asked,
-            cache.absolute(),
-            deadline_s=self.config.run.deadline_s,
-        )
+        await self.pool.load(writer_endpoint(self.config, expert_url), asked, cache.absolute())
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """One reply for each request. Waits at most the writer's own timeout."""
@@ -49,9 +36,8 @@ class MeshHintWriter:
         assert asked is not None
         # Its timeout is its own to keep; the deadline is for a process that does not answer.
         deadline_s = self.config.run.deadline_s + asked.timeout_s
-        replies: list[HintReply] = await self.actor.call(
-            "write", list(requests), deadline_s=deadline_s
-        )
+        pool = self.pool.options(deadline_s=deadline_s)
+        replies: list[HintReply] = await pool.write(list(requests))
         return replies
 
 

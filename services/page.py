@@ -25,7 +25,14 @@ WIDE = 128
 EVENTS_SHOWN = 5
 ACTORS_SHOWN = 12
 SPARKS = "▁▂▃▄▅▆▇█"
-STATE_STYLES = {"ready": "green", "busy": "cyan", "starting": "yellow", "dead": "bold red"}
+STATE_STYLES = {
+    "ready": "green",
+    "busy": "cyan",
+    "starting": "yellow",
+    "draining": "magenta",
+    "dead": "bold red",
+    "failed": "bold red",
+}
 
 # name, key, format; the order is the order of every plain line.
 PLAIN_FIELDS = (

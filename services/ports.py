@@ -11,6 +11,7 @@ from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
+from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.report import Evaluation
@@ -25,13 +26,15 @@ class Generation(Protocol):
 
 
 class Environments(Protocol):
-    """Steps episodes."""
+    """Steps episodes, each in a session that is begun, and then finished or abandoned."""
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]: ...
 
     async def step(self, session_id: str, text: str) -> StepResult: ...
 
     async def finish(self, session_id: str) -> list[Message]: ...
+
+    def abandon(self, session_id: str) -> None: ...
 
 
 class Teachers(Protocol):
@@ -74,6 +77,8 @@ class Store(Protocol):
     def add_step(self, metrics: Mapping[str, Any]) -> None: ...
 
     def add_evaluation(self, evaluation: Evaluation) -> None: ...
+
+    def add_poisoned(self, poisoned: PoisonedInput) -> None: ...
 
 
 class Watcher(Protocol):

@@ -1,6 +1,7 @@
 """One episode: the policy acts, the environment answers, a trace is left.
 
-The conversation grows by token ids. Which episodes run when is the controller's business.
+The conversation grows by token ids. Which episodes run when is the controller's business, and what
+becomes of an attempt that fails that of `retries`.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
@@ -15,6 +17,7 @@ from composer_mesh.rollouts.generation import GenerationRequest, GenerationResul
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 from composer_mesh.services.ports import Environments, Generation
+from composer_mesh.services.retries import EpisodeTrial, Retries
 
 
 @dataclass(frozen=True)
@@ -76,59 +79,87 @@ class _Growing:
             self.reward, self.success = step.reward, step.success
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One rollout of an episode: its place in its group, and how it is sampled."""
+
+    episode: Episode
+    group_id: int
+    sample: int
+    sampling: Sampling
+
+    @property
+    def trace_id(self) -> str:
+        """The same in every attempt, and so are the names and seeds of its requests."""
+        return f"{self.episode.split}-{self.group_id:06d}-{self.sample:03d}"
+
+
 class Rollouts:
     """Runs episodes against a generation and an environment port."""
 
     def __init__(
-        self, generation: Generation, environments: Environments, chat: ChatFormat
+        self,
+        generation: Generation,
+        environments: Environments,
+        chat: ChatFormat,
+        retries: Retries,
     ) -> None:
         self._generation, self._environments, self._chat = generation, environments, chat
+        self.retries = retries
 
     def start(
         self, episode: Episode, group_id: int, size: int, sampling: Sampling
-    ) -> list[asyncio.Task[Trace]]:
-        """Begin `size` samples of an episode; every one is announced before any of them runs."""
+    ) -> list[asyncio.Task[Trace | None]]:
+        """Begin `size` samples of an episode; every one is announced before any of them runs.
+
+        A sample that is given up, by itself or with its episode, ends with None.
+        """
         announced = [self._generation.episode() for _ in range(size)]
+        trial = self.retries.trial(episode)
         return [
-            asyncio.create_task(self._announced(live, episode, group_id, sample, sampling))
-            for sample, live in enumerate(announced)
+            asyncio.create_task(
+                self._announced(live, trial, Sample(episode, group_id, number, sampling))
+            )
+            for number, live in enumerate(announced)
         ]
 
     async def _announced(
-        self,
-        live: AbstractContextManager[None],
-        episode: Episode,
-        group_id: int,
-        sample: int,
-        sampling: Sampling,
-    ) -> Trace:
+        self, live: AbstractContextManager[None], trial: EpisodeTrial, sample: Sample
+    ) -> Trace | None:
         with live:
-            return await self.run(episode, group_id, sample, sampling)
+            return await trial.sample(sample.trace_id, partial(self.run, sample))
 
-    async def run(self, episode: Episode, group_id: int, sample: int, sampling: Sampling) -> Trace:
-        """One sample of an episode. Waits for its last turn.
+    async def run(self, sample: Sample, session: str) -> Trace:
+        """One attempt at a sample, in an environment session of its own. Waits for its last turn.
 
         An episode whose context is full ends there without success.
         """
-        trace_id = f"{episode.split}-{group_id:06d}-{sample:03d}"
-        growing = _Growing()
-        messages = await self._environments.begin(trace_id, episode)
+        try:
+            return await self._run(sample, session)
+        except BaseException:
+            self._environments.abandon(session)
+            raise
+
+    async def _run(self, sample: Sample, session: str) -> Trace:
+        growing, sampling = _Growing(), sample.sampling
+        messages = await self._environments.begin(session, sample.episode)
         growing.read(self._chat.first_prompt(messages))
-        _check_room(trace_id, len(growing.ids), sampling)
+        _check_room(sample.trace_id, len(growing.ids), sampling)
         while len(growing.ids) + sampling.max_new_tokens <= sampling.max_context:
-            result = await self._generation.generate(self._request(trace_id, growing, sampling))
+            result = await self._generation.generate(self._request(sample, growing))
             growing.act(result)
             text = self._chat.action_text(result.token_ids)
-            step = await self._environments.step(trace_id, text)
+            step = await self._environments.step(session, text)
             growing.judge(step)
             if step.done:
                 break
             growing.read(self._chat.continuation(step.messages, result.stop_reason == "stop"))
-        conversation = await self._environments.finish(trace_id)
-        return _trace(trace_id, episode, group_id, sample, growing, conversation)
+        conversation = await self._environments.finish(session)
+        return _trace(sample, growing, conversation)
 
-    def _request(self, trace_id: str, growing: _Growing, sampling: Sampling) -> GenerationRequest:
-        request_id = f"{trace_id}-{len(growing.turns):02d}"
+    def _request(self, sample: Sample, growing: _Growing) -> GenerationRequest:
+        sampling = sample.sampling
+        request_id = f"{sample.trace_id}-{len(growing.turns):02d}"
         return GenerationRequest(
             request_id,
             list(growing.ids),
@@ -141,6 +172,8 @@ class Rollouts:
 
 class PromptTooLong(ValueError):
     """An episode's first prompt leaves no room for a turn."""
+
+    failure_class = "data"
 
 
 def _check_room(trace_id: str, prompt: int, sampling: Sampling) -> None:
@@ -158,18 +191,12 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8]) >> 1
 
 
-def _trace(
-    trace_id: str,
-    episode: Episode,
-    group_id: int,
-    sample: int,
-    growing: _Growing,
-    conversation: list[Message],
-) -> Trace:
+def _trace(sample: Sample, growing: _Growing, conversation: list[Message]) -> Trace:
+    episode = sample.episode
     return Trace(
-        trace_id,
-        group_id,
-        sample,
+        sample.trace_id,
+        sample.group_id,
+        sample.sample,
         episode.task,
         episode.split,
         episode.index,

@@ -7,35 +7,28 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
-from composer_mesh.actors.environment import EnvironmentActor
-from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
+from composer_mesh.actors.expert_http import new_token
 from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
-from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.reference import ReferenceActor
-from composer_mesh.actors.teacher_replay import TeacherReplayActor
-from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
-from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import MeshHintWriter
 from composer_mesh.services.replay.teacher_settings import panel_settings
+from composer_mesh.services.run_pools import Pools, threads
 from composer_mesh.services.service import Service
 from composer_mesh.services.status import ActorStatus
-from composer_mesh.services.teaching import Record, SdpoTeachers
+from composer_mesh.services.teaching import SdpoTeachers
+from composer_mesh.services.trainer_ranks import TrainerRanks
 
-WARM_START_DEADLINE_S = 1800.0
 DESCRIBE_DEADLINE_S = 5.0
-ALL_AT_ONCE = 1_000_000
-"""Generators and environments batch and queue by themselves: the more they see, the better."""
-ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Ranks of one host sum their gradients over its loopback device."""
 
 
 @dataclass(frozen=True)
@@ -44,149 +37,111 @@ class RunMesh:
 
     config: Config
     host: MeshHost
-    trainers: list[SpawnedActor]
+    trainers: TrainerRanks
     generators: Service
     environments: Service
     teachers: SdpoTeachers | None
     replay: Service | None
-    reference: SpawnedActor | None
-    experts: SpawnedActor | None
+    reference: Service | None
+    experts: Service | None
     hints: MeshHintWriter | None
     token: str = field(repr=False)
 
     @classmethod
-    async def start(cls, config: Config, host: MeshHost, record: Record) -> "RunMesh":
+    async def start(cls, config: Config, host: MeshHost, record: Recorder) -> "RunMesh":
         """Start every process at once. Waits until each actor answers."""
-        token = new_token()
+        rules = config.supervision
+        host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
+        start, token = Pools(config, host, record), new_token()
         teachers = SdpoTeachers(config, host, threads(config.sdpo.threads), record)
-        server = host.spawn("expert_server", ExpertServerActor)
-        frozen = host.spawn("reference", ReferenceActor, env=threads(1))
-        trainers, generators, environments, replay, reference, _, experts, hints = await together(
-            _trainers(host, config),
-            _pool(host, config, GeneratorActor, "generator", config.generator.replicas),
-            _pool(host, config, EnvironmentActor, "environment", config.environment.replicas),
-            _if(config.replay.on, _teachers(host, config, token)),
-            _if(config.replay.needs_reference, frozen),
+        trainers = TrainerRanks(config, host, threads(config.trainer.threads))
+        _, generators, environments, replay, reference, _, experts, hints = await together(
+            trainers.start(),
+            start.generators(),
+            start.environments(),
+            _if(config.replay.on, start.teachers(token)),
+            _if(config.replay.needs_reference, start.one("reference", ReferenceActor, threads(1))),
             _if(config.sdpo.has_own_actors, teachers.start()),
-            _if(config.serves_experts, server),
-            _if(config.asks_for_hints, MeshHintWriter.start(config, host, token)),
+            _if(config.serves_experts, start.one("expert_server", ExpertServerActor)),
+            _if(config.asks_for_hints, start.hint_writer(token)),
         )
         own = teachers if config.sdpo.has_own_actors else None
         ring = (trainers, generators, environments)
         return cls(config, host, *ring, own, replay, reference, experts, hints, token)
 
-    @property
-    def trainer(self) -> SpawnedActor:
-        """The rank that prepares, publishes and saves."""
-        return self.trainers[0]
-
     async def prepare(self) -> Path:
         """The folder of the initial policy. Waits for a warm start where none is cached."""
-        folder: Path = await self.trainer.call(
-            "prepare", self.config, deadline_s=WARM_START_DEADLINE_S
-        )
-        return folder
+        return await self.trainers.prepare()
 
-    async def load(self, folder: Path, task: Task, run: Path) -> None:
-        """Give every actor what it works with; `run` is the run's directory. Waits for all."""
-        config, deadline = self.config, self.config.run.deadline_s
-        await self._connect_ranks()
+    async def load(
+        self, folder: Path, task: Task, run: Path, checkpoint: Path | None = None
+    ) -> None:
+        """Give every actor what it works with; `run` is the run's directory. Waits for all.
+
+        The trainer goes on from a checkpoint where one is given.
+        """
+        config = self.config
         loads: list[Coroutine[Any, Any, Any]] = [
-            *(one.call("load", config, folder, deadline_s=deadline) for one in self.trainers),
-            self.generators.fanout("load", config, folder),
-            self.environments.fanout("load", config),
+            self.trainers.load(folder, checkpoint),
+            self.generators.load(config, folder),
+            self.environments.load(config),
         ]
         if self.teachers is not None:
             loads.append(self.teachers.load(folder))
         if self.reference is not None:
-            loads.append(self.reference.call("load", config, folder, deadline_s=deadline))
+            loads.append(self.reference.load(config, folder))
         loads.append(self._load_asking(task, run))
         await asyncio.gather(*loads)
 
-    async def _connect_ranks(self) -> None:
-        size, deadline = len(self.trainers), self.config.run.deadline_s
-        if size == 1:
-            return
-        # Private to this user, and only needed until all have met.
-        with TemporaryDirectory(prefix="composer-mesh-") as folder:
-            meeting = Path(folder) / "ranks"
-            await together(
-                *(
-                    one.call("connect", rank, size, meeting, deadline, deadline_s=deadline)
-                    for rank, one in enumerate(self.trainers)
-                )
-            )
+    @property
+    def pools(self) -> dict[str, Service]:
+        """The services of the run by the kind of their actors."""
+        hints = None if self.hints is None else self.hints.pool
+        pools = {
+            "generator": self.generators,
+            "environment": self.environments,
+            "teacher_replay": self.replay,
+            "reference": self.reference,
+            "expert_server": self.experts,
+            "hint_writer": hints,
+        }
+        return {kind: pool for kind, pool in pools.items() if pool is not None}
 
     @property
     def restarts(self) -> int:
-        """Actors that were started again."""
-        return 0 if self.teachers is None else self.teachers.restarts
+        """Processes that were started in place of others."""
+        own = 0 if self.teachers is None else self.teachers.restarts
+        return own + sum(pool.restarts for pool in self.pools.values())
 
     async def close(self) -> None:
-        """End what is done beside the run."""
+        """Stop the pools and end what is done beside the run: nothing is started again."""
+        closing = [pool.close() for pool in self.pools.values()]
         if self.teachers is not None:
-            await self.teachers.close()
+            closing.append(self.teachers.close())
+        await asyncio.gather(*closing)
 
     async def _load_asking(self, task: Task, run: Path) -> None:
         """The experts first, because the others must know their address."""
-        config, url = self.config.replay, ""
+        url = ""
         if self.experts is not None:
-            builtin = [teacher for teacher in config.teachers if teacher.kind == "builtin"]
-            experts = [Expert(teacher.name, teacher.error_rate or 0.0) for teacher in builtin]
-            url = await self.experts.call("load", self.config, experts, self.token)
+            url = await self._serve_experts(self.experts)
         if self.replay is not None:
             await self.replay.load(panel_settings(self.config, url, run, task.tools))
         if self.hints is not None:
             await self.hints.load(url, run)
 
+    async def _serve_experts(self, server: Service) -> str:
+        """Their address, which stays the same in whatever process they are."""
+        teachers = [one for one in self.config.replay.teachers if one.kind == "builtin"]
+        experts = [Expert(one.name, one.error_rate or 0.0) for one in teachers]
+        await server.load(self.config, experts, self.token)
+        url: str = (await server.describe())["base_url"]
+        server.remember("load", self.config, experts, self.token, urlsplit(url).port)
+        return url
+
     async def describe(self) -> list[ActorStatus]:
         """How each actor is. Waits a few seconds at most; one that is silent is called busy."""
         return list(await asyncio.gather(*(_describe(actor) for actor in self.host.actors)))
-
-
-def threads(count: int) -> dict[str, str]:
-    """The environment of a process that computes with so many threads.
-
-    Torch counts threads per thread, so only the environment bounds all that an actor starts.
-    """
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-
-
-async def _trainers(host: MeshHost, config: Config) -> list[SpawnedActor]:
-    ranks = config.trainer.ranks
-    names = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
-    env = threads(config.trainer.threads) | ({} if ranks == 1 else ON_THIS_HOST)
-    return await together(*(host.spawn(name, TrainerActor, env=env) for name in names))
-
-
-async def _pool(host: MeshHost, config: Config, kind: Any, name: str, n: int) -> Service:
-    """Replicas with state of their own: an episode or a version is lost with its replica."""
-    env = threads(config.generator.threads if kind is GeneratorActor else 1)
-    deadline_s = config.run.deadline_s
-    return await service.spawn(
-        kind,
-        n=n,
-        host=host,
-        name=name,
-        deadline_s=deadline_s,
-        attempts=1,
-        max_outstanding=ALL_AT_ONCE,
-        env=env,
-    )
-
-
-async def _teachers(host: MeshHost, config: Config, token: str) -> Service:
-    """Replicas that are all alike: what one was asked when it died, another is asked again."""
-    replay = config.replay
-    return await service.spawn(
-        TeacherReplayActor,
-        n=replay.actors,
-        host=host,
-        name="teacher_replay",
-        # A panel keeps its own time; the deadline is for a process that does not answer.
-        deadline_s=config.run.deadline_s + replay.timeout_s,
-        env={TOKEN_ENV: token},
-    )
 
 
 async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:

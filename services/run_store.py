@@ -15,8 +15,11 @@ from typing import Any, BinaryIO
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair, pair_to_json
+from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.traces import Trace, trace_to_json
 from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
+
+POISONED_FILE = "poisoned.jsonl"
 
 
 class RunStore:
@@ -50,9 +53,25 @@ class RunStore:
         """One held-out evaluation, of the policy after so many steps."""
         self._append(EVALUATIONS_FILE, [_json(dataclasses.asdict(evaluation))])
 
-    def add_event(self, kind: str, actor: str = "", detail: str = "") -> None:
-        """One lifecycle or supervision event, with the wall clock in seconds since 1970."""
-        event = {"time": round(time.time(), 3), "event": kind, "actor": actor, "detail": detail}
+    def add_poisoned(self, poisoned: PoisonedInput) -> None:
+        """One episode that was set aside because it failed again and again in the same way."""
+        self._append(POISONED_FILE, [_json(dataclasses.asdict(poisoned))])
+
+    def add_event(
+        self,
+        kind: str,
+        actor: str = "",
+        detail: str = "",
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        """One lifecycle or supervision event, with the wall clock in seconds since 1970.
+
+        `fields` are what programs read of it: kind, host, rank, cause, class, generation.
+        """
+        event: dict[str, Any] = {"time": round(time.time(), 3), "event": kind}
+        event |= {"actor": actor, "detail": detail}
+        if fields:
+            event["fields"] = dict(fields)
         self._append("events.jsonl", [_json(event)])
 
     def _append(self, name: str, lines: Iterable[bytes]) -> None:

@@ -19,12 +19,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import FaultPolicy, Supervisor
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
 from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
 from composer_mesh.services.pool.endpoints import Endpoints, default_name
 from composer_mesh.services.pool.membership import Membership
-from composer_mesh.services.pool.replicas import Call, Recipe, Replica
+from composer_mesh.services.pool.replicas import Call, Recipe, Replica, unheard
+from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
 from composer_mesh.services.pool.sessions import Session
 
@@ -68,6 +69,11 @@ class Service(Endpoints):
         """Attempts beyond the first, over all calls so far."""
         return self._dispatch.retried
 
+    @property
+    def restarts(self) -> int:
+        """Replicas that came to serve in the place of dead ones, so far."""
+        return self._members.restarts
+
     def __len__(self) -> int:
         return len(self.replicas)
 
@@ -94,9 +100,29 @@ class Service(Endpoints):
         return await self._members.fanout(Call(endpoint, args, kwargs), self._rules.deadline_s)
 
     async def setup(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """A fanout that replicas which come later hear too, before they get any other call."""
+        """A fanout that replicas which come later hear too, before they get any other call.
+
+        Where the dead are replaced, a replica that fails at it although it was set up by this
+        endpoint before is replaced too; there is no answer while all of them are.
+        """
         self.check(endpoint)
         return await self._members.set_up(Call(endpoint, args, kwargs), self._rules.deadline_s)
+
+    async def setup_from(
+        self, source: SpawnedActor, endpoint: str, /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """A `setup` in which replicas read the memory of another actor, while it lives.
+
+        Raises `ActorDied` with it. Replicas that come later wait for the next setup of this kind.
+        """
+        self.check(endpoint)
+        call = Call(endpoint, args, kwargs, source)
+        return await self._members.set_up(call, self._rules.deadline_s)
+
+    def remember(self, endpoint: str, /, *args: Any, **kwargs: Any) -> None:
+        """Let replicas that come later hear this, instead of what `setup` of it told the others."""
+        self.check(endpoint)
+        self._members.remember(Call(endpoint, args, kwargs))
 
     async def load(self, *args: Any, **kwargs: Any) -> list[Any]:
         """`setup` of the actor's endpoint `load`."""
@@ -115,13 +141,15 @@ class Service(Endpoints):
         deadline_s: float | None = None,
         attempts: int | None = None,
         retry_timeouts: bool | None = None,
+        retry_errors: bool | None = None,
     ) -> Service:
         """This service with other rules for its calls; what is None stays as it is.
 
-        With `retry_timeouts` a call that missed its deadline goes to another replica: it may then
-        be done twice.
+        With `retry_timeouts` a call that missed its deadline goes to another replica, with
+        `retry_errors` one that raised something: it may then be done twice.
         """
-        given = {"deadline_s": deadline_s, "attempts": attempts, "retry_timeouts": retry_timeouts}
+        given = {"deadline_s": deadline_s, "attempts": attempts}
+        given |= {"retry_timeouts": retry_timeouts, "retry_errors": retry_errors}
         changes: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
         view = copy(self)
         view._rules = replace(self._rules, **changes)
@@ -130,8 +158,9 @@ class Service(Endpoints):
     async def resize(self, n: int, drain_s: float = DRAIN_S) -> None:
         """Have `n` living replicas. Waits until new ones serve and old ones are gone.
 
-        New ones are set up before they serve, and dead ones replaced. The least busy leave: they
-        get nothing new, and have `drain_s` for the calls and sessions that they have.
+        New ones are set up before they serve, and dead ones replaced; one whose replacement is on
+        its way counts as living. The least busy leave: they get nothing new, and have `drain_s` for
+        the calls and sessions that they have.
         """
         _at_least(1, n=n)
         await self._members.resize(n, drain_s, self._rules.deadline_s)
@@ -175,6 +204,9 @@ async def spawn(
     queue: int = QUEUE,
     policy: FaultPolicy | None = None,
     env: Mapping[str, str] | None = None,
+    restart: RestartRules | None = None,
+    record: Recorder = unheard,
+    numbered: bool = True,
     **kwargs: Any,
 ) -> Service:
     """Start `n` replicas of an actor, each in its own process. Waits until all of them are ready.
@@ -183,15 +215,20 @@ async def spawn(
     a host the replicas belong to the host that this process keeps for such services. The death of a
     replica is the service's own business where calls have several `attempts`, and ends the run
     where they have one, unless `policy` says otherwise.
+
+    With `restart` the dead are replaced by its rules, and that is told to `record`; without, a
+    resize replaces them. Where replicas are not `numbered`, the first has the service's name.
     """
     _at_least(1, n=n, max_outstanding=max_outstanding)
     _at_least(0, queue=queue)
     rules = CallRules(deadline_s, attempts)
     host = host or default_host()
     host.supervisor = host.supervisor or supervisor
-    policy = policy or (FaultPolicy.OWNER if attempts > 1 else FaultPolicy.ESCALATE)
+    forgiving = attempts > 1 or restart is not None
+    policy = policy or (FaultPolicy.OWNER if forgiving else FaultPolicy.ESCALATE)
     name = name or default_name(actor_class)
-    recipe = Recipe(name, actor_class, host, args, kwargs, env, policy)
+    rest = (host, args, kwargs, env, policy, deadline_s, restart, record, numbered)
+    recipe = Recipe(name, actor_class, *rest)
     service = Service(recipe, Router(max_outstanding, queue), rules)
     await service._begin(n, load)
     return service

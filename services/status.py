@@ -20,14 +20,20 @@ ENDED = frozenset({"finished", "stopped", "failed"})
 
 @dataclass(frozen=True)
 class ActorStatus:
-    """One actor as the controller knows it."""
+    """One actor as the controller knows it.
+
+    `pid` is None where its process is still to come, `outstanding` the calls that the controller
+    has under way there, None where it does not count them.
+    """
 
     name: str
     kind: str
-    pid: int
+    pid: int | None
     state: str = "ready"
     policy_version: int | None = None
     activity: str = ""
+    restarts: int = 0
+    outstanding: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class RunStatus:
     policy_version: int
     transport: str
     actors: tuple[ActorStatus, ...] = ()
+    restarts: int = 0
+    telemetry_url: str | None = None
 
     @property
     def live(self) -> bool:

@@ -5,7 +5,7 @@ Which teachers there are, and what becomes of a step when one dies, is `teaching
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -108,22 +108,6 @@ class StepWork:
             if teacher.alive:
                 with suppress(ActorDied):
                     await teacher.call("release", handle.ticket, deadline_s=self._deadline_s)
-
-
-async def while_alive(teacher: SpawnedActor, work: Coroutine[Any, Any, None]) -> None:
-    """Work that also ends, by `ActorDied`, with the teacher whose memory others may be reading.
-
-    A read from a process that is gone is not refused but hangs.
-    """
-    task = asyncio.ensure_future(work)
-    either: list[asyncio.Future[Any]] = [task, *([teacher.death] if teacher.death else [])]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if teacher.death is not None and not task.done():
-            raise ActorDied(*teacher.death.result().args)
-        task.result()
-    finally:
-        await cancel_and_wait([task])
 
 
 def requests_for(

@@ -8,24 +8,34 @@ between the actors; here are only calls.
     delivery               0 -> rank  1 -> rank ...
     trainer                           trains 0  ...
 
-A teacher that dies is replaced. The step under way is trained without the channel, or waits for
-the replacement, as `sdpo.when_lost` says.
+A teacher that dies, fails or is late is replaced, within the budget of its place. The step under
+way is trained without the channel, or waits for the replacement, as `sdpo.when_lost` says. Where a
+place is given up the others go on; without any, the run ends.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.failures import cause_of, classify, error_key, is_deterministic
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor, while_alive
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    FaultPolicy,
+    MeshError,
+    Recorder,
+    RemoteError,
+)
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.mesh.weights import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
-from composer_mesh.services.step_signals import Request, StepWork, requests_for, while_alive
+from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+from composer_mesh.services.step_signals import Request, StepWork, requests_for
 
 Record = Callable[[str, str, str], None]
 
@@ -37,7 +47,9 @@ class _Lost(Exception):
 class SdpoTeachers:
     """The teachers' processes and the work between them and the trainer's ranks."""
 
-    def __init__(self, config: Config, host: MeshHost, env: dict[str, str], record: Record) -> None:
+    def __init__(
+        self, config: Config, host: MeshHost, env: dict[str, str], record: Recorder
+    ) -> None:
         self._config, self._host, self._env, self._record = config, host, env, record
         self._deadline_s = config.run.deadline_s
         count = config.sdpo.replicas
@@ -45,8 +57,13 @@ class SdpoTeachers:
         self._teachers: list[SpawnedActor | None] = [None] * count
         self._folder: Path | None = None
         self._latest: WeightsHandle | None = None
+        self._source: SpawnedActor | None = None
+        self._published = asyncio.Event()
         self._syncing = asyncio.Lock()
         self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._rules = RestartRules.of(config.supervision, config.run.seed)
+        self._budgets = [RestartBudget(self._rules, name) for name in self._names]
+        self._errors: dict[int, str] = {}
         self._frozen_head_brought = False
         self.restarts = 0
 
@@ -63,13 +80,22 @@ class SdpoTeachers:
         """End replacements under way."""
         await cancel_and_wait(self._replacing.values())
 
-    async def pull(self, handle: WeightsHandle) -> list[int]:
-        """Let every living teacher follow to a version; returns what they serve."""
+    async def pull(self, handle: WeightsHandle, source: SpawnedActor | None = None) -> list[int]:
+        """Let every living teacher follow to a version; returns what they serve.
+
+        `source` is the actor that published it: its end is the end of this, by `ActorDied`.
+        """
         async with self._syncing:
-            self._latest = handle
-            pulls = [self._pull(teacher, handle) for teacher in self._alive()]
+            self._latest, self._source = handle, source
+            self._published.set()
+            pulls = [self._pull(teacher, handle, source) for teacher in self._alive()]
             found = await asyncio.gather(*pulls)
         return [version for version in found if version is not None]
+
+    async def forget(self) -> None:
+        """Other ranks train from now on: what was brought or promised to the former is void."""
+        self._frozen_head_brought = False
+        await asyncio.gather(*(self._forget(teacher) for teacher in self._alive()))
 
     async def ready(self, step: int) -> list[SpawnedActor]:
         """The teachers for a step. Waits for replacements where the step shall.
@@ -80,8 +106,12 @@ class SdpoTeachers:
             if teacher is not None and not teacher.alive:
                 self._replace(place, teacher)
         wait = self._config.sdpo.when_lost == "wait"
-        await asyncio.gather(*(task for task in self._replacing.values() if wait or task.done()))
+        awaited = [task for task in self._replacing.values() if wait or task.done()]
+        ended = await asyncio.gather(*awaited, return_exceptions=True)
         alive = self._alive()
+        if not alive and all(task.done() for task in self._replacing.values()):
+            for error in (one for one in ended if isinstance(one, BaseException)):
+                raise error
         if not alive:
             self._record("sdpo_lost", "", f"step {step + 1}: no SDPO teacher is alive")
         return alive
@@ -128,18 +158,43 @@ class SdpoTeachers:
         while True:
             try:
                 return await while_alive(teacher, ask(teacher))
-            except ActorDied as died:
-                if died.actor != teacher.name:
+            except Exception as error:  # supervision boundary: judged by _end_of
+                died = self._end_of(teacher, error)
+                if died is None:
                     raise
-                place = self._names.index(teacher.name)
-                self._host.lost(teacher, died.reason)
-                replacing = self._replace(place, teacher)
+                self._lose(teacher, died.reason)
                 if self._config.sdpo.when_lost == "skip":
                     raise _Lost(str(died)) from None
-                await replacing
-                replacement = self._teachers[place]
-                assert replacement is not None
-                teacher = replacement
+                teacher = await self._successor(self._names.index(teacher.name))
+
+    def _end_of(self, teacher: SpawnedActor, error: Exception) -> ActorDied | None:
+        """What an error means for a teacher: its end, or None where it is not the teacher's.
+
+        An error that it raised before is no accident, and goes to the caller.
+        """
+        if isinstance(error, ActorDied):
+            return error if error.actor == teacher.name else None
+        raised = error.__cause__ if isinstance(error.__cause__, RemoteError) else error
+        if getattr(raised, "actor", None) != teacher.name:
+            return None
+        place, key = self._names.index(teacher.name), error_key(error)
+        before, self._errors[place] = self._errors.get(place), key
+        if key == before and is_deterministic(error):
+            return None
+        return ActorDied(teacher.name, cause_of(error))
+
+    def _lose(self, teacher: SpawnedActor, reason: str) -> None:
+        self._host.lost(teacher, reason)
+        self._replace(self._names.index(teacher.name), teacher)
+
+    async def _successor(self, place: int) -> SpawnedActor:
+        """Who does a lost teacher's work: its replacement, or another where there will be none."""
+        try:
+            await self._replacing[place]
+        except MeshError:
+            if not self._alive():
+                raise
+        return self._teachers[place] or self._alive()[0]
 
     def _alive(self) -> list[SpawnedActor]:
         return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
@@ -152,14 +207,26 @@ class SdpoTeachers:
     async def _load(self, teacher: SpawnedActor) -> None:
         await teacher.call("load", self._config, self._folder, deadline_s=self._deadline_s)
 
-    async def _pull(self, teacher: SpawnedActor, handle: WeightsHandle) -> int | None:
+    async def _pull(
+        self, teacher: SpawnedActor, handle: WeightsHandle, source: SpawnedActor | None
+    ) -> int | None:
+        pulling = teacher.call("pull", handle, deadline_s=self._deadline_s)
         try:
-            version: int = await teacher.call("pull", handle, deadline_s=self._deadline_s)
+            version: int = await (while_alive(source, pulling) if source else pulling)
+        except Exception as error:  # supervision boundary: judged by _end_of
+            died = self._end_of(teacher, error)
+            if died is None:
+                raise
+            self._lose(teacher, died.reason)
+            return None
+        return version
+
+    async def _forget(self, teacher: SpawnedActor) -> None:
+        try:
+            await teacher.call("forget", deadline_s=self._deadline_s)
         except ActorDied as died:
             self._host.lost(teacher, died.reason)
             self._replace(self._names.index(teacher.name), teacher)
-            return None
-        return version
 
     def _replace(self, place: int, dead: SpawnedActor) -> asyncio.Task[None]:
         """Start another process for a dead teacher, once."""
@@ -169,14 +236,50 @@ class SdpoTeachers:
         return self._replacing[place]
 
     async def _replacement(self, place: int, dead: SpawnedActor) -> None:
+        loop, budget = asyncio.get_running_loop(), self._budgets[place]
+        error: Exception = dead.death.result() if dead.death else ActorDied(dead.name, "unknown")
         await self._host.stop(dead)
-        teacher = await self._spawn(dead.name)
-        await self._load(teacher)
-        async with self._syncing:
-            detail = await self._catch_up(teacher)
-            self._teachers[place] = teacher
+        while (wait_s := budget.take(loop.time())) is not None:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._bring(place, dead.name)
+            except Exception as failed:  # supervision boundary: tried again, or told
+                error = failed
+                if budget.hopeless(failed):
+                    raise self._given_up(dead, error, "it failed in the same way twice") from failed
+            else:
+                budget.served()
+                return
+        raise self._given_up(dead, error, self._rules.spent())
+
+    async def _bring(self, place: int, name: str) -> None:
+        """Start a teacher and bring it to where the others are; only then it serves."""
+        teacher = await self._spawn(name)
+        try:
+            await self._load(teacher)
+            await self._readable()
+            async with self._syncing:
+                detail = await self._catch_up(teacher)
+                self._teachers[place] = teacher
+        except BaseException:
+            await self._host.stop(teacher)
+            raise
         self.restarts += 1
         self._record("actor_restarted", teacher.name, f"process {teacher.pid}, {detail}")
+
+    async def _readable(self) -> None:
+        """Wait until the newest version can be read, at most the deadline: its trainer may die."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._deadline_s):
+                while self._source is not None and not self._source.alive:
+                    self._published.clear()
+                    await self._published.wait()
+
+    def _given_up(self, dead: SpawnedActor, error: Exception, why: str) -> ActorDied:
+        cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
+        about = {"cause": cause, "class": classify(error).value}
+        self._record("actor_given_up", dead.name, f"{cause}; {why}", **about)
+        return ActorDied(dead.name, f"{cause}; {why}")
 
     async def _catch_up(self, teacher: SpawnedActor) -> str:
         """Bring a replacement to where the other teachers are; says how."""
@@ -184,7 +287,8 @@ class SdpoTeachers:
             return "at version 0"
         version = self._latest.version
         if self._config.sdpo.teacher != "ema":
-            await teacher.call("pull", self._latest, deadline_s=self._deadline_s)
+            pulling = teacher.call("pull", self._latest, deadline_s=self._deadline_s)
+            await (while_alive(self._source, pulling) if self._source else pulling)
             return f"at version {version}"
         others = self._alive()
         if others:

@@ -19,6 +19,7 @@ from composer_mesh.services.page import ActorRow, Shown, page_of, plain_line, pl
 from composer_mesh.services.report import Evaluation
 
 REFRESH_S = 0.25
+LONGEST_HINT = 5000
 
 
 class RunView:
@@ -108,6 +109,15 @@ class RunView:
         with self._lock:
             self._shown.events.append((self._shown.elapsed_s, plain_text(text)))
         self._tell(f"event {plain_text(text)}")
+
+    def hints(self, commands: Sequence[str]) -> None:
+        """Show the commands that look into the run, once: above the page, or as one line."""
+        shown = [plain_text(command, LONGEST_HINT) for command in commands]
+        if self._live is None:
+            self._tell(f"event look_into_it {'; '.join(shown)}")
+        else:
+            for command in shown:
+                self._live.console.print(Text(command, style="dim"), soft_wrap=True)
 
     def transport(self, text: str) -> None:
         """Show the way that bulk tensors take."""

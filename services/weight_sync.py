@@ -3,9 +3,10 @@
 Only the order of calls; bytes move in `mesh.weights`.
 """
 
-import asyncio
+from collections.abc import Callable
 
 from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights import WeightsHandle
 from composer_mesh.services.service import Service
 from composer_mesh.services.teaching import SdpoTeachers
@@ -22,7 +23,7 @@ class StaleReceiver(RuntimeError):
 
 
 class MeshWeightSync:
-    """From one trainer to generators and, where the channel is on, the SDPO teachers.
+    """From the trainer of the time to generators and, where the channel is on, the SDPO teachers.
 
     The publisher keeps two buffers; a version is published only after the one before it was
     pulled by all, so a buffer is never rewritten under a reader.
@@ -30,7 +31,7 @@ class MeshWeightSync:
 
     def __init__(
         self,
-        trainer: SpawnedActor,
+        trainer: Callable[[], SpawnedActor],
         generators: Service,
         teachers: SdpoTeachers | None,
         deadline_s: float,
@@ -41,13 +42,16 @@ class MeshWeightSync:
     async def sync(self) -> int:
         """Publish and pull; returns the version that is served from now on.
 
-        Waits until each generator serves it, at most the deadline for each call.
+        Waits until each generator serves it, at most the deadline for each call. A receiver that
+        dies, fails or is late is dropped and replaced; one that comes later pulls before it serves.
+        The end of the trainer ends it with `ActorDied`: receivers then serve what they served.
         """
-        handle: WeightsHandle = await self._trainer.call("publish", deadline_s=self._deadline_s)
-        pulls = [self._generators.fanout("pull", handle)]
+        trainer = self._trainer()
+        handle: WeightsHandle = await trainer.call("publish", deadline_s=self._deadline_s)
+        pulls = [self._generators.setup_from(trainer, "pull", handle)]
         if self._teachers is not None:
-            pulls.append(self._teachers.pull(handle))
-        got = [version for versions in await asyncio.gather(*pulls) for version in versions]
+            pulls.append(self._teachers.pull(handle, trainer))
+        got = [version for versions in await together(*pulls) for version in versions]
         if any(version != handle.version for version in got):
             raise StaleReceiver(handle.version, got)
         return handle.version

@@ -39,6 +39,7 @@ class ProviderError(Exception):
     `charged` is what the whole question cost, in nano-dollars, all its attempts included.
     """
 
+    failure_class: ClassVar[str] = "provider"
     kind: ClassVar[FailureKind]
     repair: ClassVar[str]
     transient: ClassVar[bool] = False

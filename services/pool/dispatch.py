@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import (
     ActorDied,
     DeadlineExceeded,
@@ -26,12 +27,14 @@ from composer_mesh.services.pool.routing import Router, Ticket
 class CallRules:
     """How long each attempt of a call may take, and how many there may be.
 
-    A deadline that passed is a reason for another attempt only with `retry_timeouts`.
+    A deadline that passed is a reason for another attempt only with `retry_timeouts`, and what the
+    actor raised only with `retry_errors`, unless it raised the same before.
     """
 
     deadline_s: float
     attempts: int = 1
     retry_timeouts: bool = False
+    retry_errors: bool = False
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -49,6 +52,10 @@ class Route(Protocol):
 
     def pin(self) -> Replica | None:
         """The only replica for it, None where any will do; raises where none is left."""
+        ...
+
+    def takes(self, replica: Replica) -> bool:
+        """Whether a replica that has room is one that it still goes to."""
         ...
 
     def lost(self, died: ActorDied) -> MeshError:
@@ -69,6 +76,9 @@ class Anywhere:
             raise self._last_death()
         return None
 
+    def takes(self, replica: Replica) -> bool:
+        return replica.serving
+
     def lost(self, died: ActorDied) -> MeshError:
         return died
 
@@ -84,6 +94,9 @@ class Only:
         if not self.replica.serving:
             raise gone(self.replica)
         return self.replica
+
+    def takes(self, replica: Replica) -> bool:
+        return replica is self.replica
 
     def lost(self, died: ActorDied) -> MeshError:
         return died
@@ -104,18 +117,22 @@ class Dispatch:
         """Make a call, on another replica again where it may. Waits for its turn and its answer."""
         ticket = self._router.ticket()
         attempts = rules.attempts if route.movable else 1
+        raised = ""
         while True:
             replica = await self._turn(ticket, route)
             try:
                 return await self._run(replica, call, rules.deadline_s)
-            except DeadlineExceeded as late:
-                if attempts == 1 or not rules.retry_timeouts or _own(late):
+            except MeshError as error:
+                if not _may_repeat(error, replica, rules):
                     raise
-            except ActorDied as died:
-                if replica.serving or _own(died):
-                    raise
+                if attempts == 1 and isinstance(error, ActorDied) and not replica.serving:
+                    raise route.lost(error) from error
                 if attempts == 1:
-                    raise route.lost(died) from died
+                    raise
+            except Exception as error:
+                if not rules.retry_errors or attempts == 1 or error_key(error) == raised:
+                    raise
+                raised = error_key(error)
             attempts -= 1
             self.retried += 1
             ticket.tried = (*ticket.tried, replica)
@@ -149,13 +166,15 @@ class Dispatch:
         while True:
             self.check_open()
             ticket.pin = route.pin()
-            if replica := self._router.take(ticket):
-                return replica
-            if self._router.full and not admitted:
-                raise ServiceBusy(self._service, self._router.waiting, self._router.queue)
-            if replica := await self._wait(ticket):
-                return replica
-            admitted = True
+            replica = self._router.take(ticket)
+            if replica is None:
+                if self._router.full and not admitted:
+                    raise ServiceBusy(self._service, self._router.waiting, self._router.queue)
+                replica, admitted = await self._wait(ticket), True
+            if replica is not None:
+                if route.takes(replica):
+                    return replica
+                self._free(replica)
 
     async def _wait(self, ticket: Ticket[Replica]) -> Replica | None:
         """Stand in the line; None where waiting on became vain and the caller must look again."""
@@ -223,6 +242,17 @@ class Dispatch:
 def gone(replica: Replica) -> ActorDied:
     """The end of a replica as an error."""
     return ActorDied(replica.name, replica.reason or f"it is {replica.state.value}")
+
+
+def _may_repeat(error: MeshError, replica: Replica, rules: CallRules) -> bool:
+    """Whether an error of the mesh is a reason to make the call elsewhere."""
+    if _own(error):
+        return rules.retry_errors
+    if isinstance(error, DeadlineExceeded):
+        return rules.retry_timeouts
+    if isinstance(error, RemoteError):
+        return rules.retry_errors
+    return isinstance(error, ActorDied) and not replica.serving
 
 
 def _own(error: Exception) -> bool:

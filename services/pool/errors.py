@@ -2,13 +2,14 @@
 
     MeshError
     ├── ServiceBusy     as many calls wait as may wait; the call reached no replica
+    ├── NoReplicaLeft   all replicas are gone and none is coming: an ActorDied, of the last one
     ├── ServiceClosed   the service is closed, or was while the call waited or ran
     └── SessionLost     the replica that a session lived on is gone, and the session with it
 
 The death of a replica that no other could stand in for stays an `ActorDied`.
 """
 
-from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.mesh.supervision import ActorDied, MeshError
 
 
 class ServiceBusy(MeshError):
@@ -25,6 +26,10 @@ class ServiceBusy(MeshError):
             f"{self.waiting} calls wait for a replica of {self.service}, but queue is "
             f"{self.queue}: ask again later, resize it, or spawn it with a longer queue"
         )
+
+
+class NoReplicaLeft(ActorDied):
+    """Nobody can serve a call, and nobody will."""
 
 
 class ServiceClosed(MeshError):

@@ -1,7 +1,8 @@
 """The replicas of a service over time: they come, are made ready, die, leave and stop.
 
-Which of them takes a call is `routing`. A replica comes in at one place, `Membership.grow`: its
-process starts, hears what all replicas were told to set up, and only then gets calls.
+Which of them takes a call is `routing`, when a dead one is replaced, `healing`. A replica comes in
+at one place, `Membership._come`: its process starts, hears what all replicas were told to set up,
+and only then gets calls.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.services.pool.dispatch import Dispatch, gone
+from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.healing import Healer
 from composer_mesh.services.pool.replicas import Call, Names, Recipe, Replica
 from composer_mesh.services.pool.routing import ReplicaState, Router, to_retire
+from composer_mesh.services.pool.setups import Setups, source_ended
 
 
 class Membership:
     """Who belongs to a service.
 
-    `members` are those that shall serve, dead ones among them until a resize takes them away;
-    `coming` are being made ready and `leaving` drain.
+    `members` are those that shall serve, dead ones among them until another serves in their slot
+    or a resize takes them away; `coming` are being made ready and `leaving` drain.
     """
 
     def __init__(self, recipe: Recipe, router: Router[Replica]) -> None:
@@ -32,8 +37,9 @@ class Membership:
         self.coming: list[Replica] = []
         self.leaving: list[Replica] = []
         self._recipe = recipe
-        self._names = Names(recipe.name)
-        self._setups: dict[str, Call] = {}
+        self._names = Names(recipe.name, recipe.numbered)
+        self._setups = Setups()
+        self._healer = Healer.of(recipe, self._come_instead, self._give_up)
         self._setting_up, self._resizing = asyncio.Lock(), asyncio.Lock()
         self._last_death = ActorDied(recipe.name, "it has no replica yet")
         self._drains: dict[Replica, asyncio.Task[None]] = {}
@@ -46,51 +52,55 @@ class Membership:
         """Every replica that has, or will have, a process."""
         return [*self.members, *self.coming, *self.leaving]
 
-    def last_death(self) -> ActorDied:
+    @property
+    def restarts(self) -> int:
+        """Replicas that came to serve in the place of dead ones."""
+        return 0 if self._healer is None else self._healer.restarts
+
+    def last_death(self) -> NoReplicaLeft:
         """Why no replica is left."""
-        return ActorDied(*self._last_death.args)
+        return NoReplicaLeft(*self._last_death.args)
 
     async def fanout(self, call: Call, deadline_s: float) -> list[Any]:
         """Call every member past the line. Waits for all answers, in the members' order.
 
         Where deaths are the service's own business, those that die are left out.
         """
-        self.dispatch.check_open()
-        asked = [one for one in self.members if one.serving or not self._forgives]
-        calls = (self.dispatch.direct(one, call, deadline_s) for one in asked)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        kept = [
-            answer
-            for replica, answer in zip(asked, answers, strict=True)
-            if not (self._forgives and isinstance(answer, ActorDied) and replica.ended)
-        ]
-        for answer in kept:
-            if isinstance(answer, BaseException):
-                raise answer
-        if not kept:
+        answers = _answers(await self._ask(call, deadline_s))
+        if not answers:
             raise self.last_death()
-        return kept
+        return answers
 
     async def set_up(self, call: Call, deadline_s: float) -> list[Any]:
         """A fanout that each later replica hears too, before it gets a call.
 
-        Of each endpoint the last call is remembered, in the order in which they were made.
+        Of each endpoint the last call is remembered, in the order in which they were made. Where
+        replicas are replaced, one that fails at what it did before is; and where all are being
+        replaced, there is no answer.
         """
         async with self._setting_up:
-            answers = await self.fanout(call, deadline_s)
+            found = await self._ask(call, deadline_s)
+            if self._healer is not None and call.endpoint in self._setups:
+                found = await self._without_failed(call, found)
+            answers = _answers(found)
+            if not answers and (self._healer is None or not self.router.hopeful):
+                raise self.last_death()
             self.remember(call)
         return answers
 
     def remember(self, call: Call) -> None:
         """Let each later replica hear this call before it gets others."""
-        self._setups.pop(call.endpoint, None)
-        self._setups[call.endpoint] = call
+        self._setups.remember(call)
 
     async def resize(self, count: int, drain_s: float, deadline_s: float) -> None:
-        """Have `count` replicas that live. Waits until new ones serve and old ones are gone."""
+        """Have `count` replicas that live, or are on their way instead of dead ones.
+
+        Waits until new ones serve and old ones are gone.
+        """
         async with self._resizing:
             self.dispatch.check_open()
-            self._take_away([one for one in self.members if one.ended], drain_s)
+            gone_for_good = [one for one in self.members if one.ended and not self._heals(one)]
+            self._take_away(gone_for_good, drain_s)
             if (missing := count - len(self.members)) > 0:
                 await self._growing(missing, deadline_s)
             self._take_away(to_retire(self.members, max(0, -missing)), drain_s)
@@ -101,15 +111,8 @@ class Membership:
         newcomers = self._newcomers(count)
         self.router.coming += count
         try:
-            await together(*map(self._recipe.start, newcomers))
-            async with self._setting_up:
-                await together(*(self._prepare(one, deadline_s) for one in newcomers))
-                self._admit(newcomers)
-        except BaseException:
-            await asyncio.gather(*(self._stop(one, "it never served") for one in newcomers))
-            raise
+            await self._come(newcomers, deadline_s)
         finally:
-            self.coming = [one for one in self.coming if one not in newcomers]
             self.router.coming -= count
             self.dispatch.changed()
 
@@ -121,10 +124,13 @@ class Membership:
         self._last_death = gone(replica)
         if replica.actor is not None:
             self._recipe.host.lost(replica.actor, reason)
-        self._depart(replica)
         burial = asyncio.create_task(self._recipe.stop(replica))
         self._burials.add(burial)
         burial.add_done_callback(self._burials.discard)
+        if self._healer is not None and self._closing is None and replica in self.members:
+            self.router.coming += 1
+            self._healer.begin(replica, burial).add_done_callback(self._healed)
+        self._depart(replica)
 
     async def close(self, drain_s: float) -> None:
         """Refuse calls, give those under way `drain_s`, stop every process. Waits for its end."""
@@ -144,9 +150,66 @@ class Membership:
             self.coming.append(self._names.next(taken))
         return self.coming[first:]
 
-    async def _prepare(self, replica: Replica, deadline_s: float) -> None:
-        for call in self._setups.values():
+    async def _ask(self, call: Call, deadline_s: float) -> dict[Replica, Any]:
+        """What each member answered or raised, without those whose death is forgiven."""
+        self.dispatch.check_open()
+        asked = [one for one in self.members if one.serving or not self._forgives]
+        calls = (self.dispatch.direct(one, call, deadline_s) for one in asked)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            replica: answer
+            for replica, answer in zip(asked, answers, strict=True)
+            if not (self._forgives and isinstance(answer, ActorDied) and replica.ended)
+        }
+
+    async def _without_failed(self, call: Call, found: dict[Replica, Any]) -> dict[Replica, Any]:
+        """Give up the replicas that failed, unless it was what they read from that ended."""
+        failed = {one: error for one, error in found.items() if isinstance(error, Exception)}
+        if failed and (died := await source_ended(call)):
+            raise died
+        for replica, error in failed.items():
+            self.lose(replica, f"its {call.endpoint} failed: {cause_of(error)}")
+        return {one: answer for one, answer in found.items() if one not in failed}
+
+    async def _come(self, newcomers: Sequence[Replica], deadline_s: float) -> None:
+        """Only what is quick is heard while nobody else can be set up."""
+        try:
+            await together(*(self._start(one, deadline_s) for one in newcomers))
+            await self._setups.readable(deadline_s)
+            async with self._setting_up:
+                calls = {one: self._setups.untold(one) for one in newcomers}
+                await together(*(self._tell(one, calls[one], deadline_s) for one in newcomers))
+                self._admit(newcomers)
+        except BaseException:
+            await asyncio.gather(*(self._stop(one, "it never served") for one in newcomers))
+            raise
+        finally:
+            self.coming = [one for one in self.coming if one not in newcomers]
+
+    async def _start(self, replica: Replica, deadline_s: float) -> None:
+        await self._recipe.start(replica)
+        await self._tell(replica, self._setups.loads(replica), deadline_s)
+
+    async def _tell(self, replica: Replica, calls: Sequence[Call], deadline_s: float) -> None:
+        for call in calls:
             await self.dispatch.direct(replica, call, deadline_s)
+            replica.told[call.endpoint] = call
+
+    async def _come_instead(self, dead: Replica) -> Replica:
+        newcomer = self._names.next_in(dead.slot)
+        self.coming.append(newcomer)
+        await self._come([newcomer], self._recipe.deadline_s)
+        return newcomer
+
+    def _give_up(self, died: ActorDied) -> None:
+        self._last_death = died
+
+    def _healed(self, _: asyncio.Task[None]) -> None:
+        self.router.coming -= 1
+        self.dispatch.changed()
+
+    def _heals(self, replica: Replica) -> bool:
+        return self._healer is not None and self._healer.heals(replica)
 
     def _admit(self, newcomers: Sequence[Replica]) -> None:
         self.dispatch.check_open()
@@ -154,7 +217,9 @@ class Membership:
             replica.state = ReplicaState.READY
             self._hear_of_death(replica)
         self.router.seats += newcomers
-        self.members = sorted([*self.members, *newcomers], key=lambda one: one.slot)
+        slots = {one.slot for one in newcomers}
+        stay = [one for one in self.members if one.slot not in slots]
+        self.members = sorted([*stay, *newcomers], key=lambda one: one.slot)
 
     def _hear_of_death(self, replica: Replica) -> None:
         death = None if replica.actor is None else replica.actor.death
@@ -181,6 +246,8 @@ class Membership:
         for replica in replicas:
             self.members.remove(replica)
             self.leaving.append(replica)
+            if self._healer is not None:
+                self._healer.stop(replica)
             if replica.serving:
                 replica.state = ReplicaState.DRAINING
             self._drains[replica] = asyncio.create_task(self._drain(replica, drain_s))
@@ -215,8 +282,18 @@ class Membership:
 
     async def _close(self, drain_s: float) -> None:
         await cancel_and_wait([*self._drains.values(), *filter(None, [self._growth])])
+        if self._healer is not None:
+            await self._healer.close()
         await asyncio.gather(*(one.drained(drain_s, sessions=False) for one in self.everyone))
         stops: list[Coroutine[Any, Any, None]] = [
             self._stop(one, "the service was closed") for one in self.everyone
         ]
         await asyncio.gather(*stops, *self._burials)
+
+
+def _answers(found: dict[Replica, Any]) -> list[Any]:
+    """The answers in the members' order; raises the first error among them."""
+    for answer in found.values():
+        if isinstance(answer, BaseException):
+            raise answer
+    return list(found.values())

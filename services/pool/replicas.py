@@ -12,27 +12,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import FaultPolicy
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor, while_alive
+from composer_mesh.mesh.supervision import FaultPolicy, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import ReplicaState, Seat
 
 
 @dataclass(frozen=True)
 class Call:
-    """An endpoint and what it is called with."""
+    """An endpoint and what it is called with; `source` is an actor whose memory it reads."""
 
     endpoint: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    source: SpawnedActor | None = None
+
+    @property
+    def stale(self) -> bool:
+        """Whether what it reads is gone."""
+        return self.source is not None and not self.source.alive
 
 
 @dataclass(eq=False)
 class Replica(Seat):
     """One process of a service and the calls that it has under way.
 
-    `generation` counts the processes that have had this slot. A call is under way until its answer,
-    its deadline or the replica's end, also when nobody waits for it any more.
+    `generation` counts the processes that have had this slot; `told` are the set-up calls that it
+    has heard. A call is under way until its answer, its deadline or the replica's end, also when
+    nobody waits for it any more.
     """
 
     slot: int = 0
@@ -40,6 +48,7 @@ class Replica(Seat):
     actor: SpawnedActor | None = field(default=None, repr=False)
     failures: int = 0
     reason: str = ""
+    told: dict[str, Call] = field(default_factory=dict, repr=False)
     under_way: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     stirred: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
@@ -51,9 +60,8 @@ class Replica(Seat):
     async def call(self, call: Call, deadline_s: float) -> Any:
         """Call the actor. Waits for its answer, at most `deadline_s`."""
         assert self.actor is not None
-        return await self.actor.call(
-            call.endpoint, *call.args, deadline_s=deadline_s, **call.kwargs
-        )
+        asking = self.actor.call(call.endpoint, *call.args, deadline_s=deadline_s, **call.kwargs)
+        return await (asking if call.source is None else while_alive(call.source, asking))
 
     async def drained(self, drain_s: float, sessions: bool = True) -> bool:
         """Wait until nothing is left in it, at most `drain_s`; False where something is."""
@@ -85,9 +93,17 @@ class Replica(Seat):
         }
 
 
+def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+    """A record that nobody keeps."""
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How a process of this service is started."""
+    """How a process of this service is started, and how often again; without rules never again.
+
+    `deadline_s` is for each set-up call of one that is started again; `numbered` is whether the
+    first slot has its number in its name.
+    """
 
     name: str
     actor_class: type[MeshActor]
@@ -96,6 +112,10 @@ class Recipe:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] | None = None
     policy: FaultPolicy = FaultPolicy.OWNER
+    deadline_s: float = 120.0
+    restart: RestartRules | None = None
+    record: Recorder = unheard
+    numbered: bool = True
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process. Waits until its actor answers."""
@@ -115,16 +135,23 @@ class Recipe:
 
 
 class Names:
-    """Names that are never used twice: `echo-1`, and `echo-1.2` for the next in its slot."""
+    """Names that are never used twice: `echo-1`, and `echo-1.2` for the next in its slot.
 
-    def __init__(self, service: str) -> None:
-        self._service = service
+    Where they are not `numbered`, the first slot is called `echo`.
+    """
+
+    def __init__(self, service: str, numbered: bool = True) -> None:
+        self._service, self._numbered = service, numbered
         self._generations: Counter[int] = Counter()
 
     def next(self, taken: Collection[int]) -> Replica:
         """A replica for the lowest slot that is not taken."""
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        return self.next_in(next(slot for slot in range(len(taken) + 1) if slot not in taken))
+
+    def next_in(self, slot: int) -> Replica:
+        """The next replica for a slot."""
         self._generations[slot] += 1
         generation = self._generations[slot]
-        name = f"{self._service}-{slot}" + (f".{generation}" if generation > 1 else "")
+        name = f"{self._service}-{slot}" if slot or self._numbered else self._service
+        name += f".{generation}" if generation > 1 else ""
         return Replica(name, ReplicaState.STARTING, slot=slot, generation=generation)

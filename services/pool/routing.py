@@ -179,6 +179,8 @@ class Router(Generic[S]):
 
 
 def to_retire(seats: list[S], count: int) -> list[S]:
-    """The seats to give up: the least bound and least busy, of equals the latest."""
-    busy = [((s.tied, s.sessions, s.outstanding, -place), s) for place, s in enumerate(seats)]
+    """The seats to give up: the dead, then the least bound and least busy, of equals the latest."""
+    busy = [
+        ((s.serving, s.tied, s.sessions, s.outstanding, -place), s) for place, s in enumerate(seats)
+    ]
     return [seat for _, seat in sorted(busy, key=lambda pair: pair[0])[:count]]

@@ -21,7 +21,8 @@ class Session(Endpoints):
     """The endpoints of the one replica that a session lives on, from `open` to `close`.
 
     A session whose replica is lost raises `SessionLost`, once and ever after. A movable one, whose
-    state is not in the replica or can be built again there, goes on with another.
+    state is not in the replica or can be built again there, goes on with another. One that finds no
+    replica, because they are being replaced, gets the one that takes its first call.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Session(Endpoints):
         self.movable = movable
         self.moves = 0
         self._replicas, self._names = replicas, names
-        self._rules = replace(rules, retry_timeouts=False)
+        self._rules = replace(rules, retry_timeouts=False, retry_errors=False)
         self._home: Replica | None = None
+        self._opened = False
 
     @property
     def replica(self) -> str | None:
@@ -51,15 +53,16 @@ class Session(Endpoints):
         if self.name in self._names:
             raise ValueError(f"a session {self.name!r} is open already: choose another name")
         self._replicas.dispatch.check_open()
-        self._settle()
+        self._settle(self._found())
         self._names.add(self.name)
+        self._opened = True
 
     def close(self) -> None:
         """Let go of the replica. What the actor keeps of the session is for a call to forget."""
-        if (home := self._home) is not None:
+        if self._opened:
             self._names.discard(self.name)
-            self._leave(home)
-            self._home = None
+            self._opened = False
+            self._leave()
 
     async def __aenter__(self) -> Session:
         self.open()
@@ -74,36 +77,49 @@ class Session(Endpoints):
         call = Call(endpoint, args, kwargs)
         return await self._replicas.dispatch.call(call, self._rules, self)
 
-    def pin(self) -> Replica:
-        """Where its next call goes; raises where that is lost."""
-        if self._home is None:
+    def pin(self) -> Replica | None:
+        """Where its next call goes, None while it waits for one; raises where that is lost."""
+        if not self._opened:
             raise RuntimeError(
                 f"session {self.name!r} is not open: call inside of `async with` or after open()"
             )
-        if self.movable and not self._home.open:
-            self._move(self._home)
+        if self._home is None or (self.movable and not self._home.open):
+            self._move(self._found())
         elif not self._home.serving:
             raise self.lost(gone(self._home))
         return self._home
+
+    def takes(self, replica: Replica) -> bool:
+        """The first replica that takes a call of a session without one is its own from then on."""
+        if self._opened and self._home is None:
+            self._settle(replica)
+        return replica is self._home
 
     def lost(self, died: ActorDied) -> MeshError:
         """What the caller hears when the replica was lost."""
         return died if self.movable else SessionLost(self.name, died.actor, died.reason)
 
-    def _move(self, old: Replica) -> None:
-        self._settle()
-        self._leave(old)
-        self.moves += 1
-
-    def _settle(self) -> None:
+    def _found(self) -> Replica | None:
+        """A replica for it; None while they are being replaced."""
         home = self._replicas.router.for_session()
-        if home is None:
+        if home is None and not self._replicas.router.hopeful:
             raise self._replicas.last_death()
-        self._home = home
-        home.sessions += 1
-        home.tied += not self.movable
+        return home
 
-    def _leave(self, home: Replica) -> None:
-        home.sessions -= 1
-        home.tied -= not self.movable
-        home.stirred.set()
+    def _move(self, home: Replica | None) -> None:
+        self.moves += self._home is not None
+        self._leave()
+        self._settle(home)
+
+    def _settle(self, home: Replica | None) -> None:
+        self._home = home
+        if home is not None:
+            home.sessions += 1
+            home.tied += not self.movable
+
+    def _leave(self) -> None:
+        home, self._home = self._home, None
+        if home is not None:
+            home.sessions -= 1
+            home.tied -= not self.movable
+            home.stirred.set()

@@ -5,7 +5,7 @@ when a call returns, so it survives a restart. What a pair or a reward is worth 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +115,13 @@ class LateStore:
             rows.executemany(
                 "UPDATE rewards SET state = ?, step = ? WHERE place = ?",
                 [(state, step, reward.place) for reward in rewards],
+            )
+
+    def forget_pairs(self, pair_ids: Iterable[str]) -> None:
+        """Drop pairs whose rollouts will be sampled again."""
+        with self._file.transaction() as rows:
+            rows.executemany(
+                "DELETE FROM pairs WHERE pair_id = ?", [(pair_id,) for pair_id in pair_ids]
             )
 
     def rewind(self, step: int) -> None:

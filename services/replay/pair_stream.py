@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.asking import Replay, Replayed
 from composer_mesh.services.replay.late_store import LateStore
@@ -24,6 +25,8 @@ Keep = Callable[[Sequence[PreferencePair]], None]
 
 HEAP = 2
 """A step trains at most this many times the pairs that it could have made itself."""
+
+NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
 
 
 @dataclass
@@ -43,16 +46,25 @@ class Taken:
 
 
 class PairStream:
-    """Belongs to one event loop and one run. `keep` makes finished pairs durable for people."""
+    """Belongs to one event loop and one run. `keep` makes finished pairs durable for people.
+
+    The groups of the first `start` steps were asked about before.
+    """
 
     def __init__(
-        self, replay: Replay, refining: Refining, store: LateStore, config: Config, keep: Keep
+        self,
+        replay: Replay,
+        refining: Refining,
+        store: LateStore,
+        config: Config,
+        keep: Keep,
+        start: int = 0,
     ) -> None:
         self._replay, self._refining, self._store, self._keep = replay, refining, store, keep
         self._config, self._waits = config.replay, config.pairs_wait
         self._prompts = config.schedule.prompts_per_step
         self._finished: dict[int, Sequence[Trace]] = {}
-        self._next = 0
+        self._next = start * self._prompts
         self._asking: deque[asyncio.Task[Replayed]] = deque()
         self._begun, self._draining = asyncio.Event(), False
         self._worker: asyncio.Task[None] | None = None
@@ -61,9 +73,17 @@ class PairStream:
 
     def begin(self, group: Sequence[Trace]) -> None:
         """Ask about a finished group as soon as all groups before it are finished too."""
-        self._finished[group[0].group_id] = group
+        self._enter(group[0].group_id, group)
+
+    def skip(self, group_id: int) -> None:
+        """A group without rollouts has nothing to ask about, and holds up none after it."""
+        self._enter(group_id, [])
+
+    def _enter(self, group_id: int, group: Sequence[Trace]) -> None:
+        self._finished[group_id] = group
         while self._next in self._finished:
-            selection = self._replay.choose(self._finished.pop(self._next))
+            following = self._finished.pop(self._next)
+            selection = self._replay.choose(following) if following else NOTHING
             self._asking.append(asyncio.create_task(self._replay.ask_about(selection)))
             self._next += 1
         self._begun.set()

@@ -26,13 +26,14 @@ def make_pair_stream(
     chat: ChatFormat,
     store: Store,
     late: LateStore,
+    start: int = 0,
 ) -> PairStream:
-    """The channel of a run whose teachers are asked by `teachers`."""
+    """The channel of a run whose teachers are asked by `teachers`, from step `start` on."""
     prompts, seed = config.schedule.prompts_per_step, config.run.seed
     encode = partial(pair_samples, chat=chat, max_context=config.policy.max_context)
     refining = Refining(PairFilters(config.replay.filters), encode, reference)
     replay = Replay(teachers, config.replay, prompts, seed)
-    return PairStream(replay, refining, late, config, store.add_pairs)
+    return PairStream(replay, refining, late, config, store.add_pairs, start)
 
 
 def make_late_rewards(

@@ -33,7 +33,7 @@ def events() -> Events:
 @pytest.fixture
 async def supervisor(events: Events) -> Supervisor:
     """A supervisor that keeps a dead child from ending the test session."""
-    return Supervisor(lambda kind, actor, detail: events.append((kind, actor, detail)))
+    return Supervisor(lambda *event, **_: events.append(event))
 
 
 @pytest.fixture

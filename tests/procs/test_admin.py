@@ -33,10 +33,10 @@ async def test_the_tree_shows_living_and_dead_actors(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     echo = await host.spawn("echo-0", EchoActor)
-    doomed = await host.spawn("echo-1", EchoActor)
+    doomed = await host.spawn("echo-1.2", EchoActor)
     url = await start_admin(host)
     assert capfd.readouterr() == ("", "")
-    assert {"echo-0", "echo-1"} <= actor_names(read_mesh(url))
+    assert {"echo-0", "echo-1_2"} <= actor_names(read_mesh(url))
 
     write_status(tmp_path, run_status(url, host))
     os.kill(doomed.pid, signal.SIGKILL)
@@ -50,10 +50,10 @@ async def test_the_tree_shows_living_and_dead_actors(
     }
     assert actors == {
         "echo-0": (echo.pid, "echo", "ready"),
-        "echo-1": (doomed.pid, "echo", "dead"),
+        "echo-1.2": (doomed.pid, "echo", "dead"),
     }
     assert tree_command(tmp_path) == 0
-    assert "process echo-0" in capfd.readouterr().out
+    assert "  echo-1.2   dead " in capfd.readouterr().out
 
 
 def test_an_address_where_nobody_answers_is_a_clear_error() -> None:

@@ -19,6 +19,7 @@ from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.hint_prompts import HintRequest
+from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import CACHE_FILE, MeshHintWriter
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,7 +44,10 @@ async def test_the_builtin_writer_words_hints_and_remembers_them(
     token = new_token()
     experts = await host.spawn("experts", ExpertServerActor)
     url = await experts.call("load", CONFIG, [], token)
-    writer = await MeshHintWriter.start(CONFIG, host, token)
+    pool = await service.spawn(
+        HintWriterActor, n=1, host=host, name="hint_writer", env={TOKEN_ENV: token}
+    )
+    writer = MeshHintWriter(pool, CONFIG)
     await writer.load(url, tmp_path)
     asked = [question("Go on."), question("Look."), question("Go on.")]
     first = await writer.write(asked)
@@ -57,11 +61,11 @@ async def test_the_builtin_writer_words_hints_and_remembers_them(
     await experts.call("aclose")
     again = await writer.write([*asked, question("New.")])
     assert [reply.origin for reply in again] == ["cached", "cached", "cached", "none"]
-    about = await writer.actor.call("describe")
+    about = await writer.pool.describe()
     assert about["replies"] == {"cached": 3, "none": 1}
     assert (about["kind"], about["activity"], about["requests"]) == ("hint_writer", "idle", 1)
     assert (tmp_path / CACHE_FILE).is_file()
-    await writer.actor.call("aclose")
+    await writer.pool.aclose()
 
 
 async def test_a_missing_key_is_found_by_load(host: MeshHost, tmp_path: Path) -> None:

@@ -35,10 +35,11 @@ def check_that_finished_work_is_on_disk(run: LiveRun) -> None:
 
 
 @pytest.mark.parametrize("actor", ["generator-0", "trainer", "teacher_replay-0"])
-def test_a_killed_actor_ends_the_run_naming_it(
+def test_without_restarts_a_killed_actor_ends_the_run_naming_it(
     actor: str, tmp_path: Path, policy_cache: Path
 ) -> None:
-    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
+    never = {"supervision.restarts": 0, "supervision.trainer_restarts": 0}
+    with launched(tmp_path / "run", policy_cache, ENDLESS | never) as run:
         run.until_training()
         os.kill(run.pids()[actor], signal.SIGKILL)
         assert run.wait(END_DEADLINE_S) == 1

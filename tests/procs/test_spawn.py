@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import pytest
 from echo_actors import Bad, EchoActor
 
-from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.heartbeat import HeartbeatRules
+from composer_mesh.mesh.processes import is_alive, wait_gone
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, Supervisor
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    DeadlineExceeded,
+    FaultPolicy,
+    MeshError,
+    RemoteError,
+    Supervisor,
+)
 
 Events = list[tuple[str, str, str]]
 
@@ -85,3 +94,41 @@ async def test_the_errors_of_a_call_keep_their_type_or_their_text(host: MeshHost
     with pytest.raises(DeadlineExceeded, match=r"echo-0\.hold gave no answer within 0\.1 s"):
         await actor.call("hold", deadline_s=0.1)
     assert await actor.call("say", "alive") == "echo alive"
+
+
+async def test_what_a_dead_actor_started_is_gone_when_it_is_stopped(host: MeshHost) -> None:
+    actor = await host.spawn("echo-0", EchoActor, policy=FaultPolicy.OWNER)
+    child = await actor.call("start_child")
+    os.kill(actor.pid, signal.SIGKILL)
+    assert actor.death is not None
+    await actor.death
+    assert is_alive(child)
+    await host.stop(actor)
+    assert await wait_gone(child, 5)
+
+
+async def test_a_stopped_process_is_a_hang_and_then_a_death(host: MeshHost, events: Events) -> None:
+    host.heartbeat = HeartbeatRules(every_s=0.1, hang_s=2.0)
+    actor = await host.spawn("echo-0", EchoActor, policy=FaultPolicy.OWNER)
+    held = asyncio.ensure_future(actor.call("hold"))
+    await actor.call("describe")
+    os.kill(actor.pid, signal.SIGSTOP)
+    with pytest.raises(ActorDied, match="echo-0 died: it gave no answer within 2 s and was killed"):
+        await held
+    assert [event[:2] for event in events] == [("actor_hung", "echo-0"), ("actor_died", "echo-0")]
+    assert await wait_gone(actor.pid, 5)
+
+
+async def test_an_actor_that_computes_for_longer_than_a_hang_is_left_alone(
+    host: MeshHost, events: Events
+) -> None:
+    host.heartbeat = HeartbeatRules(every_s=0.1, hang_s=1.0)
+    actor = await host.spawn("echo-0", EchoActor)
+    await actor.call("spin", 3.0)
+    assert (actor.alive, events) == (True, [])
+
+
+async def test_a_host_that_closes_starts_nothing_more(host: MeshHost) -> None:
+    await host.close()
+    with pytest.raises(MeshError, match="echo-0 is not started: its host is closing"):
+        await host.spawn("echo-0", EchoActor)

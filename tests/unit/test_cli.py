@@ -68,9 +68,13 @@ def test_the_module_runs_as_the_script_does() -> None:
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_resume_is_refused_and_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_without_a_run_is_refused_and_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["train", str(QUICKSTART), "--resume"]) == 2
-    assert "--resume is not available yet" in capsys.readouterr().err
+    assert "--resume runs/quickstart holds no run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_teacher_whose_key_is_not_set_is_refused_before_anything_starts(

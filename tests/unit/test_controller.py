@@ -1,193 +1,35 @@
-"""The controller: the order of a run, its lag bound and its end, on ports that are fakes.
-
-The fakes share a `World`: a policy that writes what the task's expert or a bungler would, sessions
-of the real toolbox task, and a record of everything that was done, in order.
-"""
+"""The controller: the order of a run, its lag bound and its end, on ports that are fakes."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from controller_world import (
+    CHANNELS,
+    Broken,
+    MakeWorld,
+    World,
+    controller_of,
+    finished,
+    new_store,
+    others,
+    rollouts_of,
+)
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherAnswer, TeacherReply
-from composer_mesh.rollouts.tasks import Episode, Session, StepResult
-from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.rollouts.traces import Message, Trace
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
-from composer_mesh.services.replay.pair_stream import PairStream
-from composer_mesh.services.replay.parts import make_pair_stream
 from composer_mesh.services.report import Evaluation
-from composer_mesh.services.rollout import PromptTooLong, Rollouts, Sampling
-
-Done = tuple[str, Any]
-CHANNELS = {
-    "sdpo": {"alpha": 0.5},
-    "replay": {
-        "beta": 0.3,
-        "ask": 2,
-        "states_per_step": 6,
-        "teachers": [{"name": "a", "kind": "builtin"}, {"name": "b", "kind": "builtin"}],
-    },
-}
-
-
-class Broken(Exception):
-    """What a port raises in these tests."""
-
-
-@dataclass
-class World:
-    """All ports of a run but its rollouts and replay, which are the real ones on top of it."""
-
-    task: ToolboxTask
-    chat: ChatFormat
-    seed: int = 0
-    error_rate: float = 0.4
-    broken: str = ""
-    hang: str = ""
-    done: list[Done] = field(default_factory=list)
-    sessions: dict[str, Session] = field(default_factory=dict)
-    trained: int = 0
-    served: int = 0
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-
-    async def pause(self, port: str) -> None:
-        """A few turns of the loop for others, then the port's own fate."""
-        for _ in range(self.rng.randrange(6)):
-            await asyncio.sleep(0)
-        if port == self.broken:
-            raise Broken(port)
-        if port == self.hang:
-            await asyncio.Event().wait()
-
-    def names(self, kind: str) -> list[Any]:
-        return [what for done, what in self.done if done == kind]
-
-    def episode(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        session_id = request.request_id.rpartition("-")[0]
-        versions: list[int] = []
-        ids = self.chat.action(self._policy(request, self.sessions[session_id].messages))
-        for _ in ids:
-            versions.append(self.served)
-            if self.rng.random() < 0.05:
-                await self.pause("generation")
-        await self.pause("generation")
-        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), versions, "stop")
-
-    def _policy(self, request: GenerationRequest, messages: list[Message]) -> str:
-        rng = random.Random(request.seed)
-        wrong = request.temperature > 0 and rng.random() < self.error_rate
-        return self.task.corrupted(messages, rng) if wrong else self.task.expert(messages)
-
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        await self.pause("begin")
-        assert session_id not in self.sessions
-        self.sessions[session_id] = self.task.session(episode)
-        self.done.append(("begin", session_id))
-        return self.sessions[session_id].messages
-
-    async def step(self, session_id: str, text: str) -> StepResult:
-        await self.pause("step")
-        return self.sessions[session_id].step(text)
-
-    async def finish(self, session_id: str) -> list[Message]:
-        await self.pause("finish")
-        return self.sessions.pop(session_id).messages
-
-    async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        self.done.append(("asked", state.state_id.rpartition("/")[0]))
-        await self.pause("query")
-        text = self.task.expert(state.messages)
-        said = assistant_message(text, "call")
-        return [TeacherAnswer(name, text, said, 0.01, True, 0.1) for name in "ab"[:n]]
-
-    async def score(self, samples: Sequence[PairSample]) -> list[tuple[float, float]]:
-        await self.pause("score")
-        return [(-1.0, -2.0)] * len(samples)
-
-    async def train(self, batch: StepBatch) -> dict[str, Any]:
-        await self.pause("train")
-        assert batch.step == self.trained
-        self.trained += 1
-        self.done.append(("trained", batch))
-        return {"loss/total": 0.0}
-
-    async def sync(self) -> int:
-        await self.pause("sync")
-        self.served = self.trained
-        self.done.append(("served", self.served))
-        return self.served
-
-    async def save(self, step: int) -> None:
-        await self.pause("save")
-        self.done.append(("saved", step))
-
-    def add_traces(self, traces: Sequence[Trace]) -> None:
-        if self.broken == "add_traces":
-            raise Broken("add_traces")
-        self.done += [("stored", trace) for trace in traces]
-
-    def add_pairs(self, pairs: Sequence[PreferencePair]) -> None:
-        self.done += [("pair", pair) for pair in pairs]
-
-    def add_step(self, metrics: Mapping[str, Any]) -> None:
-        self.done.append(("metrics", dict(metrics)))
-
-    def add_evaluation(self, evaluation: Evaluation) -> None:
-        self.done.append(("measured", evaluation.step))
-
-    def update(self, step: Mapping[str, Any]) -> None:
-        self.done.append(("shown", step["step"]))
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self.done.append(("evaluated", evaluation.step))
-
-    def phase(self, text: str) -> None:
-        self.done.append(("phase", text))
-
-
-MakeWorld = Callable[..., World]
+from composer_mesh.services.retries import RolloutsFail
+from composer_mesh.services.rollout import PromptTooLong, Sample, Sampling
 
 
 @pytest.fixture(scope="module")
 def make_world(tokenizer: Any, toolbox: ToolboxTask) -> MakeWorld:
     chat = ChatFormat(tokenizer, toolbox.tools)
     return lambda **options: World(toolbox, chat, **options)
-
-
-def controller_of(world: World, config: Config, late: LateStore) -> Controller:
-    rollouts = Rollouts(world, world, world.chat)
-    stream: PairStream | None = None
-    if config.replay.on:
-        stream = make_pair_stream(config, world, world, world.chat, world, late)
-    ports = Ports(rollouts, stream, world, world, world, world, world.save)
-    return Controller(
-        config,
-        world.task,
-        Batcher(config, world.task, world.chat, make_advantages(config.advantage)),
-        ports,
-    )
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -199,23 +41,6 @@ def max_lag(request: pytest.FixtureRequest) -> int:
 def config(build_config: Any, max_lag: int) -> Config:
     schedule = {"prompts_per_step": 2, "group_size": 3, "max_lag": max_lag}
     return build_config(run={"name": "unit", "seed": 3, "steps": 5}, schedule=schedule, **CHANNELS)
-
-
-async def finished(world: World, config: Config) -> Controller:
-    with new_store() as late:
-        controller = controller_of(world, config, late)
-        await controller.run()
-    return controller
-
-
-@contextmanager
-def new_store() -> Iterator[LateStore]:
-    with TemporaryDirectory() as folder, closing(LateStore(Path(folder) / LATE_FILE)) as late:
-        yield late
-
-
-def others() -> set[asyncio.Task[Any]]:
-    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -354,10 +179,7 @@ async def test_the_same_seed_makes_the_same_batches_when_synchronous(
     assert one == two
 
 
-PORTS = [
-    *("begin", "generation", "step", "finish", "query", "score"),
-    *("train", "sync", "save", "add_traces"),
-]
+PORTS = ["query", "score", "train", "sync", "save", "add_traces"]
 
 
 @pytest.mark.parametrize("port", PORTS)
@@ -367,6 +189,18 @@ async def test_a_port_that_fails_ends_the_run_with_its_error_and_leaves_nothing_
     world = make_world(seed=9, broken=port)
     with pytest.raises(Broken, match=port):
         await finished(world, config)
+    assert others() == set()
+
+
+@pytest.mark.parametrize("port", ["begin", "generation", "step", "finish"])
+async def test_an_environment_or_a_policy_that_always_fails_ends_the_run_and_says_so(
+    make_world: MakeWorld, config: Config, port: str
+) -> None:
+    world = make_world(seed=9, broken=port)
+    with pytest.raises(RolloutsFail, match=f"none of 4 held-out .* Broken: {port}: mend"):
+        await finished(world, config)
+    assert world.names("evaluated") == []
+    assert world.sessions == {}
     assert others() == set()
 
 
@@ -418,24 +252,30 @@ async def test_a_trace_is_the_conversation_token_for_token(
         assert whole.rstrip("\n") == text
 
 
+def sample_of(world: World, max_context: int) -> Sample:
+    """A sample of the first episode, greedy, in a context of so many tokens beyond its prompt."""
+    episode = world.task.episode("train", 0)
+    opening = len(world.chat.first_prompt(world.task.session(episode).messages))
+    return Sample(episode, 0, 0, Sampling(0.0, 64, opening + max_context, 0))
+
+
 async def test_an_episode_whose_context_is_full_ends_without_success(
-    make_world: MakeWorld, toolbox: ToolboxTask
+    make_world: MakeWorld, config: Config
 ) -> None:
     world = make_world(seed=13)
-    rollouts, episode = Rollouts(world, world, world.chat), toolbox.episode("train", 0)
-    opening = len(world.chat.first_prompt(toolbox.session(episode).messages))
-    trace = await rollouts.run(episode, 0, 0, Sampling(0.0, 64, opening + 64, 0))
+    sample = sample_of(world, 64)
+    trace = await rollouts_of(world, config).run(sample, sample.trace_id)
     assert len(trace.turns) == 1
     assert (trace.success, trace.reward) == (False, 0.0)
     assert world.sessions == {}
 
 
 async def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused_with_the_repair(
-    make_world: MakeWorld, toolbox: ToolboxTask
+    make_world: MakeWorld, config: Config
 ) -> None:
     world = make_world(seed=13)
-    rollouts, episode = Rollouts(world, world, world.chat), toolbox.episode("train", 0)
-    opening = len(world.chat.first_prompt(toolbox.session(episode).messages))
-    message = rf"train-000000-000 begins with {opening} tokens .* raise policy\.max_context"
+    sample = sample_of(world, 63)
+    message = r"train-000000-000 begins with \d+ tokens .* raise policy\.max_context"
     with pytest.raises(PromptTooLong, match=message):
-        await rollouts.run(episode, 0, 0, Sampling(0.0, 64, opening + 63, 0))
+        await rollouts_of(world, config).run(sample, sample.trace_id)
+    assert world.sessions == {}

@@ -10,17 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.services.generation import LockstepGeneration
 from composer_mesh.services.service import Service
 
 
 class FakeGenerators:
-    """Replicas that keep what they were sent; each answers with the request's own prompt."""
+    """Replicas that keep what they were sent; each answers with the request's own prompt.
 
-    def __init__(self, replicas: int = 1, broken: int | None = None) -> None:
-        self.replicas, self.broken = replicas, broken
+    The replica at `broken` is gone; with `hopeless` none can stand in for it.
+    """
+
+    def __init__(
+        self, replicas: int = 1, broken: int | None = None, hopeless: bool = False
+    ) -> None:
+        self.replicas, self.broken, self.hopeless = replicas, broken, hopeless
         self.batches: list[tuple[int, list[str]]] = []
+        self.elsewhere: list[list[str]] = []
 
     def __len__(self) -> int:
         return self.replicas
@@ -30,7 +37,17 @@ class FakeGenerators:
         self.batches.append((index, [request.request_id for request in requests]))
         await asyncio.sleep(0)
         if index == self.broken:
-            raise ConnectionError(f"replica {index} is gone")
+            raise ActorDied(f"generator-{index}", "gone")
+        return self.answers(requests)
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
+        self.elsewhere.append([request.request_id for request in requests])
+        await asyncio.sleep(0)
+        if self.hopeless:
+            raise ActorDied("generator-1", "none is left")
+        return self.answers(requests)
+
+    def answers(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
         return [GenerationResult(r.request_id, r.prompt_ids, [0.0], [0], "stop") for r in requests]
 
 
@@ -131,8 +148,14 @@ async def test_a_replica_without_a_share_is_not_called() -> None:
     assert generators.batches == [(0, ["00-0"])]
 
 
-async def test_an_error_of_a_generator_reaches_every_episode_of_its_share() -> None:
+async def test_the_share_of_a_dead_generator_is_asked_again_anywhere() -> None:
     generators = FakeGenerators(replicas=2, broken=1)
+    assert await play(generators, [1] * 4) == [[f"{n:02d}-0"] for n in range(4)]
+    assert generators.elsewhere == [["01-0", "03-0"]]
+
+
+async def test_an_error_of_the_last_generator_reaches_every_episode_of_its_share() -> None:
+    generators = FakeGenerators(replicas=2, broken=1, hopeless=True)
     generation = lockstep(generators)
     lives = [generation.episode() for _ in range(4)]
     ended = await asyncio.gather(
@@ -140,8 +163,8 @@ async def test_an_error_of_a_generator_reaches_every_episode_of_its_share() -> N
     )
     assert ended[0::2] == [["00-0"], ["02-0"]]
     for failure in ended[1::2]:
-        assert isinstance(failure, ConnectionError)
-        assert str(failure) == "replica 1 is gone"
+        assert isinstance(failure, ActorDied)
+        assert failure.reason == "none is left"
 
 
 async def test_an_episode_that_was_cancelled_does_not_hold_up_the_answers_of_others() -> None:

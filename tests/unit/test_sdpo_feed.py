@@ -12,8 +12,8 @@ from fake_teachers import BUDGET, Ring, batch, config, training
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
-from composer_mesh.services.mesh_ports import MeshTraining, joined
 from composer_mesh.services.step_signals import requests_for
+from composer_mesh.services.training import MeshTraining, joined
 
 
 def plans(one: StepBatch, ranks: int = 1) -> list[RankPlan]:
@@ -127,7 +127,7 @@ async def test_a_step_without_views_asks_nobody(build_config: Any) -> None:
 
 async def test_without_teachers_of_its_own_a_run_only_trains(build_config: Any) -> None:
     ring = Ring(settings := config(build_config, placement="inline"), ranks=[1])
-    await MeshTraining(settings, ring.ranks, None).train(batch())  # type: ignore[arg-type]
+    await MeshTraining(settings, lambda: ring.ranks, None).train(batch())  # type: ignore[arg-type]
     assert ring.log == [("train", "trainer-0", 0, 0)]
 
 
@@ -161,6 +161,28 @@ async def test_a_frozen_head_travels_once_and_a_moving_one_at_each_step(
     ring.ranks[0].taken.clear()
     await trainer.train(batch())
     assert len(ring.of("head")) == len(ring.of("take_head")) == times
+
+
+async def test_a_frozen_head_travels_again_to_a_trainer_that_began_again(
+    build_config: Any,
+) -> None:
+    ring = Ring(settings := config(build_config, teacher="frozen"), ranks=[3])
+    await ring.begin()
+    trainer = training(ring, settings)
+    await trainer.train(batch())
+    ring.ranks[0].taken.clear()
+    await ring.sdpo.forget()
+    await trainer.train(batch())
+    assert len(ring.of("forget")) == 1
+    assert len(ring.of("take_head")) == 2
+
+
+async def test_a_step_without_signals_asks_no_teacher(build_config: Any) -> None:
+    ring = Ring(settings := config(build_config), ranks=[3])
+    await ring.begin()
+    await training(ring, settings).train(batch(), signals=False)
+    assert ring.of("train") == [("train", "trainer-0", 0, 0)]
+    assert ring.of("signal") == []
 
 
 @pytest.mark.parametrize("sdpo", [{"teacher": "live"}, {"teacher": "ema", "signal": "full"}])

@@ -103,3 +103,24 @@ async def test_a_waiter_that_is_cancelled_holds_nothing() -> None:
 
 def test_the_end_of_a_step_crosses_a_process() -> None:
     assert str(pickle.loads(pickle.dumps(StepOver(3)))) == str(StepOver(3))
+
+
+async def test_what_is_forgotten_is_free_for_any_step_again() -> None:
+    slots = SlotPool(2, 64)
+    late = await slots.acquire(7)
+    await slots.acquire(7)
+    await slots.forget()
+    assert slots.held == 0
+    assert await slots.write(late, EMPTY) is None
+    assert await slots.write(await slots.acquire(3), EMPTY) is not None
+
+
+async def test_who_waited_when_all_was_forgotten_gets_no_buffer() -> None:
+    slots = SlotPool(1, 64)
+    await slots.acquire(7)
+    waiting = asyncio.create_task(slots.acquire(7))
+    await turns()
+    await slots.forget()
+    with pytest.raises(StepOver):
+        await waiting
+    assert slots.held == 0

@@ -35,7 +35,7 @@ async def deliver(supervisor: Supervisor, *mesh_names: str) -> None:
 
 def recording() -> tuple[Supervisor, Events]:
     events: Events = []
-    return Supervisor(lambda kind, actor, detail: events.append((kind, actor, detail))), events
+    return Supervisor(lambda *event, **_: events.append(event)), events
 
 
 async def test_a_fault_is_recorded_once_under_the_actors_name() -> None:

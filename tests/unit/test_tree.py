@@ -1,16 +1,21 @@
-"""The status file and the tree that is drawn from it, without a mesh."""
+"""The status file and the page that is drawn from it, without a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from composer_mesh.mesh.admin import ActorNode, HostNode, MeshTree, ProcNode
+from composer_mesh.services.live_run import RunUnavailable
+from composer_mesh.services.mesh_view import Usage, merge, pids_of
 from composer_mesh.services.status import (
     ActorStatus,
     RunStatus,
@@ -18,8 +23,10 @@ from composer_mesh.services.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.tree import merge, render, tree_command
+from composer_mesh.services.tree import tree_command
+from composer_mesh.services.tree_page import MeshPage
 
+GUIDE = Path(__file__).parents[2] / "docs" / "tree.md"
 STATUS = RunStatus(
     pid=os.getpid(),
     admin_url=None,
@@ -28,33 +35,58 @@ STATUS = RunStatus(
     steps=20,
     policy_version=3,
     transport="tcp",
+    restarts=2,
     actors=(
-        ActorStatus("trainer", "trainer", 11, policy_version=3, activity="forward [2]"),
-        ActorStatus("generator-0", "generator", 12, policy_version=2),
-        ActorStatus("generator-1", "generator", 13, policy_version=2),
+        ActorStatus("trainer", "trainer", 11, "busy", 3, "forward [2]"),
+        ActorStatus("generator-0", "generator", 12, policy_version=2, outstanding=4),
+        ActorStatus("generator-1.3", "generator", 13, policy_version=2, restarts=2),
     ),
 )
+COMING = ActorStatus("environment-0.2", "environment", None, "starting", activity="Killed(sig=9)")
 MESH = MeshTree(
     (
         HostNode(
             "unix:@x",
             (
                 ProcNode("service", system_actors=2),
-                ProcNode("local", rss_bytes=1 << 20, system_actors=9),
-                ProcNode("trainer-0", (ActorNode("trainer", "idle", 1, 42),), 2 << 20, 1),
+                ProcNode("generator-1_3-0", reachable=False),
                 ProcNode("generator-0-0", (ActorNode("generator-0", "failed: x", 0, 7),)),
-                ProcNode("generator-1-0", reachable=False),
+                ProcNode("trainer-0", (ActorNode("trainer", "idle", 1, 42),), 2 << 20, 1),
+                ProcNode("local", rss_bytes=1 << 20, system_actors=9),
             ),
         ),
     )
 )
+WITH_ONE_TO_COME = dataclasses.replace(STATUS, actors=(*STATUS.actors, COMING))
+MANY = dataclasses.replace(
+    STATUS,
+    actors=tuple(
+        ActorStatus(
+            f"teacher_replay-{place}.12",
+            "teacher_replay",
+            1_000_000 + place,
+            "busy",
+            123_456,
+            "asking the teachers about a state that has a long name, and then about others",
+            restarts=11,
+            outstanding=1_000_000,
+        )
+        for place in range(9)
+    ),
+)
+HEAVY = Usage(dict.fromkeys(pids_of(MANY), 1234.5), dict.fromkeys(pids_of(MANY), 123_456 << 20))
 
 
-def drawn(about: dict[str, object]) -> str:
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
-    with console.file:
-        console.print(render(about))
-        return console.export_text()
+def drawn(about: dict[str, Any], width: int = 200) -> list[str]:
+    console = Console(width=width, file=StringIO(), color_system=None)
+    console.print(MeshPage(about))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def cells(lines: list[str], name: str) -> list[str]:
+    (line,) = (line for line in lines if line.startswith(f"  {name} "))
+    return re.split(r" {2,}", line.strip())
 
 
 def test_a_status_survives_the_file_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -79,45 +111,111 @@ def test_the_newest_run_that_is_alive_is_found(tmp_path: Path) -> None:
 
 
 def test_the_mesh_and_the_status_are_joined_by_name() -> None:
-    about = merge("quick", STATUS, MESH)
+    about = merge("quick", WITH_ONE_TO_COME, MESH)
     (host,) = about["hosts"]
-    assert [(p["name"], p["pid"]) for p in host["processes"]] == [
-        ("controller", os.getpid()),
-        ("trainer", 11),
-        ("generator-0", 12),
-        ("generator-1", 13),
+    assert [(p["name"], p["pid"], p["state"], p["restarts"]) for p in host["processes"]] == [
+        ("controller", os.getpid(), "ready", 0),
+        ("trainer", 11, "busy", 0),
+        ("generator-0", 12, "failed", 0),
+        ("generator-1.3", 13, "dead", 2),
     ]
     actors = {a["name"]: a for p in host["processes"] for a in p["actors"]}
-    assert [actors[name]["state"] for name in sorted(actors)] == ["failed", "dead", "ready"]
+    assert [actors[name]["state"] for name in sorted(actors)] == ["failed", "dead", "busy"]
     assert actors["trainer"]["messages_processed"] == 42
     assert host["system"] == {"processes": 1, "actors": 11}
-    assert about["missing"] == []
+    (missing,) = about["missing"]
+    assert (missing["name"], missing["pid"], missing["state"]) == (
+        "environment-0.2",
+        None,
+        "starting",
+    )
     assert json.loads(json.dumps(about)) == about
 
 
-def test_the_drawing_names_kind_state_version_and_memory() -> None:
-    text = drawn(merge("quick", STATUS, MESH))
-    assert "quick  training  step 3/20  policy v3  transport tcp" in text
-    assert "process trainer  pid 11  2 MiB" in text
-    assert "trainer trainer  ready  policy v3  forward [2]  queue 1  messages 42" in text
+def test_the_system_is_believed_about_memory_and_the_admin_server_where_it_says_nothing() -> None:
+    usage = Usage(cpu_percent={11: 97.5}, rss_bytes={11: 5 << 20})
+    controller, trainer, *_ = merge("quick", STATUS, MESH, usage)["hosts"][0]["processes"]
+    assert (trainer["cpu_percent"], trainer["rss_bytes"]) == (97.5, 5 << 20)
+    assert (controller["cpu_percent"], controller["rss_bytes"]) == (None, 1 << 20)
+
+
+def test_a_process_of_another_machine_is_not_taken_for_one_of_this_machine() -> None:
+    far = MeshTree((dataclasses.replace(MESH.hosts[0], name="tcp:10.0.0.2:1"),))
+    (host,) = merge("quick", STATUS, far, HEAVY)["hosts"]
+    assert host["name"] == "tcp:10.0.0.2:1"
+    assert [process["cpu_percent"] for process in host["processes"]] == [None] * 4
+
+
+def test_a_wide_page_says_all_of_a_process() -> None:
+    lines = drawn(merge("quick", WITH_ONE_TO_COME, MESH, Usage({11: 97.4}, {11: 2 << 20})))
+    assert lines[0] == "quick  training  step 3/20  policy v3  transport tcp  restarts 2"
+    titles = "process state policy restarts memory cpu queue calls messages pid"
+    assert lines[2].split() == titles.split()
+    assert cells(lines, "trainer") == [
+        *("trainer", "forward [2]", "v3", "0", "2 MiB", "97 %", "1", "-", "42", "11"),
+    ]
+    assert cells(lines, "environment-0.2")[1] == "starting: Killed(sig=9)"
+    assert "  and 11 actors of Monarch itself" in lines
+
+
+def test_a_narrow_page_has_room_for_what_killed_an_actor() -> None:
+    why = "the process this actor was running on failed: Killed(sig=9)"
+    dead = ActorStatus("teacher_replay-0", "teacher_replay", 12, "dead", activity=why)
+    status = dataclasses.replace(STATUS, actors=(dead,))
+    assert "dead: Killed(sig=9) " in drawn(merge("quick", status, None, HEAVY), 80)[-1]
+
+
+@pytest.mark.parametrize("width", [80, 100, 119, 120, 200])
+@pytest.mark.parametrize("status", [STATUS, WITH_ONE_TO_COME, MANY], ids=["few", "dead", "many"])
+def test_a_page_fits_its_width_and_has_one_line_for_each_process(
+    width: int, status: RunStatus
+) -> None:
+    lines = drawn(merge("quick", status, MESH if status is not MANY else None, HEAVY), width)
+    assert max(map(len, lines)) <= width
+    for actor in status.actors:
+        (line,) = (line for line in lines if line.startswith(f"  {actor.name} "))
+        assert "…" not in line[: len(actor.name) + 3]
+        if actor.policy_version is not None:
+            assert f" v{actor.policy_version} " in line
+        assert f" {actor.restarts} " in line
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\nb", "[bold]x[/]", "\x9b31m"])
+def test_no_text_of_a_run_is_markup_or_a_control_code(text: str) -> None:
+    actor = ActorStatus(text, text, 1, text, activity=text)
+    status = dataclasses.replace(STATUS, state=text, transport=text, actors=(actor,))
+    lines = drawn(merge(text, status, None))
+    assert len(lines) == 4
+    assert all(line.isprintable() for line in lines)
 
 
 def test_without_an_admin_server_the_runs_own_word_is_drawn() -> None:
     about = merge("quick", STATUS, None)
-    assert [actor["name"] for actor in about["missing"]] == [a.name for a in STATUS.actors]
-    assert "the admin server does not answer" in drawn(about)
+    assert [process["name"] for process in about["missing"]] == [a.name for a in STATUS.actors]
+    assert "the admin server does not answer: this is the run's own word" in drawn(about)
 
 
-def test_no_live_run_is_one_sentence_and_status_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def keys(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+def test_the_guide_names_every_key_of_the_object_and_no_other() -> None:
+    named = set(re.findall(r"^\| `(\w+)` \|", GUIDE.read_text(), re.MULTILINE))
+    assert named == keys(merge("quick", WITH_ONE_TO_COME, MESH))
+
+
+def test_no_live_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tree_command(None) == 1
-    assert capsys.readouterr().err == (
-        "looked for a live run under runs/ and found none: "
-        "start one with composer-mesh train CONFIG\n"
+    with pytest.raises(RunUnavailable) as error:
+        tree_command(None)
+    assert str(error.value) == (
+        "looked for a live run under runs/ and found none: start one with "
+        "composer-mesh train CONFIG"
     )
-    assert tree_command(tmp_path / "gone") == 1
+    with pytest.raises(RunUnavailable, match="gone"):
+        tree_command(tmp_path / "gone")
 
 
 def test_a_live_run_without_a_mesh_is_printed_as_one_object(

@@ -181,6 +181,22 @@ def test_without_a_terminal_each_step_is_one_line_and_nothing_is_redrawn() -> No
     ]
 
 
+def test_the_commands_that_look_into_a_run_are_told_once() -> None:
+    commands = ["composer-mesh tree 'a b' --watch", "composer-mesh events 'a b'"]
+    plain = Console(file=StringIO(), width=40)
+    with RunView("run", 3, console=plain) as view:
+        view.hints(commands)
+    assert isinstance(plain.file, StringIO)
+    assert plain.file.getvalue() == f"event look_into_it {'; '.join(commands)}\n"
+
+    live = terminal(80)
+    with RunView("run", 3, console=live) as view:
+        view.hints(commands)
+        view.phase("later")
+    assert isinstance(live.file, StringIO)
+    assert [live.file.getvalue().count(command) for command in commands] == [1, 1]
+
+
 def test_a_plain_line_has_fixed_keys_with_units_and_names_what_is_off() -> None:
     assert plain_line(STEP, 60) == (
         "step=7/60 version=7 reward_mean=0.500 loss_total=0.5120 loss_policy=-0.0100 loss_sdpo=off"

@@ -10,6 +10,7 @@ SIZES = {
     "prompts": st.integers(1, 4),
     "max_lag": st.integers(0, 3),
     "steps": st.integers(1, 6),
+    "start": st.integers(0, 3),
     "data": st.data(),
 }
 
@@ -18,13 +19,14 @@ class Simulation:
     """A run in which anything that may happen next does happen, in the order that it is told.
 
     Groups enter, sample tokens at the version then served, and finish in any order; a step takes
-    the next groups in order of entry once all of them have finished; its pull comes later.
+    the next groups in order of entry once all of them have finished; its pull comes later. The
+    first `start` steps were done before.
     """
 
-    def __init__(self, prompts: int, max_lag: int, steps: int) -> None:
-        self.window = Window(prompts, max_lag, steps)
+    def __init__(self, prompts: int, max_lag: int, steps: int, start: int = 0) -> None:
+        self.window = Window(prompts, max_lag, steps, start)
         self.prompts, self.steps = prompts, steps
-        self.served = self.trained = 0
+        self.served = self.trained = start
         self.lags: list[int] = []
         self.versions: dict[int, list[int]] = {}
         self.finished: set[int] = set()
@@ -65,8 +67,8 @@ class Simulation:
             self.window.pulled(self.served)
 
 
-def play(prompts: int, max_lag: int, steps: int, data: st.DataObject) -> Simulation:
-    run = Simulation(prompts, max_lag, steps)
+def play(prompts: int, max_lag: int, steps: int, start: int, data: st.DataObject) -> Simulation:
+    run = Simulation(prompts, max_lag, start + steps, start)
     idle = 0
     while moves := run.moves():
         # Sampling alone makes no progress, so it may not be all that ever happens.
@@ -80,28 +82,28 @@ def play(prompts: int, max_lag: int, steps: int, data: st.DataObject) -> Simulat
 
 @given(**SIZES)
 def test_no_token_is_older_than_max_lag_in_any_interleaving(
-    prompts: int, max_lag: int, steps: int, data: st.DataObject
+    prompts: int, max_lag: int, steps: int, start: int, data: st.DataObject
 ) -> None:
-    run = play(prompts, max_lag, steps, data)
+    run = play(prompts, max_lag, steps, start, data)
     assert max(run.lags) <= max_lag
     assert min(run.lags) >= 0
 
 
 @given(**SIZES)
 def test_every_interleaving_ends_with_every_step_trained(
-    prompts: int, max_lag: int, steps: int, data: st.DataObject
+    prompts: int, max_lag: int, steps: int, start: int, data: st.DataObject
 ) -> None:
-    run = play(prompts, max_lag, steps, data)
-    assert run.trained == run.served == steps
+    run = play(prompts, max_lag, steps, start, data)
+    assert run.trained == run.served == start + steps
     assert run.window.exhausted
-    assert len(run.versions) == steps * prompts
+    assert list(run.versions) == list(range(start * prompts, (start + steps) * prompts))
 
 
 @given(**SIZES)
 def test_never_more_groups_run_than_the_window_holds(
-    prompts: int, max_lag: int, steps: int, data: st.DataObject
+    prompts: int, max_lag: int, steps: int, start: int, data: st.DataObject
 ) -> None:
-    run = play(prompts, max_lag, steps, data)
+    run = play(prompts, max_lag, steps, start, data)
     assert run.most_running <= (max_lag + 1) * prompts
 
 

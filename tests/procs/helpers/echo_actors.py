@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 from monarch.actor import concurrent_endpoint
 
@@ -48,6 +49,17 @@ class EchoActor(MeshActor):
     async def hold(self) -> int:
         await self.gate.wait()
         return os.getpid()
+
+    @concurrent_endpoint
+    async def start_child(self) -> int:
+        """The id of a process that outlives whoever does not end it."""
+        child = await asyncio.create_subprocess_exec("sleep", "600")
+        return child.pid
+
+    @concurrent_endpoint
+    async def spin(self, seconds: float) -> None:
+        """Work as actors do: in a thread."""
+        await asyncio.to_thread(time.sleep, seconds)
 
     @concurrent_endpoint
     async def release(self) -> None:

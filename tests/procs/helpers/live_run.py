@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,11 @@ def _session(pid: int) -> int:
 
 @contextmanager
 def launched(
-    root: Path, cache: Path, settings: Mapping[str, Any], folder: Path | None = None
+    root: Path,
+    cache: Path,
+    settings: Mapping[str, Any],
+    folder: Path | None = None,
+    options: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
     """Start `train` on the shortened preset, in a working directory or in the tests' own.
 
@@ -153,7 +157,7 @@ def launched(
     command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
     with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
         process = subprocess.Popen(
-            [*command, "--output", str(root)],
+            [*command, "--output", str(root), *options],
             stdout=out,
             stderr=err,
             start_new_session=True,

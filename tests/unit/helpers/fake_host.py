@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
@@ -14,6 +15,8 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
+
+Answer = Callable[[str, tuple[Any, ...]], Any]
 
 
 class Worker(MeshActor):
@@ -63,6 +66,7 @@ class FakeActor:
     heard: list[tuple[Any, ...]] = field(default_factory=list)
     broken: Exception | None = None
     slow: asyncio.Event | None = None
+    host: FakeHost | None = field(default=None, repr=False)
     stopped: bool = False
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
@@ -74,7 +78,7 @@ class FakeActor:
                 await self.slow.wait()
             if self.broken is not None:
                 raise self.broken
-            return self.name
+            return self.name if self.answer is None else self.answer(endpoint, args)
         loop = asyncio.get_running_loop()
         call = FakeCall(endpoint, args, deadline_s, loop.create_future())
         self.held.append(call)
@@ -82,6 +86,14 @@ class FakeActor:
             return await call.answer
         finally:
             self.held.remove(call)
+
+    @property
+    def answer(self) -> Answer | None:
+        return None if self.host is None else self.host.answer
+
+    @property
+    def alive(self) -> bool:
+        return not self.death.done()
 
     def die(self, reason: str = "killed") -> None:
         """Its process is gone: everybody who waits for it hears so, then the supervisor."""
@@ -97,8 +109,10 @@ class FakeActor:
 class FakeHost:
     """Starts fakes; `gate` holds every start back.
 
-    What it starts is `broken` or `slow` in all but `work`.
+    What it starts is `broken` or `slow` in all but `work`, and says its name or the `answer`.
     """
+
+    name = "localhost"
 
     def __init__(self) -> None:
         self.supervisor = None
@@ -107,6 +121,7 @@ class FakeHost:
         self.gate: asyncio.Event | None = None
         self.broken: Exception | None = None
         self.slow: asyncio.Event | None = None
+        self.answer: Answer | None = None
         self._pids = count(100)
 
     async def spawn(self, name: str, kind: Any, *args: Any, policy: Any, **_: Any) -> FakeActor:
@@ -115,7 +130,7 @@ class FakeHost:
             await self.gate.wait()
         death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
         actor = FakeActor(name, next(self._pids), policy, death)
-        actor.broken, actor.slow = self.broken, self.slow
+        actor.broken, actor.slow, actor.host = self.broken, self.slow, self
         self.started.append(actor)
         return actor
 
@@ -126,6 +141,13 @@ class FakeHost:
 
     def lost(self, actor: FakeActor, reason: str) -> None:
         self.told.append((actor.name, reason))
+        if not actor.death.done():
+            actor.die(reason)
+
+    async def started_as(self, name: str) -> FakeActor:
+        """Wait for a process of this name."""
+        await until(lambda: name in {actor.name for actor in self.started})
+        return self[name]
 
     @property
     def running(self) -> list[str]:
@@ -144,6 +166,15 @@ async def turns() -> None:
     """Let all happen that can: nothing here waits for a clock, only for turns of the loop."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Let things happen until a condition holds."""
+    for _ in range(1_000_000):
+        if true():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came true")
 
 
 def ask(pool: Any, *args: Any) -> asyncio.Task[Any]:

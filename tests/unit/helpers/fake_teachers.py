@@ -11,13 +11,13 @@ import torch
 
 from composer_mesh.actors.signals import HeadHandle, SignalHandle, ViewKey, view_keys
 from composer_mesh.actors.trainer import TrainReply
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, RemoteError
 from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.mesh.weights import WeightManifest, WeightsHandle
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.mesh_ports import MeshTraining
 from composer_mesh.services.teaching import SdpoTeachers
+from composer_mesh.services.training import MeshTraining
 
 Log = list[tuple[Any, ...]]
 BUDGET = 512
@@ -69,6 +69,7 @@ class FakeTeacher(FakeActor):
         super().__init__(name, log)
         self.version, self.tickets, self.served = 0, 0, 0
         self.held: set[int] = set()
+        self.error: Exception | None = None
 
     async def load(self, *_: Any) -> None:
         await self.pass_gate("load")
@@ -81,6 +82,8 @@ class FakeTeacher(FakeActor):
         return self.version
 
     async def signal(self, step: int, views: list[HintedView], choice: Any) -> SignalHandle:
+        if self.error is not None:
+            raise self.error from RemoteError(self.name, "signal", "traceback")
         place, self.served = self.served, self.served + 1
         self.log.append(("signal", self.name, view_keys(views), choice))
         await self.pass_gate(place)
@@ -90,6 +93,10 @@ class FakeTeacher(FakeActor):
 
     async def release(self, ticket: int) -> None:
         self.held.remove(ticket)
+
+    async def forget(self) -> None:
+        self.log.append(("forget", self.name))
+        self.held.clear()
 
     async def head(self) -> HeadHandle:
         self.log.append(("head", self.name))
@@ -165,6 +172,8 @@ class FakeHost:
 
     def lost(self, teacher: FakeTeacher, reason: str) -> None:
         self.log.append(("lost", teacher.name, reason))
+        if teacher.alive:
+            teacher.death.set_result(ActorDied(teacher.name, reason))
 
     async def stop(self, teacher: FakeTeacher) -> None:
         self.log.append(("stop", teacher.name))
@@ -184,7 +193,7 @@ class Ring:
         self.ranks = [FakeRank(f"trainer-{n}", self.log, count) for n, count in enumerate(ranks)]
         self.sdpo = SdpoTeachers(config, self.host, {}, self.record)  # type: ignore[arg-type]
 
-    def record(self, *event: str) -> None:
+    def record(self, *event: str, **_: Any) -> None:
         self.events.append(event)
 
     async def begin(self) -> list[FakeTeacher]:
@@ -202,8 +211,12 @@ class Ring:
             await asyncio.sleep(0)
 
 
-def config(build_config: Any, **sdpo: Any) -> Any:
-    return build_config(sdpo={"alpha": 0.5, **sdpo}, trainer={"microbatch_tokens": BUDGET})
+def config(build_config: Any, restarts: int = 5, **sdpo: Any) -> Any:
+    return build_config(
+        sdpo={"alpha": 0.5, **sdpo},
+        trainer={"microbatch_tokens": BUDGET},
+        supervision={"restarts": restarts, "backoff_s": 1e-9, "backoff_max_s": 1e-9},
+    )
 
 
 def batch(samples: int = 3, views: Sequence[HintedView] | None = None) -> StepBatch:
@@ -213,4 +226,4 @@ def batch(samples: int = 3, views: Sequence[HintedView] | None = None) -> StepBa
 
 
 def training(ring: Ring, settings: Any) -> MeshTraining:
-    return MeshTraining(settings, ring.ranks, ring.sdpo)  # type: ignore[arg-type]
+    return MeshTraining(settings, lambda: ring.ranks, ring.sdpo)  # type: ignore[arg-type]

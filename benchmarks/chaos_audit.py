@@ -1,0 +1,113 @@
+"""Whether a run kept its promises through the faults, judged by its files alone.
+
+Everything that was trained is on disk once, no token is older or newer than the rules allow, no
+trace is broken. Whether a recorded version is the true one is for `chaos_logprobs` to say.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.rollouts.traces import Trace
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The schedule that the run was asked to keep."""
+
+    prompts_per_step: int
+    group_size: int
+    max_lag: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found; every count is 0 in a run that kept its promises."""
+
+    traces_lost: int
+    duplicates: int
+    broken: int
+    lag_breaks: int
+    from_the_future: int
+    given_up: int = 0
+    """Samples that the run says were never finished: their episode was set aside, or their retries
+    used up."""
+
+
+def audit(
+    traces: Sequence[Trace],
+    metrics: Sequence[Mapping[str, Any]],
+    first_seen: Mapping[str, int],
+    poisoned: Sequence[Mapping[str, Any]],
+    rules: Rules,
+) -> Audit:
+    """Judge a run's training traces.
+
+    `first_seen` tells how many steps were done when a trace was first read, so it cannot have been
+    sampled later; `poisoned` are the lines of poisoned.jsonl.
+    """
+    trained = [trace for trace in traces if trace.split == "train"]
+    unique = {trace.trace_id: trace for trace in trained}
+    by_group: dict[int, list[Trace]] = {}
+    for trace in unique.values():
+        by_group.setdefault(trace.group_id, []).append(trace)
+    missing, given_up = _missing(by_group, metrics, _set_aside(poisoned), rules)
+    return Audit(
+        traces_lost=missing,
+        duplicates=len(trained) - len(unique),
+        broken=sum(map(is_broken, unique.values())),
+        lag_breaks=sum(_lag_breaks(one, metrics, rules) for one in unique.values()),
+        from_the_future=sum(
+            _tokens_above(one, first_seen[one.trace_id] + 1)
+            for one in unique.values()
+            if one.trace_id in first_seen
+        ),
+        given_up=given_up,
+    )
+
+
+def _missing(
+    by_group: Mapping[int, Sequence[Trace]],
+    metrics: Sequence[Mapping[str, Any]],
+    set_aside: frozenset[int],
+    rules: Rules,
+) -> tuple[int, int]:
+    """Samples of trained steps that are not on disk: lost, and given up by the run's own word."""
+    never_stored = short = excused = 0
+    for line in metrics:
+        last = line["step"] * rules.prompts_per_step
+        groups = range(last - rules.prompts_per_step, last)
+        present = {group: len(by_group.get(group, ())) for group in groups}
+        never_stored += max(0, line["rollouts/count"] - sum(present.values()))
+        gaps = {group: rules.group_size - count for group, count in present.items()}
+        excused += sum(gap for group, gap in gaps.items() if group in set_aside)
+        short += sum(gap for group, gap in gaps.items() if group not in set_aside)
+    told = int(sum(line.get("rollouts/given_up") or 0 for line in metrics))
+    return max(never_stored, short - told), excused + min(told, short)
+
+
+def _set_aside(poisoned: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Groups of which samples may be missing: a training episode's index is its group's."""
+    episodes = [line["episode"] for line in poisoned]
+    return frozenset(one["index"] for one in episodes if one["split"] == "train")
+
+
+def is_broken(trace: Trace) -> bool:
+    """Whether a trace is no finished episode: without turns, or told otherwise by its messages."""
+    answers = Counter(message["role"] for message in trace.messages)["assistant"]
+    empty = any(not turn.action_ids for turn in trace.turns)
+    return not trace.turns or empty or answers != len(trace.turns)
+
+
+def _lag_breaks(trace: Trace, metrics: Sequence[Mapping[str, Any]], rules: Rules) -> int:
+    """Tokens that are older than the window allows, or newer than the step that trained them."""
+    step = trace.group_id // rules.prompts_per_step
+    if step >= len(metrics):
+        return 0
+    allowed = range(max(0, step - rules.max_lag), step + 1)
+    return sum(version not in allowed for turn in trace.turns for version in turn.versions)
+
+
+def _tokens_above(trace: Trace, newest: int) -> int:
+    return sum(version > newest for turn in trace.turns for version in turn.versions)

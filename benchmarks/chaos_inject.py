@@ -1,0 +1,146 @@
+"""Carries a schedule of faults out on a live run, and keeps a ledger of what truly happened.
+
+A fault counts when it struck: one that found no process, or whose endpoint was not called, is tried
+again later. What became of the run is judged elsewhere.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from chaos_run import Actor, LiveRun, Tail
+from chaos_schedule import LAST, Fault, Planned
+
+ARMED_S = 45.0
+"""How long a fault waits for its endpoint to be called."""
+AT_WORK = {"expert_server": "describe"}
+"""Where an exception strikes a kind that has no other endpoint at work; elsewhere in any."""
+INSIDE = frozenset({Fault.RAISE, Fault.MEMORY})
+"""Faults that strike in an endpoint, because a caller must see them."""
+FROM_OUTSIDE = {Fault.KILL: signal.SIGKILL, Fault.STOP: signal.SIGSTOP}
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A fault that struck: when (seconds since 1970) and whom."""
+
+    planned: Planned
+    time: float
+    actor: str
+    pid: int
+    endpoint: str = ""
+
+
+@dataclass(frozen=True)
+class _Armed:
+    planned: Planned
+    actor: Actor
+    until: float
+
+
+@dataclass
+class Injector:
+    """One schedule on one run; `step()` is called again and again while the run lives."""
+
+    run: LiveRun
+    plan: Sequence[Planned]
+    steps: int
+    folder: Path
+    applied: list[Applied] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._waiting = list(self.plan)
+        self._due: dict[int, float] = {}
+        self._armed: dict[int, _Armed] = {}
+        self._ledger = Tail(self.folder / "applied.jsonl")
+        self._hit: set[int] = set()
+
+    @property
+    def left(self) -> list[Planned]:
+        """Faults that have not struck."""
+        return [*self._waiting, *(armed.planned for armed in self._armed.values())]
+
+    def step(self) -> None:
+        """Strike with what is due, and take note of what has struck."""
+        self._read_ledger()
+        self._rearm()
+        share = len(self.run.metrics) / self.steps
+        if not self.run.metrics or share > LAST + 0.03:
+            return
+        now, actors = time.monotonic(), self.run.actors()
+        for planned in [one for one in self._waiting if one.at <= share]:
+            due = self._due.setdefault(planned.number, now + planned.delay_s)
+            if due <= now and (actor := self._target(planned, actors)) is not None:
+                self._strike(planned, actor)
+
+    def _target(self, planned: Planned, actors: Sequence[Actor]) -> Actor | None:
+        """The `place`-th actor of the kind that is whole; the next where that one is not."""
+        spared = self._hit | {armed.actor.pid for armed in self._armed.values()}
+        slots = [one for one in actors if one.kind == planned.kind]
+        for turn in range(len(slots)):
+            actor = slots[(planned.place + turn) % len(slots)]
+            if actor.pid not in spared:
+                return actor
+        return None
+
+    def _strike(self, planned: Planned, actor: Actor) -> None:
+        endpoint = planned.endpoint
+        if endpoint is None and planned.fault in INSIDE:
+            endpoint = AT_WORK.get(planned.kind, "*")
+        if endpoint is None and planned.fault in FROM_OUTSIDE:
+            self._signal(planned, actor)
+        elif self._send(planned, actor, endpoint):
+            self._waiting.remove(planned)
+            self._armed[planned.number] = _Armed(planned, actor, time.monotonic() + ARMED_S + 5)
+
+    def _signal(self, planned: Planned, actor: Actor) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            struck = time.time()
+            os.kill(actor.pid, FROM_OUTSIDE[planned.fault])
+            self._waiting.remove(planned)
+            self._note(Applied(planned, struck, actor.name, actor.pid))
+
+    def _send(self, planned: Planned, actor: Actor, endpoint: str | None) -> bool:
+        order = {
+            "number": planned.number,
+            "fault": planned.fault.value,
+            "endpoint": endpoint,
+            "until": time.time() + ARMED_S,
+        }
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            try:
+                address = str(self.folder / f"{actor.pid}.sock")
+                sender.sendto(json.dumps(order).encode(), address)
+            except OSError:  # it is gone, or not yet there
+                return False
+        return True
+
+    def _read_ledger(self) -> None:
+        for line in self._ledger.read():
+            armed = self._armed.pop(line["number"], None)
+            if armed is not None:
+                struck, endpoint = line["time"], line["endpoint"]
+                self._note(
+                    Applied(armed.planned, struck, armed.actor.name, armed.actor.pid, endpoint)
+                )
+
+    def _rearm(self) -> None:
+        """Faults whose process ended first, or was not called, wait for another."""
+        now = time.monotonic()
+        for number, armed in list(self._armed.items()):
+            if now > armed.until:
+                del self._armed[number]
+                self._waiting.append(replace(armed.planned, delay_s=0.0))
+                self._due.pop(number)
+
+    def _note(self, applied: Applied) -> None:
+        self.applied.append(applied)
+        if applied.planned.fault not in (Fault.RAISE, Fault.CUT, Fault.MEMORY):
+            self._hit.add(applied.pid)

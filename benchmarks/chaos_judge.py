@@ -1,0 +1,124 @@
+"""One ended run, judged: its audit, its faults' outcomes, and what it said about itself.
+
+Gathers what the other parts find; nothing here decides what is good.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos_audit import Audit, Rules, audit
+from chaos_inject import Applied
+from chaos_logprobs import Checked, check_versions, policies
+from chaos_outcomes import Outcome, outcomes, unprovoked
+from chaos_run import LiveRun
+from chaos_schedule import Planned
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.rollouts.traces import Trace, trace_from_json
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over: by itself, or because it stood for too long."""
+
+    run: LiveRun
+    applied: Sequence[Applied]
+    missed: Sequence[Planned]
+    """Faults that found nobody to strike."""
+    status: int
+    hangs: int
+    left: Sequence[int]
+    """Processes that outlived the command."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run is judged by."""
+
+    ended: Ended
+    audit: Audit
+    checked: Checked
+    outcomes: Sequence[Outcome]
+    unprovoked: Sequence[Mapping[str, Any]]
+    """Deaths that no fault explains."""
+    success: float | None
+    """Final held-out success; None where the run did not get there."""
+    events: Counter[str]
+    retried: int
+    """Rollouts that were run again."""
+    restarts: int
+    wall_s: float
+    rewritten: Sequence[str]
+
+
+def judge(ended: Ended) -> Verdict:
+    """Read a run's directory. Waits for the log-probs of its tokens to be computed again."""
+    run = ended.run
+    config = load_config(run.root / "config.toml", [])
+    traces = stored_traces(run.root)
+    schedule = config.schedule
+    rules = Rules(schedule.prompts_per_step, schedule.group_size, schedule.max_lag)
+    poisoned = read_lines(run.root / "poisoned.jsonl")
+    folders = policies(run.policies, _initial(run.events))
+    summary = _summary(run.root)
+    final = (summary.get("eval") or {}).get("final")
+    return Verdict(
+        ended,
+        audit(traces, run.metrics, run.first_seen, poisoned, rules),
+        check_versions(
+            [trace for trace in traces if trace.split == "train"],
+            folders,
+            config.generator.temperature,
+        ),
+        outcomes(ended.applied, run.events),
+        unprovoked(ended.applied, run.events),
+        final["success"] if final and ended.status == 0 else None,
+        Counter(event["event"] for event in run.events),
+        int(sum(line.get("rollouts/retried") or 0 for line in run.metrics)),
+        int(summary.get("restarts") or 0),
+        float(summary.get("wall_s") or 0.0),
+        run.rewritten,
+    )
+
+
+def write_outcomes(verdict: Verdict, path: Path) -> None:
+    """Every fault and its end, a line each, for whoever wants to know more than the table."""
+    lines = [
+        json.dumps(dataclasses.asdict(one.applied) | {"fate": one.fate, **_seconds(one)})
+        for one in verdict.outcomes
+    ]
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def _seconds(one: Outcome) -> dict[str, float | None]:
+    return {"detected_s": one.detected_s, "recovered_s": one.recovered_s}
+
+
+def stored_traces(root: Path) -> list[Trace]:
+    path = root / "traces" / "traces.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [trace_from_json(line) for line in lines]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _initial(events: Sequence[Mapping[str, Any]]) -> Path | None:
+    """The folder of version 0, as the run named it."""
+    ready = [event["detail"] for event in events if event["event"] == "policy_ready"]
+    return Path(ready[0]) if ready else None
+
+
+def _summary(root: Path) -> dict[str, Any]:
+    try:
+        summary: dict[str, Any] = json.loads((root / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary

@@ -1,0 +1,162 @@
+"""What became of each fault, from the events of the run: when it was noticed, when it was healed.
+
+Pure: faults that struck and events in, seconds and counts out. Both tell time in seconds since
+1970, on one machine.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from chaos_inject import Applied
+from chaos_run import slot_of
+from chaos_schedule import ENDS_THE_PROCESS
+
+NOTICED = frozenset({"actor_died", "actor_hung", "actor_stopped"})
+"""Events that tell of the end of a process."""
+HEALED = frozenset({"actor_restarted", "trainer_restarted"})
+ECHO_S = 60.0
+"""How long after a fault the end of its process may be its work."""
+CLOCKS_S = 0.1
+"""How much earlier than its fault an event may seem: they are rounded."""
+
+
+class Fate(StrEnum):
+    """How a fault ended."""
+
+    RESTARTED = "restarted"
+    ABSORBED = "absorbed"
+    """The process went on, or none had to be replaced."""
+    GIVEN_UP = "given up"
+    LOST = "not healed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One fault and its end; what did not happen is None."""
+
+    applied: Applied
+    fate: Fate
+    detected_s: float | None = None
+    recovered_s: float | None = None
+
+
+def outcomes(applied: Sequence[Applied], events: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    """The outcome of every fault, in their order.
+
+    A trainer that shares a fault with its restart is matched by time: the first restart after the
+    fault was noticed is its own.
+    """
+    return [_outcome(fault, events) for fault in applied]
+
+
+def unprovoked(
+    applied: Sequence[Applied], events: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Deaths of actors that no fault had struck within `ECHO_S` before."""
+    return [
+        event
+        for event in events
+        if event["event"] == "actor_died"
+        and not any(
+            fault.actor == event["actor"] and -CLOCKS_S <= event["time"] - fault.time <= ECHO_S
+            for fault in applied
+        )
+    ]
+
+
+def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]]) -> Outcome:
+    later = [event for event in events if event["time"] >= fault.time - CLOCKS_S]
+    noticed, healed = _end_and_heal(fault, later)
+    told = noticed or _first(later, lambda event: _mentions(event, fault))
+    detected = None if told is None or told is healed else _after(fault, told)
+    if healed is not None:
+        return Outcome(fault, Fate.RESTARTED, detected, _after(fault, healed))
+    if noticed is None and fault.planned.fault not in ENDS_THE_PROCESS:
+        return Outcome(fault, Fate.ABSORBED, detected)
+    given_up = any(one["event"] == "actor_given_up" and _same_slot(one, fault) for one in later)
+    return Outcome(fault, Fate.GIVEN_UP if given_up else Fate.LOST, detected)
+
+
+def _end_and_heal(
+    fault: Applied, later: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """The event that tells of the end of the very process, and the one that tells of the next.
+
+    A restart before any word of the end is not this fault's, for names come again; but a trainer
+    is begun again for an error too, of which no other event tells.
+    """
+    noticed = None
+    for event in later:
+        if event["event"] in NOTICED and event["actor"] == fault.actor:
+            noticed = noticed or event
+        elif _heals(event, fault):
+            own = noticed is not None or _mentions(event, fault)
+            return noticed, event if own else None
+    return noticed, None
+
+
+def _heals(event: Mapping[str, Any], fault: Applied) -> bool:
+    if fault.planned.kind == "trainer" and event["event"] == "trainer_restarted":
+        return True
+    return event["event"] in HEALED and _same_slot(event, fault)
+
+
+def _same_slot(event: Mapping[str, Any], fault: Applied) -> bool:
+    return slot_of(event["actor"]) == slot_of(fault.actor)
+
+
+def _mentions(event: Mapping[str, Any], fault: Applied) -> bool:
+    return f"injected fault {fault.planned.number}:" in event["detail"]
+
+
+def _first(
+    events: Iterable[Mapping[str, Any]], wanted: Callable[[Mapping[str, Any]], bool]
+) -> Mapping[str, Any] | None:
+    return next(filter(wanted, events), None)
+
+
+def _after(fault: Applied, event: Mapping[str, Any]) -> float:
+    return max(0.0, event["time"] - fault.time)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Outcomes of one sort of faults as a row of the table."""
+
+    faults: int
+    detected: list[float]
+    recovered: list[float]
+    fates: Mapping[Fate, int]
+
+    @classmethod
+    def of(cls, found: Sequence[Outcome]) -> "Summary":
+        fates = {fate: sum(one.fate is fate for one in found) for fate in Fate}
+        detected = [one.detected_s for one in found if one.detected_s is not None]
+        recovered = [one.recovered_s for one in found if one.recovered_s is not None]
+        return cls(len(found), detected, recovered, fates)
+
+    def cells(self) -> list[str]:
+        return [
+            str(self.faults),
+            two_percentiles(self.detected),
+            two_percentiles(self.recovered),
+            *(str(self.fates[fate] or "") for fate in Fate),
+        ]
+
+
+def two_percentiles(seconds: Sequence[float]) -> str:
+    """The median and the 95th percentile."""
+    if not seconds:
+        return "-"
+    return f"{percentile(seconds, 0.5):.1f} / {percentile(seconds, 0.95):.1f}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of the values do not exceed; the median is the usual one."""
+    ordered = sorted(values)
+    if share == 0.5:
+        return statistics.median(ordered)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

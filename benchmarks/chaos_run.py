@@ -1,0 +1,230 @@
+"""A run as chaos sees it: the real command, its files as they grow, its processes, from outside.
+
+Nothing of the run's own code is called, so that what is observed does not depend on what failed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.mesh.processes import is_alive
+
+PRESET = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
+HOOK = Path(__file__).resolve().parent / "chaos_hook"
+MARKER_ENV, FOLDER_ENV = "COMPOSER_MESH_CHAOS", "COMPOSER_MESH_CHAOS_FOLDER"
+ALIVE = frozenset({"ready", "busy"})
+
+
+@dataclass(frozen=True)
+class Actor:
+    """An actor that serves, as the run's status file names it."""
+
+    name: str
+    kind: str
+    pid: int
+
+    @property
+    def slot(self) -> str:
+        return slot_of(self.name)
+
+
+def slot_of(name: str) -> str:
+    """The place of an actor: `generator-0` for each of the processes that follow each other there.
+
+    >>> slot_of("generator-0.2")
+    'generator-0'
+    """
+    return name.partition(".")[0]
+
+
+class Tail:
+    """A growing file of JSON lines; remembers what it has read, to tell whether it stayed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self._rest = path, 0, b""
+        self._seen = hashlib.sha256()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The objects of the complete lines that are new."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                fresh = file.read()
+        except FileNotFoundError:
+            return []
+        self._at += len(fresh)
+        self._seen.update(fresh)
+        *lines, self._rest = (self._rest + fresh).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    @property
+    def intact(self) -> bool:
+        """Whether the file still begins with every byte that was ever read from it."""
+        if not self._at:
+            return True
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            return hashlib.sha256(file.read(self._at)).digest() == self._seen.digest()
+        return False
+
+
+@dataclass
+class LiveRun:
+    """A `train` command, and what its directory has told so far."""
+
+    root: Path
+    marker: str
+    process: subprocess.Popen[bytes]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    first_seen: dict[str, int] = field(default_factory=dict)
+    """By trace: how many steps were done when it was first read."""
+    progress: list[float] = field(default_factory=list)
+    """The moments at which a step or an evaluation was first read."""
+
+    def __post_init__(self) -> None:
+        self._tails = {
+            name: Tail(self.root / name)
+            for name in (
+                "events.jsonl",
+                "metrics.jsonl",
+                "evaluations.jsonl",
+                "traces/traces.jsonl",
+            )
+        }
+        self.began = time.monotonic()
+
+    @property
+    def policies(self) -> Path:
+        """Where the weights of each checkpoint stay when the run deletes it."""
+        return self.root.with_suffix(".policies")
+
+    def poll(self) -> None:
+        """Read what is new. Traces before metrics, so that none is taken for older than it is."""
+        traces = self._tails["traces/traces.jsonl"].read()
+        self.events += self._tails["events.jsonl"].read()
+        for name, kept in (("metrics", self.metrics), ("evaluations", self.evaluations)):
+            fresh = self._tails[f"{name}.jsonl"].read()
+            kept += fresh
+            self.progress += [time.monotonic()] * len(fresh)
+        for trace in traces:
+            self.first_seen.setdefault(trace["trace_id"], len(self.metrics))
+        self._keep_policies()
+
+    @property
+    def rewritten(self) -> list[str]:
+        """Files that lost lines which had been in them."""
+        return [name for name, tail in self._tails.items() if not tail.intact]
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def since_progress_s(self) -> float:
+        return time.monotonic() - (self.progress[-1] if self.progress else self.began)
+
+    def longest_wait_s(self) -> float:
+        """Between two steps or evaluations, from the first one on."""
+        pairs = zip(self.progress, self.progress[1:], strict=False)
+        return max((after - before for before, after in pairs), default=0.0)
+
+    def actors(self) -> list[Actor]:
+        """The actors that serve, by the run's own word, in the order of their slots."""
+        try:
+            status = json.loads((self.root / "status.json").read_text())
+        except (OSError, ValueError):
+            return []
+        found = [
+            Actor(one["name"], one["kind"], one["pid"])
+            for one in status["actors"]
+            if one.get("state") in ALIVE and one.get("pid") and is_alive(one["pid"])
+        ]
+        return sorted(found, key=lambda one: one.slot)
+
+    def processes(self) -> list[int]:
+        """Everything that the command started, however it is related, and the command itself."""
+        return marked(self.marker)
+
+    def kill(self) -> None:
+        """End every process of the run."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def stderr(self) -> str:
+        return self.root.with_suffix(".err").read_text()
+
+    def _keep_policies(self) -> None:
+        """Link the weights of new checkpoints, so that they can be asked for log-probs later."""
+        for folder in (self.root / "checkpoints").glob("step-*"):
+            weights = folder / "model.safetensors"
+            with contextlib.suppress(OSError):
+                kept = self.policies / f"{folder.name}.{weights.stat().st_ino}"
+                if not kept.exists():
+                    _link(folder, kept)
+
+
+def _link(folder: Path, kept: Path) -> None:
+    draft = kept.with_name(f".{kept.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in {".json", ".jinja", ".safetensors", ".txt"}:
+            os.link(file, draft / file.name)
+    draft.rename(kept)
+
+
+def marked(marker: str) -> list[int]:
+    """Living processes that inherited a marker in their environment, from whomever."""
+    wanted = f"{MARKER_ENV}={marker}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
+@contextlib.contextmanager
+def launched(
+    root: Path, settings: Mapping[str, Any], hook_folder: Path | None = None
+) -> Iterator[LiveRun]:
+    """Start `train` on the quickstart preset; whatever is left of it at the end is killed.
+
+    With a folder for the hook its processes listen there for faults.
+    """
+    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
+    marker = uuid.uuid4().hex
+    environment = os.environ | {MARKER_ENV: marker, "OMP_NUM_THREADS": "1"}
+    if hook_folder is not None:
+        path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")]))
+        environment |= {"PYTHONPATH": path, FOLDER_ENV: str(hook_folder)}
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(
+            [*command, "--output", str(root)],
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+    run = LiveRun(root, marker, process)
+    try:
+        yield run
+    finally:
+        run.kill()

@@ -1,0 +1,159 @@
+"""Which faults a chaos run meets, and when: the same seed, the same schedule.
+
+Moments are shares of a run's steps, so that a run that heals slowly is not hit faster than it
+moves. Which process a fault finds there is the injector's business; nothing here knows processes.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+FIRST, LAST = 0.02, 0.92
+"""The share of a run in which faults fall: its last steps show that it recovered."""
+BURST_SIZE = 4
+BURST_S = 0.5
+"""The faults of a burst fall within this time."""
+EVERY_BURST, EVERY_SYNC = 12, 6
+"""One burst for so many faults, one fault during a weight sync for so many."""
+
+
+class Fault(StrEnum):
+    """What is done to a process."""
+
+    KILL = "SIGKILL"
+    STOP = "SIGSTOP"
+    RAISE = "exception"
+    EXIT = "os._exit"
+    MEMORY = "memory limit"
+    CUT = "cut connection"
+
+
+ENDS_THE_PROCESS = frozenset({Fault.KILL, Fault.STOP, Fault.EXIT})
+"""Faults after which only another process can go on."""
+
+KINDS = (
+    "trainer",
+    "generator",
+    "environment",
+    "sdpo_teacher",
+    "teacher_replay",
+    "reference",
+    "hint_writer",
+    "expert_server",
+)
+SYNC_ENDPOINTS = {"generator": "pull", "trainer": "publish", "sdpo_teacher": "pull"}
+"""What each kind does during a weight sync."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One fault: due `delay_s` after the share `at` of the steps, on the `place`-th of a kind.
+
+    With an `endpoint` it waits for the next call of that endpoint and strikes inside it.
+    """
+
+    number: int
+    at: float
+    delay_s: float
+    kind: str
+    place: int
+    fault: Fault
+    endpoint: str | None = None
+    burst: int | None = None
+
+
+@dataclass(frozen=True)
+class _Strike:
+    """A fault without its moment."""
+
+    kind: str
+    fault: Fault
+    place: int
+    endpoint: str | None = None
+
+
+def schedule(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[Planned]:
+    """`count` faults in the order of their moments.
+
+    Every kind meets every fault where `count` is large enough; there are bursts, one of which ends
+    several generators at once, and faults during weight syncs.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}, but a schedule has 1 fault or more: raise count")
+    rng = random.Random(seed)
+    moments = _moments(rng, list(kinds), count)
+    bursts = iter(range(len(moments)))
+    planned: list[Planned] = []
+    for number, strikes in enumerate(moments):
+        at = FIRST + (LAST - FIRST) * (number + rng.random()) / len(moments)
+        burst = next(bursts) if len(strikes) > 1 else None
+        width = BURST_S if burst is not None else 2.0
+        for strike in strikes:
+            planned.append(
+                Planned(
+                    len(planned),
+                    at,
+                    rng.random() * width,
+                    strike.kind,
+                    strike.place,
+                    strike.fault,
+                    strike.endpoint,
+                    burst,
+                )
+            )
+    return planned
+
+
+def _moments(rng: random.Random, kinds: list[str], count: int) -> list[list[_Strike]]:
+    """Faults that fall together, in random order."""
+    sync = _sync_strikes(rng, kinds, count // EVERY_SYNC)
+    plain = _plain_strikes(rng, kinds, count - len(sync))
+    moments: list[list[_Strike]] = [[strike] for strike in sync]
+    for number in range(count // EVERY_BURST):
+        if number == 0 and "generator" in kinds:
+            moments.append(_every_generator(plain))
+        else:
+            moments.append(_take_distinct(plain, BURST_SIZE))
+    moments += [[strike] for strike in plain]
+    rng.shuffle(moments)
+    return moments
+
+
+def _plain_strikes(rng: random.Random, kinds: list[str], count: int) -> list[_Strike]:
+    """Every kind and every fault as evenly as `count` allows, no pair twice before all once."""
+    kinds, faults = rng.sample(kinds, len(kinds)), rng.sample(list(Fault), len(Fault))
+    strikes = []
+    for number in range(count):
+        turn, kind = divmod(number, len(kinds))
+        fault = faults[(kind + turn) % len(faults)]
+        strikes.append(_Strike(kinds[kind], fault, rng.randrange(8)))
+    return strikes
+
+
+def _sync_strikes(rng: random.Random, kinds: list[str], count: int) -> list[_Strike]:
+    pairs = [
+        _Strike(kind, fault, rng.randrange(8), endpoint)
+        for kind, endpoint in SYNC_ENDPOINTS.items()
+        if kind in kinds
+        for fault in Fault
+    ]
+    rng.shuffle(pairs)
+    return pairs[:count]
+
+
+def _every_generator(plain: list[_Strike]) -> list[_Strike]:
+    """Two generators ended at the same moment, in exchange for two other faults on them."""
+    for strike in [one for one in plain if one.kind == "generator"][:2]:
+        plain.remove(strike)
+    return [_Strike("generator", Fault.KILL, place) for place in (0, 1)]
+
+
+def _take_distinct(plain: list[_Strike], size: int) -> list[_Strike]:
+    """Faults on different kinds, taken out of `plain`."""
+    taken: list[_Strike] = []
+    for strike in list(plain):
+        if len(taken) < size and strike.kind not in {one.kind for one in taken}:
+            taken.append(strike)
+            plain.remove(strike)
+    return taken

@@ -1,0 +1,52 @@
+"""What happens when an actor dies, hangs or fails at the same input again and again."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import Positive, Section
+
+
+class SupervisionConfig(Section):
+    """Restarts within a budget; what is beyond it is given up and said."""
+
+    heartbeat_s: Positive = 2.0
+    """Seconds between two looks at whether an actor answers."""
+
+    hang_s: Positive = 30.0
+    """Seconds without an answer after which an actor counts as hung, and is killed."""
+
+    restarts: Annotated[int, Field(ge=0)] = 5
+    """Times that one replica may be restarted within window_s; then it is given up."""
+
+    window_s: Positive = 300.0
+    """Seconds over which restarts are counted."""
+
+    backoff_s: Positive = 0.5
+    """Wait before the first restart of a replica; doubles with each one in the window."""
+
+    backoff_max_s: Positive = 15.0
+    """Longest wait before a restart."""
+
+    rollout_retries: Annotated[int, Field(ge=0)] = 3
+    """Times that a failed rollout is run again, with a fresh environment."""
+
+    poison_after: Annotated[int, Field(ge=2)] = 2
+    """Equal errors of one episode after which it is set aside."""
+
+    trainer_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times that the trainer may be restarted from a checkpoint in a run."""
+
+    @model_validator(mode="after")
+    def _a_hang_is_more_than_one_beat(self) -> Self:
+        if self.hang_s < self.heartbeat_s:
+            raise ValueError(
+                f"hang_s is {self.hang_s} but heartbeat_s is {self.heartbeat_s}, so a silence "
+                "could not be seen in time: raise hang_s or lower heartbeat_s"
+            )
+        if self.backoff_max_s < self.backoff_s:
+            raise ValueError(
+                f"backoff_max_s is {self.backoff_max_s} but backoff_s is {self.backoff_s}: raise "
+                "backoff_max_s"
+            )
+        return self

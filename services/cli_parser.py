@@ -1,0 +1,131 @@
+"""What may be typed: the commands, their arguments and their help.
+
+Nothing runs here: each command is known by its name, and what it does is in `cli`.
+"""
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+
+from composer_mesh.services.ablation.plan import CHANNELS_OF
+from composer_mesh.services.offline.options import add_options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; what it parses holds the name of the `command`."""
+    parser = argparse.ArgumentParser(
+        prog="composer-mesh",
+        description="Train agentic language models in one supervised Monarch mesh.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=version("composer-mesh"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (about, add) in COMMANDS.items():
+        add(commands.add_parser(name, help=about, allow_abbrev=False))
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override one key; V is a TOML value or bare text; may be given many times",
+    )
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in that directory from its newest checkpoint",
+    )
+
+
+def _add_ablate(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    arms = ",".join(CHANNELS_OF)
+    parser.add_argument("--arms", default=arms, metavar="A,B", help=f"of {arms}; all by default")
+    parser.add_argument(
+        "--seeds", default="0,1,2", metavar="S,T", help="seeds of each arm; 0,1,2 by default"
+    )
+    parser.add_argument(
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="steps between held-out evaluations; eval.every, or else a tenth of the run",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept",
+    )
+
+
+def _add_reward(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
+    parser.add_argument("trace", metavar="TRACE", help="a trace_id of its traces")
+    parser.add_argument("reward", type=float, metavar="REWARD", help="in place of its first one")
+    parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="a run directory; the latest by default"
+    )
+
+
+def _add_tree(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--watch", action="store_true", help="keep drawing until Ctrl-C")
+
+
+def _add_events(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--json", action="store_true", help="print each event as one JSON object")
+
+
+def _add_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
+    parser.add_argument(
+        "sizes", nargs="+", metavar="KIND=N", help="replicas to have, for example generator=3"
+    )
+
+
+def _add_stacks(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--native", action="store_true", help="show calls of C code too")
+    parser.add_argument("--json", action="store_true", help="print each process as one object")
+
+
+def _add_query(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
+    parser.add_argument("sql", metavar="SQL", help='for example "SELECT * FROM actors"')
+    parser.add_argument("--json", action="store_true", help="print each row as one object")
+
+
+COMMANDS = {
+    "check": ("print the resolved run and its mesh; starts nothing", _add_config),
+    "train": ("train and evaluate a run", _add_train),
+    "ablate": ("compare a run with and without its channels", _add_ablate),
+    "replay": ("preference pairs from the traces of a run", add_options),
+    "reward": ("post a reward for a rollout of a run, also after training on it", _add_reward),
+    "events": ("what happened in a run, or happens now", _add_events),
+    "scale": ("more or fewer replicas in a run that goes on", _add_scale),
+    "tree": ("show the live mesh of a run", _add_tree),
+    "stacks": ("the Python stacks of every process of a live run", _add_stacks),
+    "query": ("ask the telemetry of a live run in SQL", _add_query),
+    "tui": ("open Monarch's own terminal interface on a live run", _add_run),
+}

@@ -1,0 +1,58 @@
+"""The environments of a run as the controller's port: a pool session for each rollout's attempt.
+
+What a session does is the task's business, and what becomes of a rollout that loses one `retries`'.
+"""
+
+import asyncio
+from contextlib import suppress
+
+from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.services.pool.sessions import Session
+from composer_mesh.services.service import Service
+
+
+class MeshEnvironments:
+    """Environment actors; a session lives on the one with the fewest, and dies with it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._sessions: dict[str, Session] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()
+
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+        """Open a session. Waits for a replica, also for one that is being made ready."""
+        session = self._service.session(session_id)
+        session.open()
+        self._sessions[session_id] = session
+        messages: list[Message] = await session.begin(session_id, episode)
+        return messages
+
+    async def step(self, session_id: str, text: str) -> StepResult:
+        """Take an action; raises `SessionLost` where the session's replica is gone."""
+        result: StepResult = await self._sessions[session_id].step(session_id, text)
+        return result
+
+    async def finish(self, session_id: str) -> list[Message]:
+        """End a session; returns its whole conversation."""
+        messages: list[Message] = await self._sessions[session_id].finish(session_id)
+        self._sessions.pop(session_id).close()
+        return messages
+
+    def abandon(self, session_id: str) -> None:
+        """Let go of a session that failed. Its actor is told, where there is one; nobody waits."""
+        if (session := self._sessions.pop(session_id, None)) is None:
+            return
+        home = session.replica
+        session.close()
+        names = [replica.name for replica in self._service.replicas if replica.serving]
+        if home in names:
+            telling = asyncio.create_task(self._forget(home, session_id))
+            self._forgetting.add(telling)
+            telling.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, home: str | None, session_id: str) -> None:
+        with suppress(MeshError, StopIteration, IndexError):
+            places = (i for i, one in enumerate(self._service.replicas) if one.name == home)
+            await self._service.on(next(places), "forget", session_id)

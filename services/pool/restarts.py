@@ -1,0 +1,81 @@
+"""How often and how soon something that died is started again: the rules, without clocks.
+
+    wait before restart k of a window = uniform(0, min(backoff_max_s, backoff_s * 2^k))
+
+Who starts what is `healing` and `teaching`. Full jitter keeps those that died together from coming
+back together.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.mesh.failures import error_key, is_deterministic
+
+
+@dataclass(frozen=True)
+class RestartRules:
+    """At most `restarts` within any `window_s`, each after a wait that doubles from `backoff_s`."""
+
+    restarts: int
+    window_s: float = 300.0
+    backoff_s: float = 0.5
+    backoff_max_s: float = 15.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise ValueError(f"restarts is {self.restarts}, but cannot be below 0: pass 0 or more")
+        for name in ("window_s", "backoff_s", "backoff_max_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}: pass seconds above 0")
+
+    @classmethod
+    def of(cls, config: SupervisionConfig, seed: int) -> RestartRules:
+        """The rules of a run."""
+        return cls(config.restarts, config.window_s, config.backoff_s, config.backoff_max_s, seed)
+
+    def backoff_s_after(self, restarts: int) -> float:
+        """The longest wait before a restart that follows so many others."""
+        doubled: float = self.backoff_s * 2.0 ** min(restarts, 60)
+        return min(self.backoff_max_s, doubled)
+
+    def spent(self) -> str:
+        """What is said where no restart is left."""
+        return (
+            f"given up after {self.restarts} restarts within {self.window_s:g} s: see what it died "
+            "of, or raise supervision.restarts"
+        )
+
+
+class RestartBudget:
+    """The restarts of one slot. `now` is any clock that never goes back."""
+
+    def __init__(self, rules: RestartRules, name: str) -> None:
+        self._rules = rules
+        self._rng = random.Random(f"{rules.seed}:{name}")
+        self._begun: deque[float] = deque()
+        self._last_error = ""
+
+    def take(self, now: float) -> float | None:
+        """Use up one restart; returns the seconds to wait before it, None where none is left."""
+        while self._begun and now - self._begun[0] >= self._rules.window_s:
+            self._begun.popleft()
+        if len(self._begun) >= self._rules.restarts:
+            return None
+        longest = self._rules.backoff_s_after(len(self._begun))
+        self._begun.append(now)
+        return self._rng.uniform(0.0, longest)
+
+    def hopeless(self, error: BaseException) -> bool:
+        """Whether a start failed by the very bug by which the one before it failed."""
+        key, before = error_key(error), self._last_error
+        self._last_error = key
+        return is_deterministic(error) and key == before
+
+    def served(self) -> None:
+        """A start succeeded: an equal error later is a first one again."""
+        self._last_error = ""

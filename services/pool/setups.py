@@ -1,0 +1,69 @@
+"""What every replica of a service must have heard before it serves: of each endpoint the last call.
+
+Who asks whom is `membership`. A call that reads another actor's memory is stale once that actor is
+gone: a replica that comes then waits for a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import takewhile
+
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.services.pool.replicas import Call, Replica
+
+LOAD = "load"
+"""The call that takes long and holds for good."""
+TELL_S = 2.0
+"""How long the end of an actor may take to be known after reading its memory has failed."""
+
+
+class Setups:
+    """The calls, in the order in which they were last made."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self._remembered = asyncio.Event()
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._calls
+
+    def remember(self, call: Call) -> None:
+        """Let each later replica hear this call instead of the one before it."""
+        self._calls.pop(call.endpoint, None)
+        self._calls[call.endpoint] = call
+        self._remembered.set()
+
+    def loads(self, replica: Replica) -> list[Call]:
+        """What a replica can hear while others are set up: it stays right whatever follows."""
+        first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
+        return [call for call in first if replica.told.get(LOAD) is not call]
+
+    def untold(self, replica: Replica) -> list[Call]:
+        """What a replica has still to hear."""
+        return [
+            call for call in self._calls.values() if replica.told.get(call.endpoint) is not call
+        ]
+
+    async def readable(self, deadline_s: float) -> None:
+        """Wait until no call is stale, at most `deadline_s`; then raises the end of its source."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(call.stale for call in self._calls.values()):
+                    self._remembered.clear()
+                    await self._remembered.wait()
+        except TimeoutError:
+            raise self._end_of_source() from None
+
+    def _end_of_source(self) -> ActorDied:
+        sources = (call.source for call in self._calls.values() if call.stale)
+        name = next((source.name for source in sources if source), "its source")
+        return ActorDied(name, "nothing took the place of what it had published")
+
+
+async def source_ended(call: Call) -> ActorDied | None:
+    """The end of the actor that a failed call read from, where that is why it failed."""
+    if call.source is None or call.source.death is None:
+        return None
+    await asyncio.wait([call.source.death], timeout=TELL_S)
+    return ActorDied(*call.source.death.result().args) if call.stale else None

@@ -1,0 +1,102 @@
+"""The pools of a run: how many processes of which kind, under which rules they come again.
+
+What they do is `run_mesh`'s business; how a pool works, `service`'s.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.generator import GeneratorActor
+from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.teacher_replay import TeacherReplayActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.services import service
+from composer_mesh.services.hint_mesh import MeshHintWriter
+from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.service import Service
+
+ALL_AT_ONCE = 1_000_000
+"""Generators and environments batch and queue by themselves: the more they see, the better."""
+
+
+def threads(count: int) -> dict[str, str]:
+    """The environment of a process that computes with so many threads.
+
+    Torch counts threads per thread, so only the environment bounds all that an actor starts.
+    """
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Starts the pools that a config asks for. Each method waits until its processes answer.
+
+    What a pool was asked when a process died or failed, it is asked again: all its endpoints give
+    the same answer twice, but for what a session holds.
+    """
+
+    config: Config
+    host: MeshHost
+    record: Recorder
+
+    async def generators(self) -> Service:
+        """Replicas with a policy version each."""
+        env = threads(self.config.generator.threads)
+        count = self.config.generator.replicas
+        return await self._pool(
+            "generator", GeneratorActor, count, env, max_outstanding=ALL_AT_ONCE
+        )
+
+    async def environments(self) -> Service:
+        """Replicas with sessions: an attempt of an episode is lost with its replica."""
+        count = self.config.environment.replicas
+        return await self._pool(
+            "environment", EnvironmentActor, count, threads(1), max_outstanding=ALL_AT_ONCE
+        )
+
+    async def teachers(self, token: str) -> Service:
+        """Replicas that are all alike."""
+        replay = self.config.replay
+        # A panel keeps its own time; the deadline is for a process that does not answer.
+        patience_s = self.config.run.deadline_s + replay.timeout_s
+        return await self._pool(
+            "teacher_replay",
+            TeacherReplayActor,
+            replay.actors,
+            {TOKEN_ENV: token},
+            deadline_s=patience_s,
+        )
+
+    async def hint_writer(self, token: str) -> MeshHintWriter:
+        """One process that asks a language model."""
+        pool = await self.one("hint_writer", HintWriterActor, {TOKEN_ENV: token})
+        return MeshHintWriter(pool, self.config)
+
+    async def one(
+        self, name: str, kind: type[MeshActor], env: dict[str, str] | None = None
+    ) -> Service:
+        """A process that no other stands beside: calls wait while it is replaced."""
+        return await self._pool(name, kind, 1, env, numbered=False)
+
+    async def _pool(
+        self, name: str, kind: type[MeshActor], n: int, env: dict[str, str] | None, **options: Any
+    ) -> Service:
+        rules = self.config.supervision
+        options = {"deadline_s": self.config.run.deadline_s} | options
+        pool = await service.spawn(
+            kind,
+            n=n,
+            name=name,
+            env=env,
+            host=self.host,
+            attempts=1 + rules.rollout_retries,
+            restart=RestartRules.of(rules, self.config.run.seed),
+            record=self.record,
+            **options,
+        )
+        return pool.options(retry_errors=True)

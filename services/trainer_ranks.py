@@ -1,0 +1,156 @@
+"""The trainer's processes: one for each rank, which live and die together.
+
+Starts, connects, loads and replaces them. When that is done, and what is trained, is not known
+here.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from composer_mesh.actors.trainer import TrainerActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.waiting import cancel_and_wait, together
+
+T = TypeVar("T")
+
+WARM_START_DEADLINE_S = 1800.0
+NEWS_S = 3.0
+"""How long a death may come after the error that it caused elsewhere."""
+ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Ranks of one host sum their gradients over its loopback device."""
+
+
+class TrainerRanks:
+    """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
+
+    def __init__(self, config: Config, host: MeshHost, env: dict[str, str]) -> None:
+        size = config.trainer.ranks
+        self._config, self._host = config, host
+        self._env = env | ({} if size == 1 else ON_THIS_HOST)
+        self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
+        self._deadline_s = config.run.deadline_s
+        self._folder: Path | None = None
+        self._generation = 0
+        self._current = self._names
+        self.all: list[SpawnedActor] = []
+
+    @property
+    def first(self) -> SpawnedActor:
+        """The rank that prepares, publishes and writes."""
+        return self.all[0]
+
+    def names(self) -> list[str]:
+        """What the ranks' processes are called now, or were when they last started."""
+        return list(self._current)
+
+    async def start(self) -> None:
+        """Start every rank's process. Waits until all answer."""
+        self._generation += 1
+        suffix = f".{self._generation}" if self._generation > 1 else ""
+        self._current = [name + suffix for name in self._names]
+        try:
+            self.all = await together(*(self._spawn(name) for name in self._current))
+        except BaseException:
+            started = [one for one in self._host.actors if one.name in self._current]
+            await asyncio.gather(*(self._host.stop(one) for one in started))
+            raise
+
+    async def prepare(self) -> Path:
+        """The folder of the initial policy. Waits for a warm start where none is cached."""
+        folder: Path = await self.first.call(
+            "prepare", self._config, deadline_s=WARM_START_DEADLINE_S
+        )
+        return folder
+
+    async def load(self, folder: Path, checkpoint: Path | None = None) -> int:
+        """Connect the ranks and give them the initial policy, or a checkpoint that came of it.
+
+        Returns the version that they have then.
+        """
+        self._folder = folder
+        await self._connect()
+        versions: list[int] = await together(
+            *(self._call(one, "load", self._config, folder, checkpoint) for one in self.all)
+        )
+        return versions[0]
+
+    async def save(self, folder: Path) -> None:
+        """Write a checkpoint to an absolute path. Waits until it is on disk."""
+        await together(*(self._call(one, "save", folder) for one in self.all))
+
+    async def begin_again(self, checkpoint: Path | None) -> int:
+        """New processes in place of all ranks, at a checkpoint; returns its version.
+
+        One rank alone cannot come back: what the others hold is a process group that has broken.
+        """
+        assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
+        await asyncio.gather(*(self._host.stop(one) for one in self.all))
+        self.all = []
+        await self.start()
+        return await self.load(self._folder, checkpoint)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something that needs all ranks; ends with `ActorDied` when one of them dies."""
+        task = asyncio.ensure_future(work)
+        either: list[asyncio.Future[Any]] = [task, *self._deaths()]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and (died := self.died()) is not None:
+                raise died
+            return await task
+        finally:
+            await cancel_and_wait([task])
+
+    async def cause_of(self, error: Exception) -> Exception:
+        """The death of a rank, where that explains an error of work that needed all of them.
+
+        Waits a moment for it: others may stumble over a dead rank before its end is known.
+        """
+        if isinstance(error, ActorDied):
+            for one in self.all:
+                if one.name == error.actor:
+                    self._host.lost(one, error.reason)
+            return self.died() or error
+        deaths = self._deaths()
+        if deaths:
+            await asyncio.wait(deaths, timeout=NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+        return self.died() or error
+
+    async def until_one_dies(self) -> None:
+        """Wait for the end of a rank."""
+        await asyncio.wait(self._deaths(), return_when=asyncio.FIRST_COMPLETED)
+
+    def died(self) -> ActorDied | None:
+        """The death of a rank that has not been replaced."""
+        for death in self._deaths():
+            if death.done():
+                return ActorDied(*death.result().args)
+        return None
+
+    def _deaths(self) -> list[asyncio.Future[ActorDied]]:
+        return [one.death for one in self.all if one.death is not None]
+
+    async def _spawn(self, name: str) -> SpawnedActor:
+        return await self._host.spawn(name, TrainerActor, env=self._env, policy=FaultPolicy.OWNER)
+
+    async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
+        return await one.call(endpoint, *args, deadline_s=self._deadline_s)
+
+    async def _connect(self) -> None:
+        size = len(self.all)
+        if size == 1:
+            return
+        # Private to this user, and only needed until all have met.
+        with TemporaryDirectory(prefix="composer-mesh-") as folder:
+            meeting = Path(folder) / "ranks"
+            await together(
+                *(
+                    self._call(one, "connect", rank, size, meeting, self._deadline_s)
+                    for rank, one in enumerate(self.all)
+                )
+            )

@@ -1,0 +1,73 @@
+"""One optimizer step over the trainer's ranks and the SDPO teachers that serve them.
+
+One try of it: what happens when a rank dies meanwhile is `lasting_trainer`'s business.
+"""
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from composer_mesh.actors.trainer import TrainReply
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.waiting import together
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.step_plan import plan_step
+from composer_mesh.services.teaching import SdpoTeachers
+
+LARGEST = ("sdpo/teacher_version", "sdpo/bytes_per_token", "time/sdpo_bytes_per_s")
+"""Figures that are no sums over ranks."""
+
+Ranks = Callable[[], Sequence[SpawnedActor]]
+"""The ranks that live now, in their order."""
+
+
+class MeshTraining:
+    """The trainer's ranks, and the SDPO teachers that serve them."""
+
+    def __init__(self, config: Config, ranks: Ranks, teachers: SdpoTeachers | None) -> None:
+        self._ranks, self._teachers = ranks, teachers
+        self._budget, self._deadline_s = config.trainer.microbatch_tokens, config.run.deadline_s
+
+    async def train(self, batch: StepBatch, signals: bool = True) -> dict[str, Any]:
+        """One optimizer step on all ranks. Waits for the teachers' signals and for the slowest.
+
+        Without `signals` the teachers are not asked, and the step lacks the SDPO channel.
+        """
+        ranks, alive = self._ranks(), list[SpawnedActor]()
+        if self._teachers is not None and batch.views and signals:
+            alive = await self._teachers.ready(batch.step)
+        work: list[Coroutine[Any, Any, Any]] = [
+            rank.call("train", batch, len(alive), deadline_s=self._deadline_s) for rank in ranks
+        ]
+        if self._teachers is not None and alive:
+            plans = plan_step(batch, self._budget, len(ranks))
+            work.append(self._teachers.feed(batch, plans, alive, ranks))
+        replies: list[TrainReply] = (await together(*work))[: len(ranks)]
+        return {**replies[0].metrics, **joined([reply.figures for reply in replies])}
+
+
+def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Figures of a step from those of its ranks: sums, but for rates and versions."""
+    total: dict[str, float] = {"sdpo/bytes": 0}
+    for figures in ranks:
+        for name, value in figures.items():
+            before = total.get(name, 0)
+            total[name] = max(before, value) if name in LARGEST else before + value
+    return total
+
+
+class ReplayTeachers:
+    """The SDPO teachers, as far as a trainer that began again needs them to begin again too."""
+
+    def __init__(self, ranks: Ranks, teachers: SdpoTeachers, deadline_s: float) -> None:
+        self._ranks, self._teachers, self._deadline_s = ranks, teachers, deadline_s
+
+    async def forget(self) -> None:
+        """Void what the former ranks had asked for."""
+        await self._teachers.forget()
+
+    async def follow(self) -> None:
+        """Bring the teachers the weights that the trainer has now."""
+        trainer = self._ranks()[0]
+        handle = await trainer.call("publish", deadline_s=self._deadline_s)
+        await self._teachers.pull(handle, trainer)

@@ -1,0 +1,120 @@
+"""The mesh of a run as a page of a terminal: one line per process, for the width there is.
+
+It draws the object of `mesh_view` and knows nothing else. A narrow page leaves columns out and
+never wraps; no text is interpreted as markup or reaches the terminal as a control code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from composer_mesh.services.page import STATE_STYLES, plain_text
+
+WIDE, WIDEST = 120, 160
+MIB = 1 << 20
+PROCESS_OF, FAILED = "the process this actor was running on ", "failed: "
+"""How Monarch begins to say why an actor is gone, in a narrow column."""
+Cell = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures; `wide` ones are left out of a narrow page."""
+
+    title: str
+    cell: Cell
+    wide: bool = False
+
+
+def _actor(process: Mapping[str, Any], key: str) -> Any:
+    return process["actors"][0][key] if process["actors"] else None
+
+
+def _figure(value: Any, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _memory(process: Mapping[str, Any]) -> str:
+    used = process["rss_bytes"]
+    return "-" if used is None else f"{used / MIB:,.0f} MiB"
+
+
+COLUMNS = (
+    Column("policy", lambda one: _figure(_actor(one, "policy_version"), "v{}")),
+    Column("restarts", lambda one: str(one["restarts"])),
+    Column("memory", _memory),
+    Column("cpu", lambda one: _figure(one["cpu_percent"], "{:.0f} %")),
+    Column("queue", lambda one: _figure(one["queue_depth"])),
+    Column("calls", lambda one: _figure(_actor(one, "outstanding")), wide=True),
+    Column("messages", lambda one: _figure(_actor(one, "messages_processed")), wide=True),
+    Column("pid", lambda one: _figure(one["pid"]), wide=True),
+)
+
+
+@dataclass(frozen=True)
+class MeshPage:
+    """A run and its mesh, drawn for whatever width it is given."""
+
+    about: Mapping[str, Any]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, WIDEST)
+        hosts, missing = self.about["hosts"], self.about["missing"]
+        yield self._header()
+        for host in hosts:
+            yield _line(f"host {host['name']}", "bold")
+            yield _table(host["processes"] + (missing if len(hosts) == 1 else []), width)
+            yield _line(f"  and {host['system']['actors']} actors of Monarch itself", "dim")
+        if not self.about["mesh"]:
+            yield _line("the admin server does not answer: this is the run's own word", "yellow")
+        if missing and len(hosts) != 1:
+            yield _table(missing, width)
+
+    def _header(self) -> Text:
+        about = self.about
+        rest = (
+            f"  step {about['step']}/{about['steps']}  policy v{about['policy_version']}"
+            f"  transport {plain_text(about['transport'])}  restarts {about['restarts']}"
+        )
+        state = (plain_text(about["state"]), "bold cyan")
+        return Text.assemble(
+            (plain_text(about["run"]), "bold"), "  ", state, rest, no_wrap=True, overflow="ellipsis"
+        )
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(plain_text(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _table(processes: list[dict[str, Any]], width: int) -> Table:
+    wide = width >= WIDE
+    columns = [column for column in COLUMNS if wide or not column.wide]
+    padding = (0, 2 if wide else 1, 0, 0)
+    table = Table(box=None, width=width, padding=padding, pad_edge=False)
+    table.add_column("  process", no_wrap=True, overflow="ellipsis", header_style="dim")
+    table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1, header_style="dim")
+    for column in columns:
+        table.add_column(column.title, no_wrap=True, justify="right", header_style="dim")
+    for process in processes:
+        name = Text("  " + plain_text(process["name"]))
+        table.add_row(name, _doing(process), *(column.cell(process) for column in columns))
+    return table
+
+
+def _doing(process: Mapping[str, Any]) -> Text:
+    """The state, and what the actor is at; of a busy one that alone."""
+    state, activity = plain_text(process["state"]), plain_text(_actor(process, "activity") or "")
+    style = STATE_STYLES.get(process["state"], "")
+    if activity in ("", "idle"):
+        return Text(state, style=style)
+    if state == "busy":
+        return Text(activity, style=style)
+    return Text.assemble(
+        (state, style), f": {activity.removeprefix(PROCESS_OF).removeprefix(FAILED)}"
+    )

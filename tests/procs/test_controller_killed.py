@@ -1,0 +1,37 @@
+"""A controller that is killed takes its whole run along, whatever the run was doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live_run import ENDLESS, LiveRun, launched, wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+GONE_S = 10.0
+
+
+def starting(run: LiveRun) -> bool:
+    return len(run.living()) > 1
+
+
+def loading(run: LiveRun) -> bool:
+    return bool(run.events("policy_ready"))
+
+
+def saving(run: LiveRun) -> bool:
+    return any((run.root / "checkpoints").glob(".step-*")) or bool(run.events("checkpoint"))
+
+
+@pytest.mark.parametrize("moment", [starting, loading, saving])
+def test_no_process_outlives_a_killed_controller(
+    tmp_path: Path, policy_cache: Path, moment: Callable[[LiveRun], bool]
+) -> None:
+    settings = {**ENDLESS, "trainer.checkpoint_every": 1}
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        run.until(moment, moment.__name__)
+        run.process.kill()
+        run.process.wait()
+        wait_until(lambda: not run.living(), "end of the last process", GONE_S)

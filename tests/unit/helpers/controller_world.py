@@ -1,0 +1,284 @@
+"""A world for the controller: all ports of a run as fakes, which can fail in many ways.
+
+A `World` has a policy that writes what the task's expert or a bungler would, sessions of the real
+toolbox task on two replicas, and a record of everything that was done, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.rollouts.batches import PairSample, StepBatch
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherAnswer, TeacherReply
+from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import Episode, Session, StepResult
+from composer_mesh.rollouts.tool_calls import assistant_message
+from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.services.advantages import make_advantages
+from composer_mesh.services.batcher import Batcher
+from composer_mesh.services.controller import Controller, Ports
+from composer_mesh.services.pool.errors import SessionLost
+from composer_mesh.services.ports import Generation
+from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.replay.pair_stream import PairStream
+from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.report import Evaluation
+from composer_mesh.services.retries import Retries
+from composer_mesh.services.rollout import Rollouts
+
+Done = tuple[str, Any]
+CHANNELS = {
+    "sdpo": {"alpha": 0.5},
+    "replay": {
+        "beta": 0.3,
+        "ask": 2,
+        "states_per_step": 6,
+        "teachers": [{"name": "a", "kind": "builtin"}, {"name": "b", "kind": "builtin"}],
+    },
+}
+
+
+class Broken(Exception):
+    """What a port raises in these tests."""
+
+
+class Faults(Protocol):
+    """What happens to a session's call at a port: nothing, or it raises."""
+
+    def __call__(self, world: World, port: str, session: str) -> None: ...
+
+
+class RandomFaults:
+    """Every kind of failure that a rollout may meet, at random moments."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.rng, self.rate, self.count = random.Random(seed), rate, 0
+
+    def __call__(self, world: World, port: str, session: str) -> None:
+        if self.rng.random() >= self.rate:
+            return
+        self.count += 1
+        if port == "generation":
+            raise ActorDied("generator-0", "Killed(sig=9)")
+        match self.rng.randrange(3):
+            case 0:
+                world.kill(session)
+            case 1:
+                raise DeadlineExceeded("environment-0", port, 120.0)
+            case _:
+                raise Broken(f"fault {self.count}")
+
+
+@dataclass
+class World:
+    """All ports of a run but its rollouts and replay, which are the real ones on top of it.
+
+    Environment sessions live in turn on two replicas, and end when theirs is killed.
+    """
+
+    task: ToolboxTask
+    chat: ChatFormat
+    seed: int = 0
+    error_rate: float = 0.4
+    broken: str = ""
+    hang: str = ""
+    faults: Faults | None = None
+    done: list[Done] = field(default_factory=list)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    homes: dict[str, str] = field(default_factory=dict)
+    current: dict[str, str] = field(default_factory=dict)
+    ghosts: dict[str, Session] = field(default_factory=dict)
+    """Sessions that died; what the policy writes to them goes nowhere."""
+    deaths: int = 0
+    trained: int = 0
+    served: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    async def pause(self, port: str, session: str = "") -> None:
+        """A few turns of the loop for others, then the port's own fate, then the session's."""
+        for _ in range(self.rng.randrange(6)):
+            await asyncio.sleep(0)
+        if port == self.broken:
+            raise Broken(port)
+        if port == self.hang:
+            await asyncio.Event().wait()
+        if self.faults is not None and session:
+            self.faults(self, port, session)
+
+    def kill(self, session: str) -> None:
+        """The end of the replica that a session lives on, and of every session there."""
+        self.deaths += 1
+        home = self.homes[session]
+        for one in [name for name, where in self.homes.items() if where == home]:
+            if one in self.sessions:
+                self.ghosts[one] = self.sessions.pop(one)
+
+    def names(self, kind: str) -> list[Any]:
+        return [what for done, what in self.done if done == kind]
+
+    def episode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        session_id = self.current[request.request_id.rpartition("-")[0]]
+        versions: list[int] = []
+        ids = self.chat.action(
+            self._policy(request, (self.sessions | self.ghosts)[session_id].messages)
+        )
+        for _ in ids:
+            versions.append(self.served)
+            if self.rng.random() < 0.05:
+                await self.pause("generation")
+        await self.pause("generation", session_id)
+        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), versions, "stop")
+
+    def _policy(self, request: GenerationRequest, messages: list[Message]) -> str:
+        rng = random.Random(request.seed)
+        wrong = request.temperature > 0 and rng.random() < self.error_rate
+        return self.task.corrupted(messages, rng) if wrong else self.task.expert(messages)
+
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+        assert session_id not in self.sessions
+        self.homes[session_id] = f"environment-{len(self.homes) % 2}"
+        self.current[session_id.partition(".")[0]] = session_id
+        self.sessions[session_id] = self.task.session(episode)
+        await self.pause("begin", session_id)
+        self.done.append(("begin", session_id))
+        return self._called(session_id).messages
+
+    async def step(self, session_id: str, text: str) -> StepResult:
+        self._lives(session_id)
+        await self.pause("step", session_id)
+        return self._called(session_id).step(text)
+
+    async def finish(self, session_id: str) -> list[Message]:
+        self._lives(session_id)
+        await self.pause("finish", session_id)
+        messages = self._called(session_id).messages
+        del self.sessions[session_id]
+        return messages
+
+    def abandon(self, session_id: str) -> None:
+        self.sessions.pop(session_id, None)
+
+    def _lives(self, session_id: str) -> Session:
+        if session_id not in self.sessions:
+            raise SessionLost(session_id, self.homes[session_id], "Killed(sig=9)")
+        return self.sessions[session_id]
+
+    def _called(self, session_id: str) -> Session:
+        """The session whose call ends now; its replica may have died under the call."""
+        try:
+            return self._lives(session_id)
+        except SessionLost as lost:
+            raise lost from ActorDied(lost.replica, lost.reason)
+
+    async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
+        self.done.append(("asked", state.state_id.rpartition("/")[0]))
+        await self.pause("query")
+        text = self.task.expert(state.messages)
+        said = assistant_message(text, "call")
+        return [TeacherAnswer(name, text, said, 0.01, True, 0.1) for name in "ab"[:n]]
+
+    async def score(self, samples: Sequence[PairSample]) -> list[tuple[float, float]]:
+        await self.pause("score")
+        return [(-1.0, -2.0)] * len(samples)
+
+    async def train(self, batch: StepBatch) -> dict[str, Any]:
+        await self.pause("train")
+        assert batch.step == self.trained
+        self.trained += 1
+        self.done.append(("trained", batch))
+        return {"loss/total": 0.0}
+
+    async def sync(self) -> int:
+        await self.pause("sync")
+        self.served = self.trained
+        self.done.append(("served", self.served))
+        return self.served
+
+    async def save(self, step: int) -> None:
+        await self.pause("save")
+        self.done.append(("saved", step))
+
+    def add_traces(self, traces: Sequence[Trace]) -> None:
+        if self.broken == "add_traces":
+            raise Broken("add_traces")
+        self.done += [("stored", trace) for trace in traces]
+
+    def add_pairs(self, pairs: Sequence[PreferencePair]) -> None:
+        self.done += [("pair", pair) for pair in pairs]
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        self.done.append(("metrics", dict(metrics)))
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        self.done.append(("measured", evaluation.step))
+
+    def add_poisoned(self, poisoned: PoisonedInput) -> None:
+        self.done.append(("poisoned", poisoned))
+
+    def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+        self.done.append((kind, (actor, detail)))
+
+    def update(self, step: Mapping[str, Any]) -> None:
+        self.done.append(("shown", step["step"]))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.done.append(("evaluated", evaluation.step))
+
+    def phase(self, text: str) -> None:
+        self.done.append(("phase", text))
+
+
+MakeWorld = Callable[..., World]
+
+
+def rollouts_of(world: World, config: Config, generation: Generation | None = None) -> Rollouts:
+    retries = Retries(config.supervision, world.add_poisoned, world.event)
+    return Rollouts(generation or world, world, world.chat, retries)
+
+
+def controller_of(world: World, config: Config, late: LateStore) -> Controller:
+    rollouts = rollouts_of(world, config)
+    stream: PairStream | None = None
+    if config.replay.on:
+        stream = make_pair_stream(config, world, world, world.chat, world, late)
+    ports = Ports(rollouts, stream, world, world, world, world, world.save)
+    return Controller(
+        config,
+        world.task,
+        Batcher(config, world.task, world.chat, make_advantages(config.advantage)),
+        ports,
+    )
+
+
+async def finished(world: World, config: Config) -> Controller:
+    with new_store() as late:
+        controller = controller_of(world, config, late)
+        await controller.run()
+    return controller
+
+
+@contextmanager
+def new_store() -> Iterator[LateStore]:
+    with TemporaryDirectory() as folder, closing(LateStore(Path(folder) / LATE_FILE)) as late:
+        yield late
+
+
+def others() -> set[asyncio.Task[Any]]:
+    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}

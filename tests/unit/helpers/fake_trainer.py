@@ -1,0 +1,162 @@
+"""A trainer's ranks, teachers and weight sync that fail when told, and a run that drives them.
+
+They train by arithmetic: a weight is a number that depends on every batch so far and on whether
+teachers had a part in it, so equal weights mean equal training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hinted
+
+from composer_mesh.actors.checkpoint_folder import STATE_FILE, Checkpoint
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.services.lasting_trainer import LastingTrainer
+
+T = TypeVar("T")
+Log = list[tuple[Any, ...]]
+
+
+@dataclass
+class World:
+    """Ranks, steps, teachers and a weight sync; `fails` are the errors of the next tries of each.
+
+    A fake that fails with a death leaves the ranks dead until they begin again.
+    """
+
+    log: Log = field(default_factory=list)
+    fails: dict[str, list[Exception | None]] = field(default_factory=dict)
+    events: list[tuple[str, ...]] = field(default_factory=list)
+    weight: float = 0.0
+    version: int = 0
+    taught_version: int = 0
+    served: list[tuple[int, float]] = field(default_factory=list)
+    generation: int = 1
+    dead: ActorDied | None = None
+    stirred: asyncio.Event = field(default_factory=asyncio.Event)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def _try(self, what: str) -> None:
+        error = next(iter(self.fails.get(what, [])), None)
+        if self.fails.get(what):
+            self.fails[what].pop(0)
+        if error is not None:
+            self.dead = error if isinstance(error, ActorDied) else None
+            raise error
+
+    # --- ranks
+
+    def names(self) -> list[str]:
+        return ["trainer" + (f".{self.generation}" if self.generation > 1 else "")]
+
+    async def save(self, folder: Path) -> None:
+        self._try("save")
+        folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  nobody else runs
+        (folder / STATE_FILE).write_text(f"{self.version} {self.weight!r}")
+        self.log.append(("save", folder.name))
+
+    async def begin_again(self, checkpoint: Path | None) -> int:
+        self.generation += 1
+        self.dead = None
+        self._try("begin")
+        self.version, self.weight = 0, 0.0
+        if checkpoint is not None:
+            version, weight = (checkpoint / STATE_FILE).read_text().split()
+            self.version, self.weight = int(version), float(weight)
+        self.log.append(("begin", self.version))
+        return self.version
+
+    async def until_one_dies(self) -> None:
+        while self.dead is None:
+            self.stirred.clear()
+            await self.stirred.wait()
+
+    def died(self) -> ActorDied | None:
+        return self.dead
+
+    def kill(self, died: ActorDied) -> None:
+        self.dead = died
+        self.stirred.set()
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.dead is not None:
+            work.close()
+            raise self.dead
+        return await work
+
+    async def cause_of(self, error: Exception) -> Exception:
+        return self.dead or error
+
+    # --- a step, teachers, weights
+
+    async def train(self, batch: StepBatch, signals: bool = True) -> dict[str, Any]:
+        self._try("train")
+        assert batch.step == self.version
+        if signals and batch.views:
+            assert self.taught_version == self.version
+        self.version += 1
+        self.weight = self.weight * 0.5 + batch.step + (0.25 if signals and batch.views else 0.0)
+        self.log.append(("train", batch.step, signals))
+        lost = {} if signals or not batch.views else {"sdpo/lost_steps": 1}
+        return {"loss/total": self.weight, **lost}
+
+    async def forget(self) -> None:
+        self.log.append(("forget",))
+
+    async def follow(self) -> None:
+        self.taught_version = self.version
+        self.log.append(("follow", self.version))
+
+    async def sync(self) -> int:
+        self._try("sync")
+        self.taught_version = self.version
+        self.served.append((self.version, self.weight))
+        return self.version
+
+    def record(self, *event: str) -> None:
+        self.events.append(event)
+        if event[0] == "trainer_restarted":
+            self.told.set()
+
+    def done(self, kind: str) -> list[Any]:
+        return [entry[1] for entry in self.log if entry[0] == kind]
+
+
+def batch(step: int) -> StepBatch:
+    made = hinted.batch([10], [hinted.view("t0")])
+    return StepBatch(step, made.samples, made.views, [])
+
+
+class Running:
+    """A run's trainer on the fakes, driven as the controller drives it."""
+
+    def __init__(self, build_config: Any, root: Path, **sections: Any) -> None:
+        trainer = {"checkpoint_every": 4, **sections.pop("trainer", {})}
+        sections["sdpo"] = {"alpha": 0.5, **sections.get("sdpo", {})}
+        run = {"name": "unit", "seed": 3, "steps": 12}
+        self.config = build_config(trainer=trainer, run=run, **sections)
+        self.world = World()
+        self.root = root
+        self.trainer = self.made(None)
+
+    def made(self, begun: Checkpoint | None) -> LastingTrainer:
+        world = self.world
+        ports = (world, world, world, world if self.config.sdpo.has_own_actors else None)
+        return LastingTrainer(self.config, *ports, self.root, world.record, begun)
+
+    async def steps(self, first: int, last: int) -> None:
+        every = self.config.trainer.checkpoint_every
+        for step in range(first, last):
+            await self.trainer.train(batch(step))
+            assert await self.trainer.sync() == step + 1
+            if every and (step + 1) % every == 0:
+                await self.trainer.save(step + 1)
+
+    def told(self) -> list[str]:
+        return [event[2] for event in self.world.events if event[0] == "trainer_restarted"]

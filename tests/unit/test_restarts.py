@@ -1,0 +1,140 @@
+"""When something is started again: backoff, budget, and the same error twice."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_mesh.actors.provider.errors import ProviderServerError
+from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
+from composer_mesh.mesh.weights import PullAbandoned
+from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+
+RULES = RestartRules(restarts=3, window_s=10.0, backoff_s=1.0, backoff_max_s=3.0, seed=1)
+
+
+@given(st.lists(st.floats(0.0, 5.0), max_size=60), st.integers(0, 4))
+def test_no_window_ever_has_more_restarts_than_the_budget(gaps: list[float], most: int) -> None:
+    rules = RestartRules(restarts=most, window_s=10.0, backoff_s=1.0, backoff_max_s=3.0)
+    budget, now, granted = RestartBudget(rules, "slot"), 0.0, []
+    for gap in gaps:
+        now += gap
+        if budget.take(now) is not None:
+            granted.append(now)
+        assert sum(now - 10.0 < moment for moment in granted) <= most
+
+
+def test_the_wait_is_anything_up_to_a_bound_that_doubles_and_is_capped() -> None:
+    waits = [[RestartBudget(RULES, f"slot-{n}"), []] for n in range(200)]
+    for budget, found in waits:
+        found += [budget.take(0.0) for _ in range(3)]
+    for place, bound in enumerate((1.0, 2.0, 3.0)):
+        seen = [found[place] for _, found in waits]
+        assert all(0.0 <= wait <= bound for wait in seen)
+        assert min(seen) < 0.1 * bound
+        assert max(seen) > 0.9 * bound
+
+
+def test_after_a_quiet_window_the_wait_is_short_again() -> None:
+    budget = RestartBudget(RULES, "slot")
+    assert all(budget.take(0.0) is not None for _ in range(3))
+    assert budget.take(9.9) is None
+    later = budget.take(10.0)
+    assert later is not None
+    assert later <= 1.0
+
+
+def test_waits_repeat_with_the_seed_and_differ_between_slots() -> None:
+    def waits(seed: int, name: str) -> list[float | None]:
+        budget = RestartBudget(RestartRules(3, seed=seed), name)
+        return [budget.take(0.0) for _ in range(3)]
+
+    assert waits(1, "a") == waits(1, "a")
+    assert waits(1, "a") != waits(1, "b")
+    assert waits(1, "a") != waits(2, "a")
+
+
+@pytest.mark.parametrize(
+    ("errors", "hopeless"),
+    [
+        ([ValueError("no key"), ValueError("no key")], True),
+        ([ValueError("no key"), ValueError("no file")], False),
+        ([ValueError("no key"), KeyError("no key")], False),
+        ([ActorDied("w-0", "killed"), ActorDied("w-0", "killed")], False),
+        ([MemoryError(), MemoryError()], False),
+    ],
+)
+def test_only_an_equal_error_of_the_code_is_hopeless(errors: list[Any], hopeless: bool) -> None:
+    budget = RestartBudget(RULES, "slot")
+    assert [budget.hopeless(error) for error in errors] == [False, hopeless]
+
+
+def test_an_error_after_a_success_is_a_first_one_again() -> None:
+    budget = RestartBudget(RULES, "slot")
+    assert not budget.hopeless(ValueError("no key"))
+    budget.served()
+    assert not budget.hopeless(ValueError("no key"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"restarts": -1}, "restarts is -1, but cannot be below 0: pass 0 or more"),
+        ({"restarts": 1, "window_s": 0.0}, "window_s is 0: pass seconds above 0"),
+        ({"restarts": 1, "backoff_s": -2.0}, "backoff_s is -2: pass seconds above 0"),
+    ],
+)
+def test_impossible_rules_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RestartRules(**settings)
+
+
+def test_a_runs_rules_are_those_of_its_config() -> None:
+    config = SupervisionConfig(restarts=7, window_s=60.0, backoff_s=0.2, backoff_max_s=9.0)
+    assert RestartRules.of(config, 4) == RestartRules(7, 60.0, 0.2, 9.0, 4)
+
+
+class BadEpisode(ValueError):
+    """What an environment may say of an input."""
+
+    failure_class = "data"
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (ActorDied("generator-0", "killed"), FailureClass.INFRASTRUCTURE),
+        (DeadlineExceeded("generator-0", "generate", 3.0), FailureClass.INFRASTRUCTURE),
+        (NoReplicaLeft("generator-0", "killed"), FailureClass.INFRASTRUCTURE),
+        (RemoteError("generator-0", "generate", "Traceback"), FailureClass.CODE),
+        (ProviderServerError("teacher", "it said 500"), FailureClass.PROVIDER),
+        (BadEpisode("row 3 has no answer"), FailureClass.DATA),
+        (MemoryError(), FailureClass.INFRASTRUCTURE),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), FailureClass.INFRASTRUCTURE),
+        (ConnectionResetError(), FailureClass.INFRASTRUCTURE),
+        (OSError(errno.EADDRINUSE, "in use"), FailureClass.INFRASTRUCTURE),
+        (OSError(errno.ENOENT, "no such file"), FailureClass.CODE),
+        (KeyError("missing"), FailureClass.CODE),
+    ],
+)
+def test_every_failure_has_a_class(error: Exception, wanted: FailureClass) -> None:
+    assert classify(error) is wanted
+
+
+def test_a_cause_is_one_line_and_a_key_is_bounded() -> None:
+    assert cause_of(ValueError("one\n  two")) == "ValueError: one two"
+    assert len(error_key(ValueError("x" * 100_000))) <= 500
+
+
+@pytest.mark.parametrize("error", [NoReplicaLeft("w-0", "killed"), PullAbandoned(3)])
+def test_new_errors_travel(error: Exception) -> None:
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back)) == (type(error), str(error))

@@ -1,0 +1,203 @@
+"""Retries: what counts against a rollout, what against its episode, and what against neither."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
+from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.pool.errors import NoReplicaLeft, SessionLost
+from composer_mesh.services.retries import Retries, RolloutsFail
+from composer_mesh.services.run_store import RunStore
+
+EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
+TRACE = Trace("train-000007-000", 7, 0, "toolbox", "train", 7, [], [], 1.0, True, [])
+
+
+@dataclass
+class Attempts:
+    """Attempts that end as they are told: by an error, made for their session, or with a trace."""
+
+    ends: list[Callable[[str], Exception]]
+    sessions: list[str] = field(default_factory=list)
+
+    async def __call__(self, session: str) -> Trace:
+        self.sessions.append(session)
+        await asyncio.sleep(0)
+        if self.ends:
+            raise self.ends.pop(0)(session)
+        return TRACE
+
+
+@dataclass
+class Told:
+    """What a run's retries kept and recorded."""
+
+    poisoned: list[PoisonedInput] = field(default_factory=list)
+    events: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
+
+    def record(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+        self.events.append((kind, actor, detail, fields))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, *_ in self.events]
+
+
+def retries(told: Told, **limits: Any) -> Retries:
+    return Retries(SupervisionConfig(**limits), told.poisoned.append, told.record)
+
+
+async def sampled(made: Retries, *ends: Callable[[str], Exception]) -> tuple[Any, list[str]]:
+    attempts = Attempts(list(ends))
+    return await made.trial(EPISODE).sample("train-000007-000", attempts), attempts.sessions
+
+
+def lost_idle(session: str) -> Exception:
+    return SessionLost(session, "environment-0", "Killed(sig=9)")
+
+
+def lost_under_way(session: str) -> Exception:
+    lost = SessionLost(session, "environment-0", "Killed(sig=9)")
+    lost.__cause__ = ActorDied("environment-0", "Killed(sig=9)")
+    return lost
+
+
+async def test_an_attempt_that_only_stood_by_while_a_process_died_counts_for_nothing() -> None:
+    told = Told()
+    made = retries(told, rollout_retries=0)
+    trace, sessions = await sampled(made, *[lost_idle] * 5)
+    assert trace is TRACE
+    assert sessions == ["train-000007-000", *[f"train-000007-000.{n}" for n in range(2, 7)]]
+    assert made.figures() == {
+        "rollouts/retried": 5,
+        "rollouts/given_up": 0,
+        "rollouts/poisoned": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lost_under_way,
+        lambda _: ActorDied("generator-0", "Killed(sig=9)"),
+        lambda _: DeadlineExceeded("environment-0", "step", 120.0),
+        lambda _: MemoryError("no room"),
+    ],
+)
+async def test_equal_losses_are_tried_again_as_often_as_any_failure(loss: Any) -> None:
+    told = Told()
+    made = retries(told, rollout_retries=3, poison_after=2)
+    assert (await sampled(made, *[loss] * 3))[0] is TRACE
+    assert told.poisoned == []
+    assert (await sampled(made, *[loss] * 4))[0] is None
+    assert told.poisoned[0].cause == "infrastructure"
+    assert told.poisoned[0].attempts == 4
+
+
+async def test_without_retries_a_loss_costs_the_sample_and_not_its_episode() -> None:
+    told = Told()
+    trace, sessions = await sampled(retries(told, rollout_retries=0), lost_under_way)
+    assert (trace, len(sessions)) == (None, 1)
+    assert told.kinds == ["rollout_given_up"]
+    assert told.poisoned == []
+
+
+async def test_an_error_that_names_its_session_is_the_same_in_the_next_one() -> None:
+    told = Told()
+    made = retries(told)
+    trace, sessions = await sampled(made, *[lambda session: KeyError(f"{session} has no row")] * 9)
+    assert (trace, len(sessions)) == (None, 2)
+    assert told.kinds == ["rollout_retried", "input_poisoned"]
+    _, _, detail, fields = told.events[1]
+    assert detail.startswith("train-000007-000, set aside after 2 failures: KeyError: ")
+    assert fields["class"] == "code"
+    assert made.is_set_aside(EPISODE)
+    assert (await sampled(made))[1] == []  # it is not asked again
+
+
+async def test_one_burst_over_all_samples_of_an_episode_is_no_poison() -> None:
+    told = Told()
+    trial = retries(told, poison_after=2).trial(EPISODE)
+    samples = [Attempts([lambda _: ValueError("one burst")]) for _ in range(8)]
+    work = [trial.sample(f"train-000007-{n:03d}", one) for n, one in enumerate(samples)]
+    assert await asyncio.gather(*work) == [TRACE] * 8
+    assert told.poisoned == []
+
+
+async def test_a_process_that_died_is_held_against_one_episode_only() -> None:
+    """The other one was there each time too; what killed the process is taken to be found."""
+    told = Told()
+    made = retries(told, rollout_retries=2)
+    other = Episode("toolbox", "train", 8, {})
+    trials = made.trial(EPISODE), made.trial(other)
+    work = [
+        trial.sample(f"train-00000{7 + n}-000", Attempts([lost_under_way] * 3))
+        for n, trial in enumerate(trials)
+    ]
+    assert await asyncio.gather(*work) == [None, TRACE]
+    assert [poisoned.episode for poisoned in told.poisoned] == [EPISODE]
+
+
+async def test_when_no_process_is_left_nothing_is_tried_again() -> None:
+    told = Told()
+    with pytest.raises(NoReplicaLeft, match="environment-0 died: killed"):
+        await sampled(retries(told), lambda _: NoReplicaLeft("environment-0", "killed"))
+    assert told.events == []
+
+
+async def test_a_sample_that_is_cancelled_is_not_tried_again() -> None:
+    attempts = Attempts([lambda _: ValueError("never seen")])
+    running = asyncio.create_task(retries(Told()).trial(EPISODE).sample("a", attempts))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert attempts.sessions == ["a"]
+
+
+async def test_events_name_the_actor_the_rollout_and_the_cause_in_one_line() -> None:
+    told = Told()
+    await sampled(retries(told), lost_under_way)
+    ((kind, actor, detail, fields),) = told.events
+    assert (kind, actor) == ("rollout_retried", "environment-0")
+    assert detail == "train-000007-000: environment-0 died: Killed(sig=9)"
+    assert fields["rollout"] == "train-000007-000"
+    assert fields["class"] == "infrastructure"
+
+
+async def test_a_poisoned_episode_is_on_disk_with_all_that_is_needed_to_see_it_again(
+    tmp_path: Path, build_config: Any
+) -> None:
+    error = RemoteError("environment-0", "step", "Traceback ...\nZeroDivisionError: by zero")
+    with RunStore(tmp_path, build_config()) as store:
+        made = Retries(SupervisionConfig(), store.add_poisoned, Told().record)
+        await sampled(made, *[lambda _: error] * 2)
+        line = json.loads((tmp_path / "poisoned.jsonl").read_text())
+    assert line["episode"] == {
+        "task": "toolbox",
+        "split": "train",
+        "index": 7,
+        "payload": {"question": "how many?"},
+    }
+    assert line["error"].endswith("ZeroDivisionError: by zero")
+    assert (line["cause"], line["attempts"]) == ("code", 2)
+    assert "Traceback" in line["traceback"]
+
+
+def test_the_error_of_a_run_without_rollouts_travels_whole() -> None:
+    error = RolloutsFail("step 3 has none", "ValueError: x")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (copy.args, str(copy)) == (error.args, str(error))

@@ -1,0 +1,147 @@
+"""What a run shows of itself is true while it lives, and stays when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from composer_mesh.configs.schema import RunConfig
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.services.control import CONTROL_FILE, ControlRefused
+from composer_mesh.services.live_run import commands_for
+from composer_mesh.services.run_watch import RunWatch
+from composer_mesh.services.scale_command import scale
+from composer_mesh.services.status import ActorStatus, read_status
+from composer_mesh.services.view import RunView
+
+ACTORS = [ActorStatus("trainer", "trainer", 11), ActorStatus("generator-0", "generator", 12)]
+
+
+class FakePool:
+    """A dead replica whose next process is on its way."""
+
+    def __init__(self) -> None:
+        self.size = 1
+
+    def status(self) -> list[dict[str, Any]]:
+        about = {"pid": None, "outstanding": 0, "reason": ""}
+        return [{"name": "generator-0.2", "state": "starting", "generation": 2, **about}]
+
+    def __len__(self) -> int:
+        return self.size
+
+    async def resize(self, n: int) -> None:
+        self.size = n
+
+
+class FakeMesh:
+    """`asked` is set each time that somebody asked; `error` is what they get."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.pool, self.error, self.asked = FakePool(), error, asyncio.Event()
+
+    @property
+    def pools(self) -> dict[str, Any]:
+        return {"generator": self.pool}
+
+    async def describe(self) -> list[ActorStatus]:
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
+        return ACTORS
+
+
+class World:
+    """A run that is watched, and what was recorded of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.events: list[tuple[str, str, str]] = []
+        config = RunConfig(name="run", steps=20)
+        view = RunView("run", 20, console=Console(file=StringIO()))
+        self.watch = RunWatch(
+            root, config, view, lambda *event: self.events.append(event), lambda: (3, 2)
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    world.watch.opened("tcp", "http://admin", None)
+    return world
+
+
+async def shown(mesh: FakeMesh) -> None:
+    """Wait until what the mesh said was written: there is no waiting in between."""
+    await mesh.asked.wait()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_status_has_every_actor_and_how_far_the_run_is(world: World) -> None:
+    mesh = FakeMesh()
+    async with world.watch.over(mesh):
+        await shown(mesh)
+        status = read_status(world.root)
+    assert status is not None
+    assert [actor.name for actor in status.actors] == ["trainer", "generator-0", "generator-0.2"]
+    assert (status.state, status.step, status.steps, status.restarts) == ("running", 3, 20, 2)
+    assert (status.pid, status.admin_url, status.live) == (os.getpid(), "http://admin", True)
+
+
+async def test_a_run_is_scaled_while_it_is_watched_and_not_after(world: World) -> None:
+    mesh = FakeMesh()
+    async with world.watch.over(mesh):
+        await scale(world.root, generator=3)
+        with pytest.raises(ControlRefused):
+            await scale(world.root, trainer=3)
+    assert mesh.pool.size == 3
+    assert world.events == [("pool_resized", "generator", "1 to 3")]
+    assert not (world.root / CONTROL_FILE).exists()
+
+
+async def test_a_dead_actor_does_not_end_the_watch_and_an_error_of_it_does_not_end_the_run(
+    world: World,
+) -> None:
+    mesh = FakeMesh(ActorDied("generator-0", "gone"))
+    async with world.watch.over(mesh):
+        await shown(mesh)
+        assert world.events == []
+    mesh = FakeMesh(OSError("no space"))
+    async with world.watch.over(mesh):
+        await shown(mesh)
+        assert world.events == [("status_stopped", "", "OSError: no space")]
+
+
+async def test_a_run_without_a_control_socket_goes_on_and_says_so(world: World) -> None:
+    (world.root / CONTROL_FILE).mkdir()
+    async with world.watch.over(FakeMesh()):
+        (event,) = world.events
+    assert event[0] == "no_commands"
+
+
+async def test_the_last_state_stays_and_names_no_actor(world: World) -> None:
+    async with world.watch.over(FakeMesh()):
+        pass
+    world.watch.ended("failed")
+    status = read_status(world.root)
+    assert status is not None
+    assert (status.state, status.actors, status.live) == ("failed", (), False)
+
+
+def test_a_run_that_never_opened_leaves_no_status(tmp_path: Path) -> None:
+    World(tmp_path).watch.ended("failed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands_can_be_typed_as_they_are_shown() -> None:
+    plain = commands_for(Path("runs/a b"), telemetry=False)
+    assert plain[0] == "composer-mesh tree 'runs/a b' --watch"
+    assert [line.split()[1] for line in plain] == ["tree", "events", "scale", "stacks", "tui"]
+    assert commands_for(Path("r"), telemetry=True)[-1].startswith("composer-mesh query r ")

@@ -1,0 +1,119 @@
+"""A round of weights: every receiver that lives serves the version, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+from fake_host import FakeHost, serve, turns
+from fake_teachers import FakeActor, weights
+from healing_service import Events, healing, states, until_served
+
+from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.weights import WeightsHandle
+from composer_mesh.services.service import Service
+from composer_mesh.services.weight_sync import MeshWeightSync, StaleReceiver
+
+
+class FakeTrainer(FakeActor):
+    """Publishes the next version at each call."""
+
+    version = 0
+
+    async def publish(self) -> WeightsHandle:
+        self.version += 1
+        return weights(self.version)
+
+
+def round_of(trainer: FakeTrainer, pool: Service) -> MeshWeightSync:
+    return MeshWeightSync(lambda: cast(SpawnedActor, trainer), pool, None, 5)
+
+
+async def generators(host: FakeHost, events: Events, n: int = 2) -> Service:
+    """Replicas that answer a pull with the version that they were given."""
+    host.answer = lambda endpoint, args: args[0].version if endpoint == "pull" else None
+    return await healing(host, events, n)
+
+
+@pytest.fixture
+def host() -> FakeHost:
+    return FakeHost()
+
+
+@pytest.fixture
+def events() -> Events:
+    return []
+
+
+def pulled(host: FakeHost, name: str) -> list[int]:
+    return [args[0].version for endpoint, *args in host[name].heard if endpoint == "pull"]
+
+
+async def test_every_receiver_is_asked_for_the_published_version(
+    host: FakeHost, events: Events
+) -> None:
+    sync = round_of(FakeTrainer("trainer", []), await generators(host, events))
+    assert [await sync.sync() for _ in range(2)] == [1, 2]
+    assert [pulled(host, name) for name in ("w-0", "w-1")] == [[1, 2], [1, 2]]
+
+
+async def test_another_version_than_the_published_one_is_told(
+    host: FakeHost, events: Events
+) -> None:
+    pool = await generators(host, events)
+    host.answer = lambda endpoint, args: 7
+    with pytest.raises(StaleReceiver, match=r"published version 1 but receivers serve \[7, 7\]"):
+        await round_of(FakeTrainer("trainer", []), pool).sync()
+
+
+async def test_a_round_goes_on_without_a_receiver_that_is_lost_in_it(
+    host: FakeHost, events: Events
+) -> None:
+    pool = await generators(host, events)
+    sync = round_of(FakeTrainer("trainer", []), pool)
+    await sync.sync()
+    host["w-0"].broken = RuntimeError("injected")
+    assert await sync.sync() == 2
+    await until_served(pool, "w-0.2")
+    assert pulled(host, "w-0.2") == [2]
+
+
+async def test_a_round_that_meets_no_receiver_is_for_those_that_come(
+    host: FakeHost, events: Events
+) -> None:
+    pool = await generators(host, events, n=1)
+    sync = round_of(FakeTrainer("trainer", []), pool)
+    await sync.sync()
+    host.gate = asyncio.Event()
+    host["w-0"].die()
+    await turns()
+    assert await sync.sync() == 2
+    host.gate.set()
+    await until_served(pool, "w-0.2")
+    assert pulled(host, "w-0.2") == [2]
+
+
+async def test_the_trainers_end_is_the_rounds_and_receivers_go_on(
+    host: FakeHost, events: Events
+) -> None:
+    pool = await generators(host, events)
+    trainer = FakeTrainer("trainer", [])
+    sync = round_of(trainer, pool)
+    await sync.sync()
+    for actor in host.started:
+        actor.slow = asyncio.Event()
+    syncing = asyncio.ensure_future(sync.sync())
+    await turns()
+    trainer.die()
+    with pytest.raises(ActorDied, match="trainer died: killed"):
+        await syncing
+    assert states(pool) == {"w-0": "ready", "w-1": "ready"}
+
+
+async def test_without_restarts_a_receiver_that_fails_fails_the_round(host: FakeHost) -> None:
+    pool = await serve(host, n=2)
+    host["w-0"].broken = RuntimeError("injected")
+    with pytest.raises(RuntimeError, match="injected"):
+        await round_of(FakeTrainer("trainer", []), pool).sync()
