@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here")
     parser.add_argument("--controller", type=int, default=0, metavar="N", help="runs to behead")
     parser.add_argument(
-        "--step-bound", type=float, default=180.0, metavar="S", help="a longer wait is a hang"
+        "--step-bound", type=float, default=90.0, metavar="S", help="a longer wait is a hang"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of the run's config"

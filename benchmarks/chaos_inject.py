@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from chaos_run import Actor, LiveRun, Tail
-from chaos_schedule import LAST, Fault, Planned
+from chaos_schedule import ENDS_THE_PROCESS, LAST, Fault, Planned
 
 ARMED_S = 45.0
 """How long a fault waits for its endpoint to be called."""
@@ -142,5 +142,5 @@ class Injector:
 
     def _note(self, applied: Applied) -> None:
         self.applied.append(applied)
-        if applied.planned.fault not in (Fault.RAISE, Fault.CUT, Fault.MEMORY):
+        if applied.planned.fault in ENDS_THE_PROCESS:
             self._hit.add(applied.pid)

@@ -4,6 +4,7 @@ Pure: faults that struck and events in, seconds and counts out. Both tell time i
 1970, on one machine.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,12 +45,20 @@ class Outcome:
 
 
 def outcomes(applied: Sequence[Applied], events: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    """The outcome of every fault, in their order.
+    """The outcome of every fault, in their order."""
+    return [_outcome(fault, events, _until(fault, applied)) for fault in applied]
 
-    A trainer that shares a fault with its restart is matched by time: the first restart after the
-    fault was noticed is its own.
+
+def _until(fault: Applied, applied: Sequence[Applied]) -> float:
+    """Until when the end of the process is this fault's work.
+
+    What ends a process does so for sure. Another fault may leave it whole, and a later end is then
+    that of the next fault on it, or of something else.
     """
-    return [_outcome(fault, events) for fault in applied]
+    if fault.planned.fault in ENDS_THE_PROCESS:
+        return math.inf
+    others = [one.time for one in applied if one.actor == fault.actor and one.time > fault.time]
+    return min([fault.time + ECHO_S, *others])
 
 
 def unprovoked(
@@ -67,9 +76,9 @@ def unprovoked(
     ]
 
 
-def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]]) -> Outcome:
+def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]], until: float) -> Outcome:
     later = [event for event in events if event["time"] >= fault.time - CLOCKS_S]
-    noticed, healed = _end_and_heal(fault, later)
+    noticed, healed = _end_and_heal(fault, later, until)
     told = noticed or _first(later, lambda event: _mentions(event, fault))
     detected = None if told is None or told is healed else _after(fault, told)
     if healed is not None:
@@ -81,7 +90,7 @@ def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]]) -> Outcome:
 
 
 def _end_and_heal(
-    fault: Applied, later: Sequence[Mapping[str, Any]]
+    fault: Applied, later: Sequence[Mapping[str, Any]], until: float
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
     """The event that tells of the end of the very process, and the one that tells of the next.
 
@@ -91,6 +100,8 @@ def _end_and_heal(
     noticed = None
     for event in later:
         if event["event"] in NOTICED and event["actor"] == fault.actor:
+            if noticed is None and event["time"] > until:
+                return None, None
             noticed = noticed or event
         elif _heals(event, fault):
             own = noticed is not None or _mentions(event, fault)

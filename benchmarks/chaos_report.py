@@ -40,6 +40,8 @@ def print_tables(report: Report, peace: Verdict, chaos: Verdict) -> None:
         if one.fate in (Fate.LOST, Fate.GIVEN_UP):
             fault = one.applied
             print(f"{one.fate}: {fault.planned.fault} of {fault.actor} {fault.endpoint}".rstrip())
+    if chaos.events["status_stopped"]:
+        print("the run stopped telling its status, so later faults could not find their processes")
     for event in chaos.unprovoked:
         print(f"no fault explains: {event['actor']}: {event['detail']}")
     for name, verdict in (("in peace", peace), ("under faults", chaos)):

@@ -237,6 +237,9 @@ class MeshHost:
             await processes.wait_gone(spawned.pid, self._stop_deadline_s)
         processes.kill_group(spawned.pid)
         await processes.wait_gone(spawned.pid, self._stop_deadline_s)
+        # Whoever waits for it, or reads what it had published, must hear of a planned end too.
+        if spawned.death is not None and not spawned.death.done():
+            spawned.death.set_result(ActorDied(spawned.name, "it was stopped"))
 
     async def close(self) -> None:
         """Stop every process of this run and start no more. Afterwards none of them is left."""

@@ -251,7 +251,8 @@ class Supervisor:
             return  # the logger that Monarch keeps beside each actor, or the same fault again
         self._seen.add(mesh_name)
         died = ActorDied(watched.actor, reason_of(report))
-        watched.death.set_result(died)
+        if not watched.death.done():  # its host may have stopped it
+            watched.death.set_result(died)
         planned = died.actor in self._expected
         about = {**watched.fields, "cause": died.reason, "class": INFRASTRUCTURE}
         fields = watched.fields if planned else about

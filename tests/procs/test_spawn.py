@@ -62,6 +62,15 @@ async def test_a_planned_stop_is_no_fault(host: MeshHost, supervisor: Supervisor
     assert not supervisor.failure.done()
 
 
+async def test_a_planned_stop_is_told_to_whoever_waits_for_the_actors_end(host: MeshHost) -> None:
+    spawned = await host.spawn("worker", EchoActor)
+    assert spawned.alive
+    await host.stop(spawned)
+    assert not spawned.alive
+    with pytest.raises(ActorDied, match="worker died: it was stopped"):
+        await spawned.call("say", "hello")
+
+
 async def test_ctrl_c_reaches_no_child(host: MeshHost) -> None:
     actor = await host.spawn("echo-0", EchoActor)
     os.kill(actor.pid, signal.SIGINT)

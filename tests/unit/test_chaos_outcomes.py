@@ -155,3 +155,31 @@ def test_deaths_that_no_fault_explains_are_told() -> None:
         event(300.0, "actor_died", "generator-0"),
     ]
     assert told.unprovoked([struck("generator-0")], deaths) == deaths[1:]
+
+
+def test_an_end_long_after_a_fault_that_left_the_process_whole_is_not_its_work() -> None:
+    outcome = only(
+        struck("environment-0", Fault.CUT),
+        event(300.0, "actor_died", "environment-0"),
+        event(303.0, "actor_restarted", "environment-0.2"),
+    )
+    assert (outcome.fate, outcome.detected_s) == (Fate.ABSORBED, None)
+
+
+def test_an_end_belongs_to_the_newest_fault_on_its_process() -> None:
+    cut, kill = struck("environment-0", Fault.CUT), struck("environment-0", time=105.0)
+    events = [
+        event(106.0, "actor_died", "environment-0"),
+        event(108.0, "actor_restarted", "environment-0.2"),
+    ]
+    fates = [one.fate for one in told.outcomes([cut, kill], events)]
+    assert fates == [Fate.ABSORBED, Fate.RESTARTED]
+
+
+def test_a_process_that_dies_of_a_memory_limit_is_its_work() -> None:
+    outcome = only(
+        struck("environment-0", Fault.MEMORY),
+        event(103.0, "actor_died", "environment-0"),
+        event(108.0, "actor_restarted", "environment-0.2"),
+    )
+    assert (outcome.fate, outcome.detected_s) == (Fate.RESTARTED, 3.0)
