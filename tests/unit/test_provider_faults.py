@@ -138,7 +138,9 @@ async def test_every_one_of_2000_requests_ends_as_an_answer_or_a_typed_failure()
     assert served.requests >= 2000
     assert set(served.met) == set(faults.Fault)
     kinds = run.kinds()
-    assert {"answered", "rate", "server", "timeout", "malformed", "moderation"} <= set(kinds)
+    # What is sent again ends as its last attempt did, which is chance; what is final always shows.
+    assert {"answered", "malformed", "moderation"} <= set(kinds)
+    assert set(kinds) <= {"answered", *FailureKind}
     assert kinds["answered"] > served.requests / 2
     assert sum(sum(told["counts"].values()) for told in details.values()) == len(run.ends)
     assert all(told["under_way"] == told["waiting"] == 0 for told in details.values())
