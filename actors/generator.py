@@ -10,11 +10,12 @@ from typing import ClassVar
 
 from monarch.actor import concurrent_endpoint, context
 
-from composer_mesh.actors.engine import Engine
+from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.actors.policy import load_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.weights import StagedWeights, WeightReceiver, WeightsHandle
+from composer_mesh.mesh.weights.handle import StagedWeights, WeightsHandle
+from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Answer = asyncio.Future[GenerationResult]
@@ -112,7 +113,7 @@ class GeneratorActor(MeshActor):
     async def _turn(self) -> None:
         if self._staged is not None:
             (staged, done), self._staged = self._staged, None
-            await asyncio.to_thread(self._engine.swap, staged.apply, staged.version)
+            await asyncio.to_thread(self._engine.swap, staged)
             self.policy_version = staged.version
             done.set_result(staged.version)
             return

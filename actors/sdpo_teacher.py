@@ -25,7 +25,9 @@ from composer_mesh.actors.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
-from composer_mesh.mesh.weights import WeightPublisher, WeightReceiver, WeightsHandle
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.publisher import WeightPublisher
+from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 
 FIRST_CAPACITY = 1 << 20

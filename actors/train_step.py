@@ -19,7 +19,8 @@ from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.train_policy import Figures, PolicyChannel, new_figures
 from composer_mesh.actors.train_replay import ReplayChannel
 from composer_mesh.actors.train_sdpo import SdpoChannel, SignalSource, StudentRows
-from composer_mesh.configs.schema import Config, TrainerConfig
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.losses.composition import compose
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.packing import microbatches

@@ -24,7 +24,8 @@ from composer_mesh.actors.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.transport import BufferHandle
-from composer_mesh.mesh.weights import WeightPublisher, WeightsHandle
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.tasks import make_task
 

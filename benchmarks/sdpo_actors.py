@@ -27,7 +27,8 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
-from composer_mesh.mesh.weights import WeightPublisher, WeightReceiver
+from composer_mesh.mesh.weights.publisher import WeightPublisher
+from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step

@@ -15,11 +15,14 @@ from composer_mesh.configs.base import (
     Section,
     Share,
 )
+from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.configs.weights import WeightsConfig
 
 LARGEST_SEED = 2**31 - 1
 
@@ -83,65 +86,6 @@ class EnvironmentConfig(Section):
     """Taken from the reward for each failed tool call; the reward never falls below 0."""
 
 
-class GeneratorConfig(Section):
-    """The actors that sample tokens."""
-
-    engine: Literal["embedded"] = "embedded"
-    """The inference engine: "embedded" runs in the actor's own process."""
-
-    replicas: Count = 1
-    """Generator actors."""
-
-    max_concurrent: Count = 64
-    """Requests that decode together: rows of the KV cache."""
-
-    max_new_tokens: Count = 40
-    """Longest answer of one turn, in tokens."""
-
-    temperature: Positive = 1.0
-    """Sampling temperature of training rollouts."""
-
-    threads: Count = 1
-    """CPU threads of each generator."""
-
-
-class TrainerConfig(Section):
-    """The optimizer and the size of its microbatches."""
-
-    lr: Positive = 3e-4
-    """Peak learning rate."""
-
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak to the end of the run."""
-
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from 0 to its peak."""
-
-    weight_decay: NotNegative = 0.0
-    """AdamW's decoupled weight decay."""
-
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the gradient mean."""
-
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's decay of the gradient's second moment."""
-
-    grad_clip: Positive = 1.0
-    """Largest gradient norm of a step."""
-
-    microbatch_tokens: Count = 4096
-    """Tokens, padding included, that one forward and backward pass holds."""
-
-    checkpoint_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checkpoints that a restart begins again from; 0 keeps only the last one."""
-
-    ranks: Count = 1
-    """Trainer processes that share each step's samples and sum their gradients."""
-
-    threads: Count = 1
-    """CPU threads of each trainer process."""
-
-
 class ScheduleConfig(Section):
     """How many rollouts a step takes and how old they may be."""
 
@@ -200,6 +144,9 @@ class Config(Section):
 
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """The optimizer."""
+
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """Weights on their way to those who serve them."""
 
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """Rollouts per step and their age."""

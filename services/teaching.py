@@ -31,7 +31,7 @@ from composer_mesh.mesh.supervision import (
     RemoteError,
 )
 from composer_mesh.mesh.waiting import cancel_and_wait, together
-from composer_mesh.mesh.weights import WeightsHandle
+from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.waiting import together
-from composer_mesh.mesh.weights import WeightsHandle
+from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.service import Service
 from composer_mesh.services.teaching import SdpoTeachers
 

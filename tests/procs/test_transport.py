@@ -10,12 +10,9 @@ from tensor_actors import BytesActor, TiedModel, WeightsActor
 
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.transport import SendBuffer, TransportError, read
-from composer_mesh.mesh.weights import (
-    TornWeights,
-    WeightPublisher,
-    WeightReceiver,
-    WeightsMismatch,
-)
+from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
+from composer_mesh.mesh.weights.publisher import WeightPublisher
+from composer_mesh.mesh.weights.receiver import WeightReceiver
 
 
 async def test_a_read_equals_what_was_written_also_after_growth(host: MeshHost) -> None:

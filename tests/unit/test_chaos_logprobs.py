@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.engine import Engine
+from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Trace, Turn
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from composer_mesh.actors.engine import Engine, RequestTooLong
+from composer_mesh.actors.engines.embedded import Engine, RequestTooLong
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
@@ -85,6 +88,22 @@ def assert_faithful(model: Any, requests: list[GenerationRequest], results: Resu
         result = results[asked.request_id]
         expected = replayed_logprobs(model, asked, result.token_ids)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, **CLOSE)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Weights of a version that never travelled."""
+
+    version: int
+    state: dict[str, Tensor]
+
+    def apply(self, model: Any, rate: float = 1.0) -> None:
+        assert rate == 1.0
+        model.load_state_dict(self.state)
+
+    def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        for name, tensor in self.state.items():
+            yield (name,), tensor
 
 
 def test_greedy_tokens_are_those_of_decoding_each_request_alone_without_a_cache(
@@ -221,7 +240,7 @@ def test_swapped_weights_label_and_explain_every_later_token(
     for version in range(3):
         if version:
             weights = versions[version].state_dict()
-            engine.swap(lambda model, new=weights: model.load_state_dict(new), version)
+            engine.swap(Plain(version, weights))
         put(engine, [waiting.pop() for _ in range(10)], results)
         for _ in range(5):
             engine.step()
@@ -239,7 +258,7 @@ def test_swapped_weights_label_and_explain_every_later_token(
 
 def test_a_swap_drops_no_request_and_needs_none(build_model: Any) -> None:
     engine, other = Engine(build_model(1), rows=2, length=64), build_model(2).state_dict()
-    engine.swap(lambda model: model.load_state_dict(other), 4)
+    engine.swap(Plain(4, other))
     result = serve(engine, [request("r", [1, 2])])["r"]
     assert result.versions == [4] * 8
     torch.testing.assert_close(

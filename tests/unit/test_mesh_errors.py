@@ -9,7 +9,7 @@ import pytest
 from composer_mesh.mesh.admin import AdminUnreachable
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, reason_of
 from composer_mesh.mesh.transport import TransportError
-from composer_mesh.mesh.weights import TornWeights, WeightsMismatch
+from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,10 @@ import torch
 from torch import nn
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, TransportError, read
-from composer_mesh.mesh.weights import (
-    ALIGNMENT,
-    StagedWeights,
-    TornWeights,
-    WeightManifest,
-    WeightPublisher,
-    WeightsMismatch,
-)
+from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
+from composer_mesh.mesh.weights.handle import StagedWeights
+from composer_mesh.mesh.weights.manifest import ALIGNMENT, WeightManifest
+from composer_mesh.mesh.weights.publisher import WeightPublisher
 
 
 def tied_model() -> nn.Module:

@@ -12,7 +12,7 @@ from healing_service import Events, healing, states, until_served
 
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.mesh.weights import WeightsHandle
+from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.service import Service
 from composer_mesh.services.weight_sync import MeshWeightSync, StaleReceiver
 

@@ -6,14 +6,14 @@ token's log-prob is exactly that of the version it is labelled with. No threads,
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.kv_cache import SlotCache
+from composer_mesh.actors.engines.kv_cache import SlotCache
+from composer_mesh.actors.engines.port import Done, Weights
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
@@ -25,7 +25,7 @@ class RequestTooLong(ValueError):
 @dataclass(slots=True)
 class _Running:
     request: GenerationRequest
-    done: Callable[[GenerationResult], None]
+    done: Done
     draws: Tensor
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Engine:
     def outstanding(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def submit(self, request: GenerationRequest, done: Callable[[GenerationResult], None]) -> None:
+    def submit(self, request: GenerationRequest, done: Done) -> None:
         """Queues a request; `done` is called from within a later `step`."""
         need = len(request.prompt_ids) + request.max_new_tokens
         if need > self._length:
@@ -85,12 +85,15 @@ class Engine:
         return sampled if decoding or admitted else 0
 
     @torch.inference_mode()
-    def swap(self, apply: Callable[[Any], None], version: int) -> None:
-        """Puts new weights in by `apply(model)` and recomputes the cache of running requests."""
-        apply(self._model)
-        self.version = version
+    def swap(self, weights: Weights) -> None:
+        """Puts new weights in and recomputes the cache of running requests."""
+        weights.apply(self._model)
+        self.version = weights.version
         if self._running:
             self._prefill(0, [running.ids[:-1] for running in self._running])
+
+    def close(self) -> None:
+        """Nothing is held that the process's end does not give back."""
 
     def _admit(self, first: int) -> int:
         room = min(self._rows - first, len(self._waiting))

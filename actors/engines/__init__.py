@@ -1,0 +1,1 @@
+"""What samples tokens in a generator's process: engines behind one port."""
