@@ -11,7 +11,7 @@ class SupervisionConfig(Section):
     """Restarts within a budget; what is beyond it is given up and said."""
 
     heartbeat_s: Positive = 2.0
-    """Seconds between two looks at whether an actor answers."""
+    """Seconds without a word from an actor after which it is asked whether it answers."""
 
     hang_s: Positive = 30.0
     """Seconds without an answer after which an actor counts as hung, and is killed."""

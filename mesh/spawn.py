@@ -20,7 +20,7 @@ from monarch.actor import HostMesh, ProcMesh, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.environment import without_noise
-from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
+from composer_mesh.mesh.heartbeat import HeartbeatRules, LastWord, wait_until_silent
 from composer_mesh.mesh.supervision import (
     ActorDied,
     FaultPolicy,
@@ -54,6 +54,7 @@ class SpawnedActor:
     actor_class: type[MeshActor]
     procs: ProcMesh = field(repr=False)
     death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
+    last: LastWord = field(default_factory=LastWord, repr=False)
 
     @property
     def alive(self) -> bool:
@@ -65,7 +66,9 @@ class SpawnedActor:
     ) -> Any:
         """Call one endpoint. Waits for its answer, at most `deadline_s`."""
         reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
-        return await call(reply, deadline_s, self.name, endpoint, self.death)
+        answer = await call(reply, deadline_s, self.name, endpoint, self.death)
+        self.last.heard()
+        return answer
 
 
 async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T]) -> T:
@@ -164,7 +167,7 @@ class MeshHost:
     async def _watch_answers(self, spawned: SpawnedActor, rules: HeartbeatRules) -> None:
         """Kill an actor that does not answer, unless it is known to be dead."""
         await wait_until_silent(
-            lambda: spawned.call("describe", deadline_s=2 * rules.hang_s), rules
+            lambda: spawned.call("describe", deadline_s=2 * rules.hang_s), rules, spawned.last
         )
         if spawned.alive:
             if self.supervisor is not None:

@@ -1,0 +1,139 @@
+"""What supervision costs a run that nothing happens to: CPU beside the work.
+
+    python benchmarks/supervision.py [--quick] [--json FILE]
+
+As many actors as the quickstart has, idle, so that all CPU is supervision's own: plain Monarch with
+its own settings; ours, with its faster polls, watches on processes and heartbeats; and ours with
+the live status of a run, which asks each actor once a second. Each way in a fresh process, in turn.
+The ratio is CPU seconds per second above plain Monarch's: a step on one core would be longer by at
+most that share, if every cycle were taken from it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+WAYS = ("monarch", "supervised", "watched")
+ACTORS = 9
+"""Actor processes of the quickstart."""
+SETTLE_S = 3.0
+MESSAGE = "RESULT "
+
+
+def main() -> int:
+    """Measure each way in turn; returns 1 where the claim does not hold."""
+    from report import Report, arguments
+
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    seconds, rounds = (4.0, 2) if given.quick else (20.0, 3)
+    if given.way:
+        print(MESSAGE + json.dumps(measured(given.way, given.seconds)))
+        return 0
+    shares: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            shares[way].append(asyncio.run(in_a_fresh_process(way, seconds)))
+    report, middle = Report("supervision"), {}
+    for way, found in shares.items():
+        middle[way] = report.figures[f"{way}_cpu_share"] = statistics.median(found)
+    rows = [[way, f"{middle[way]:.2%}", _range(shares[way])] for way in WAYS]
+    title = f"CPU of {ACTORS + 1} idle processes, of one core"
+    report.print_table(title, ["way", "median", "least to most"], rows)
+    for way in WAYS[1:]:
+        report.ratios[f"{way}_over_step"] = middle[way] - middle["monarch"]
+    report.finish(given.json)
+    return int(report.ratios["supervised_over_step"] >= 0.01)
+
+
+def _range(found: list[float]) -> str:
+    return f"{min(found):.2%} to {max(found):.2%}"
+
+
+async def in_a_fresh_process(way: str, seconds: float) -> float:
+    """One way, in a process that has read no other way's settings."""
+    command = [sys.executable, __file__, "--way", way, "--seconds", str(seconds)]
+    running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await running.communicate()
+    if running.returncode:
+        raise RuntimeError(f"{way} ended with status {running.returncode}: see its errors above")
+    line = next(one for one in output.decode().splitlines() if one.startswith(MESSAGE))
+    return float(json.loads(line.removeprefix(MESSAGE)))
+
+
+def measured(way: str, seconds: float) -> float:
+    """CPU seconds per second of this process and its actors, while nobody asks for anything."""
+    # Children import the actors by name, and inherit only the environment.
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if way == "monarch":
+        return asyncio.run(_plain(seconds))
+    from composer_mesh.mesh.environment import prepare_environment
+
+    prepare_environment()
+    return asyncio.run(_supervised(seconds, watched=way == "watched"))
+
+
+async def _plain(seconds: float) -> float:
+    from monarch.actor import this_host
+    from service_actors import Echo
+
+    meshes = [this_host().spawn_procs(name=f"echo_{place}") for place in range(ACTORS)]
+    actors = [procs.spawn("echo", Echo) for procs in meshes]
+    pids = [(await actor.describe.call_one())["pid"] for actor in actors]
+    share = await _share(pids, seconds)
+    for procs in meshes:
+        await procs.stop()
+    return share
+
+
+async def _supervised(seconds: float, watched: bool) -> float:
+    from service_actors import Echo
+
+    from composer_mesh.configs.supervision import SupervisionConfig
+    from composer_mesh.mesh.heartbeat import HeartbeatRules
+    from composer_mesh.mesh.spawn import MeshHost
+    from composer_mesh.mesh.supervision import Supervisor
+    from composer_mesh.mesh.waiting import cancel_and_wait
+    from composer_mesh.services.run_watch import STATUS_EVERY_S
+
+    rules = SupervisionConfig()
+    beats = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
+    async with MeshHost(Supervisor(lambda *_, **__: None), heartbeat=beats) as host:
+        names = [f"echo-{place}" for place in range(ACTORS)]
+        actors = await asyncio.gather(*(host.spawn(name, Echo) for name in names))
+
+        async def look() -> None:
+            while True:
+                await asyncio.gather(*(actor.call("describe") for actor in actors))
+                await asyncio.sleep(STATUS_EVERY_S)
+
+        looking = [asyncio.create_task(look())] if watched else []
+        share = await _share([actor.pid for actor in actors], seconds)
+        await cancel_and_wait(looking)
+    return share
+
+
+async def _share(pids: list[int], seconds: float) -> float:
+    pids = [os.getpid(), *pids]
+    await asyncio.sleep(SETTLE_S)
+    began, used = time.monotonic(), sum(map(_cpu_s, pids))
+    await asyncio.sleep(seconds)
+    return (sum(map(_cpu_s, pids)) - used) / (time.monotonic() - began)
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process, to the nanosecond where the kernel says them."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+if __name__ == "__main__":
+    sys.exit(main())
