@@ -10,7 +10,7 @@ from composer_mesh.configs.base import Positive, Section
 class SupervisionConfig(Section):
     """Restarts within a budget; what is beyond it is given up and said."""
 
-    heartbeat_s: Positive = 2.0
+    heartbeat_s: Positive = 5.0
     """Seconds without a word from an actor after which it is asked whether it answers."""
 
     hang_s: Positive = 30.0

@@ -14,9 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-# A dead process is noticed within one poll; Monarch's default of 10 s is too slow for a live view.
 SETTINGS = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
+import threading
 from pathlib import Path
+
+LOOK_S = 0.1
 
 
 def is_alive(pid: int) -> bool:
@@ -53,13 +57,65 @@ def _command_line(pid: int) -> list[str]:
         return []
 
 
-async def wait_gone(pid: int, deadline_s: float, poll_s: float = 0.02) -> bool:
-    """Wait until a process has ended; False when it still runs at the deadline."""
+async def wait_gone(pid: int, deadline_s: float) -> bool:
+    """Wait until a process has ended; False when it still runs at the deadline.
+
+    The kernel tells where it can; elsewhere the process is looked at again and again.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):  # no Linux, an old one, or no descriptor left
+        return await _look_until_gone(pid, deadline_s)
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), None if deadline_s == math.inf else deadline_s)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return not is_alive(pid)
+
+
+async def end_of_child(pid: int) -> str | None:
+    """Wait until a child of this process has ended; says how, in Monarch's words.
+
+    None where somebody else collected it first, or where it is no child. A thread waits, because
+    only one that sleeps in the kernel sees the end before Monarch collects the process.
+    """
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    found: list[str | None] = []
+
+    def wait() -> None:
+        found.append(_wait_for_child(pid))
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+            loop.call_soon_threadsafe(told.set)
+
+    threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()
+    await told.wait()
+    return found[0]
+
+
+def _wait_for_child(pid: int) -> str | None:
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if ended is None:
+        return None
+    if ended.si_code == os.CLD_EXITED:
+        return f"its process exited with code {ended.si_status}"
+    return f"its process failed: Killed(sig={ended.si_status})"
+
+
+async def _look_until_gone(pid: int, deadline_s: float) -> bool:
     end = asyncio.get_running_loop().time() + deadline_s
     while is_alive(pid):
         if asyncio.get_running_loop().time() >= end:
             return False
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(LOOK_S)
     return True
 
 

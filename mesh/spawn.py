@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
-WATCH_S = 0.25
 MONARCH_S = 2.0
 """How long Monarch, which knows why a process ended, is given to say so itself."""
 
@@ -66,7 +65,7 @@ class SpawnedActor:
     ) -> Any:
         """Call one endpoint. Waits for its answer, at most `deadline_s`."""
         reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
-        answer = await call(reply, deadline_s, self.name, endpoint, self.death)
+        answer: Any = await call(reply, deadline_s, self.name, endpoint, self.death)
         self.last.heard()
         return answer
 
@@ -176,13 +175,15 @@ class MeshHost:
             self.kill(spawned, f"{rules.silence()} and was killed")
 
     async def _watch_process(self, spawned: SpawnedActor) -> None:
-        """Tell the supervisor when the process is gone.
+        """Tell the supervisor when the process is gone, and how it ended.
 
-        Monarch may need half a minute when the process dies while it answers Monarch's own poll.
+        Monarch tells too, but only when it asks next, and then it may need half a minute.
         """
-        await processes.wait_gone(spawned.pid, math.inf, WATCH_S)
-        await asyncio.sleep(MONARCH_S)
-        self.lost(spawned, f"its process {spawned.pid} has ended")
+        reason = await processes.end_of_child(spawned.pid)
+        if reason is None:
+            await processes.wait_gone(spawned.pid, math.inf)
+            await asyncio.sleep(MONARCH_S)
+        self.lost(spawned, reason or f"its process {spawned.pid} has ended")
 
     async def _start(
         self,

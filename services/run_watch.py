@@ -1,6 +1,6 @@
 """What a run opens to those who look into it: its status file, servers, and the control socket.
 
-It shows the mesh as it is, once a second, and takes commands for its pools. It decides nothing
+It shows the mesh as it is, every other second, and takes commands for its pools. It decides nothing
 about the run, and what cannot be shown is no reason to end it.
 """
 
@@ -27,7 +27,7 @@ from composer_mesh.services.service import Service
 from composer_mesh.services.status import ActorStatus, RunStatus, write_status
 from composer_mesh.services.view import RunView
 
-STATUS_EVERY_S = 1.0
+STATUS_EVERY_S = 2.0
 Record = Callable[[str, str, str], None]
 
 

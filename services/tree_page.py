@@ -18,8 +18,8 @@ from composer_mesh.services.page import STATE_STYLES, plain_text
 
 WIDE, WIDEST = 120, 160
 MIB = 1 << 20
-PROCESS_OF, FAILED = "the process this actor was running on ", "failed: "
-"""How Monarch begins to say why an actor is gone, in a narrow column."""
+PROLOGUES = ("the process this actor was running on ", "its process ", "failed: ")
+"""How it is begun to say why an actor is gone: too long for a narrow column."""
 Cell = Callable[[Mapping[str, Any]], str]
 
 
@@ -115,6 +115,6 @@ def _doing(process: Mapping[str, Any]) -> Text:
         return Text(state, style=style)
     if state == "busy":
         return Text(activity, style=style)
-    return Text.assemble(
-        (state, style), f": {activity.removeprefix(PROCESS_OF).removeprefix(FAILED)}"
-    )
+    for prologue in PROLOGUES:
+        activity = activity.removeprefix(prologue)
+    return Text.assemble((state, style), f": {activity}")

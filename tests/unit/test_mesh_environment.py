@@ -12,10 +12,10 @@ from composer_mesh.mesh.environment import NOISE, prepare_environment, without_n
 
 def test_a_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_RDMA_MAX_CHUNK_SIZE_MB", "16")
-    monkeypatch.delenv("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", raising=False)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     prepare_environment()
     assert os.environ["MONARCH_RDMA_MAX_CHUNK_SIZE_MB"] == "16"
-    assert os.environ["HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"] == "500ms"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_only_noise_is_kept_from_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -158,8 +158,9 @@ def test_a_wide_page_says_all_of_a_process() -> None:
     assert "  and 11 actors of Monarch itself" in lines
 
 
-def test_a_narrow_page_has_room_for_what_killed_an_actor() -> None:
-    why = "the process this actor was running on failed: Killed(sig=9)"
+@pytest.mark.parametrize("whose", ["the process this actor was running on", "its process"])
+def test_a_narrow_page_has_room_for_what_killed_an_actor(whose: str) -> None:
+    why = f"{whose} failed: Killed(sig=9)"
     dead = ActorStatus("teacher_replay-0", "teacher_replay", 12, "dead", activity=why)
     status = dataclasses.replace(STATUS, actors=(dead,))
     assert "dead: Killed(sig=9) " in drawn(merge("quick", status, None, HEAVY), 80)[-1]
