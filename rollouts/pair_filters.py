@@ -27,7 +27,6 @@ from composer_mesh.configs.filters import (
     WordsFilter,
 )
 from composer_mesh.rollouts.actions import canonical_action
-from composer_mesh.rollouts.near_duplicates import NearDuplicates
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tool_calls import OPEN, ToolCall, parse_action
 from composer_mesh.rollouts.traces import Message
@@ -174,6 +173,9 @@ class _NearDuplicates:
     """The wording is the task, what was read last and both actions."""
 
     def __init__(self, config: NearDuplicatesFilter) -> None:
+        # Its library takes a second to import, which a run without it need not wait for.
+        from composer_mesh.rollouts.near_duplicates import NearDuplicates
+
         self._texts = NearDuplicates(
             config.threshold, config.shingle, config.permutations, config.window
         )
