@@ -20,6 +20,8 @@ NOTICED = frozenset({"actor_died", "actor_hung", "actor_stopped"})
 HEALED = frozenset({"actor_restarted", "trainer_restarted"})
 ECHO_S = 60.0
 """How long after a fault the end of its process may be its work."""
+RESTART_S = 3.0
+"""Less than a backoff and the start of a process take."""
 CLOCKS_S = 0.1
 """How much earlier than its fault an event may seem: they are rounded."""
 
@@ -30,6 +32,8 @@ class Fate(StrEnum):
     RESTARTED = "restarted"
     ABSORBED = "absorbed"
     """The process went on, or none had to be replaced."""
+    ENDED_FIRST = "run ended"
+    """The run had nothing left to do when a restart would have taken its time."""
     GIVEN_UP = "given up"
     LOST = "not healed"
 
@@ -86,7 +90,17 @@ def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]], until: float) 
     if noticed is None and fault.planned.fault not in ENDS_THE_PROCESS:
         return Outcome(fault, Fate.ABSORBED, detected)
     given_up = any(one["event"] == "actor_given_up" and _same_slot(one, fault) for one in later)
-    return Outcome(fault, Fate.GIVEN_UP if given_up else Fate.LOST, detected)
+    if given_up:
+        return Outcome(fault, Fate.GIVEN_UP, detected)
+    return Outcome(fault, Fate.ENDED_FIRST if _ended_soon(noticed, later) else Fate.LOST, detected)
+
+
+def _ended_soon(noticed: Mapping[str, Any] | None, later: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the run finished before a replacement could have been there."""
+    finished = _first(later, lambda event: event["event"] == "run_finished")
+    if noticed is None or finished is None:
+        return False
+    return bool(finished["time"] - noticed["time"] < RESTART_S)
 
 
 def _end_and_heal(

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.toolbox import ToolboxTask
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+# An example that takes long on a busy machine is no failure: no test here is about time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 BuildConfig = Callable[..., Config]
 BuildModel = Callable[[int], Any]

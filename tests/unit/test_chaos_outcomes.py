@@ -103,6 +103,22 @@ def test_a_replica_beyond_its_budget_is_given_up() -> None:
     assert outcome.fate is Fate.GIVEN_UP
 
 
+@pytest.mark.parametrize(("finished", "fate"), [(102.0, Fate.ENDED_FIRST), (104.5, Fate.LOST)])
+def test_a_run_that_finishes_soon_after_a_death_owes_no_replacement(
+    finished: float, fate: Fate
+) -> None:
+    outcome = only(
+        struck("teacher_replay-0", Fault.STOP),
+        event(100.5, "actor_died", "teacher_replay-0"),
+        event(finished, "run_finished"),
+    )
+    assert outcome.fate is fate
+
+
+def test_a_death_that_nobody_noticed_is_lost_however_soon_the_run_finishes() -> None:
+    assert only(struck("reference"), event(100.5, "run_finished")).fate is Fate.LOST
+
+
 def test_a_trainer_that_begins_again_for_an_error_is_healed() -> None:
     began = "RuntimeError: injected fault 7: in train; began again from step 10's checkpoint"
     outcome = only(
@@ -141,7 +157,7 @@ def test_a_row_tells_medians_and_fates() -> None:
         for n in (1, 2, 3)
     ]
     row = told.Summary.of([*faults, only(struck("reference"))])
-    assert row.cells() == ["4", "2.0 / 3.0", "12.0 / 13.0", "3", "", "", "1"]
+    assert row.cells() == ["4", "2.0 / 3.0", "12.0 / 13.0", "3", "", "", "", "1"]
 
 
 def test_a_row_without_times_says_so() -> None:

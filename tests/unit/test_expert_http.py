@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from composer_mesh.actors.expert_http import LARGEST_REQUEST, ExpertServer, new_token
+from composer_mesh.actors.expert_http import LARGEST_REQUEST, ExpertServer
 from composer_mesh.actors.expert_panel import Expert, ExpertPanel
 from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderRequestError
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message
 
-TOKEN = new_token()
+TOKEN = "the-token-of-these-tests"  # one for all workers: it is in the names of tests
 EXPERTS = [Expert("never-wrong", 0.0), Expert("often-wrong", 0.3), Expert("also-wrong", 0.3)]
 
 
