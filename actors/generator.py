@@ -1,24 +1,25 @@
 """The generator actor: many requests at once, batched by the engine as they come.
 
-Decoding is the engine's work; this file adds waiting: a loop that steps the engine in a thread
-while there is work, and lets new weights in between two steps.
+Decoding is the engine's work and when it steps the loop's; this file adds messages: who asks, whose
+weights are pulled, and what becomes of them when the engine fails.
 """
 
 import asyncio
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint, context
 
-from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.policy import load_model
+from composer_mesh.actors.engines.choice import make_engine
+from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.weights.handle import StagedWeights, WeightsHandle
+from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-Answer = asyncio.Future[GenerationResult]
+CLOSE_S = 2.0
+"""How long an engine may take to end in order: Monarch gives an actor's clean-up three seconds."""
 
 
 class GeneratorActor(MeshActor):
@@ -31,25 +32,22 @@ class GeneratorActor(MeshActor):
     kind: ClassVar[str] = "generator"
 
     def __init__(self) -> None:
-        self._wake = asyncio.Event()
+        self._thread = EngineThread()
         self._pulls = asyncio.Lock()
-        self._answers: set[Answer] = set()
-        self._staged: tuple[StagedWeights, asyncio.Future[int]] | None = None
-        self._tokens = 0
+        self._loop: EngineLoop | None = None
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and begin to serve."""
-        model = await asyncio.to_thread(load_model, folder)
-        self._engine = Engine(model, config.generator.max_concurrent, config.policy.max_context)
-        self._receiver = WeightReceiver()
+        engine = await self._thread.run(make_engine, config, folder)
+        self._loop, self._receiver = EngineLoop(engine, self._thread), WeightReceiver()
         self.policy_version = 0
-        self._serving = asyncio.create_task(self._serve())
+        self._serving = asyncio.create_task(self._serve(self._loop))
 
     @concurrent_endpoint
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Sample one continuation. Waits for its last token; others decode beside it."""
-        return await self._submit(request)
+        return await self._ask(request)
 
     @concurrent_endpoint
     async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
@@ -57,7 +55,7 @@ class GeneratorActor(MeshActor):
 
         The same batch on an idle generator gives the same answers to the last bit.
         """
-        return await asyncio.gather(*[self._submit(request) for request in requests])
+        return await asyncio.gather(*[self._ask(request) for request in requests])
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
@@ -70,57 +68,42 @@ class GeneratorActor(MeshActor):
         self._receiver.abandon()
         async with self._pulls:
             staged = await self._receiver.receive(handle)
-            done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            self._staged = (staged, done)
-            self._wake.set()
-            return await done
+            await self._serving_loop().swap(staged)
+            self.policy_version = staged.version
+            return staged.version
 
-    def details(self) -> dict[str, int]:
-        return {"outstanding": len(self._answers), "tokens": self._tokens}
+    def details(self) -> dict[str, Any]:
+        if self._loop is None:
+            return {"outstanding": 0, "tokens": 0}
+        waiting = self._loop.outstanding
+        activity = f"decoding {waiting} requests" if waiting else "idle"
+        return {"activity": activity, "outstanding": waiting, "tokens": self._loop.tokens}
 
-    def _submit(self, request: GenerationRequest) -> Answer:
+    async def __cleanup__(self, _: Exception | None) -> None:
+        """End the engine, which may hold processes and shared memory. Waits for its step."""
+        if self._loop is not None:
+            self._serving.cancel()
+            closing = asyncio.ensure_future(self._loop.close())
+            await asyncio.wait([closing], timeout=CLOSE_S)
+
+    def _ask(self, request: GenerationRequest) -> Answer:
+        return self._serving_loop().ask(request)
+
+    def _serving_loop(self) -> EngineLoop:
+        if self._loop is None:
+            raise RuntimeError("the generator has no engine: call load first")
         if self._serving.done():
             raise RuntimeError(f"the engine has stopped: {self._serving.exception()!r}")
-        loop = asyncio.get_running_loop()
-        answer: Answer = loop.create_future()
+        return self._loop
 
-        def done(result: GenerationResult) -> None:
-            loop.call_soon_threadsafe(_resolve, answer, result)
-
-        self._engine.submit(request, done)
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
-        self._wake.set()
-        return answer
-
-    async def _serve(self) -> None:
-        """Step the engine while there is work; a fault of the engine is the actor's end.
+    async def _serve(self, loop: EngineLoop) -> None:
+        """Serve; a fault of the engine is the actor's end.
 
         Who waits then hears of its death, and may ask another generator the same.
         """
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._engine.busy or self._staged is not None:
-                    await self._turn()
-                self.activity = "idle"
+            await loop.serve()
         except Exception as error:  # supervision boundary: nobody may wait for a dead engine
             why = f"its engine stopped: {type(error).__name__}: {error}"
             context().actor_instance.abort(why)
             raise
-
-    async def _turn(self) -> None:
-        if self._staged is not None:
-            (staged, done), self._staged = self._staged, None
-            await asyncio.to_thread(self._engine.swap, staged)
-            self.policy_version = staged.version
-            done.set_result(staged.version)
-            return
-        self.activity = f"decoding {self._engine.outstanding} requests"
-        self._tokens += await asyncio.to_thread(self._engine.step)
-
-
-def _resolve(answer: Answer, result: GenerationResult) -> None:
-    if not answer.done():
-        answer.set_result(result)

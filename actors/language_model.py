@@ -7,13 +7,16 @@ Axes: B sequences, T their padded length, H hidden size, V vocabulary, N rows.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.packed import Packed
 from composer_mesh.losses.fused import linear_logprobs
 
+STATES = "decoder_states"
 PROBE_IDS = 3
 PROBE_SCALE = 1e3
 PROBE_TOLERANCE = 1e-3
@@ -33,12 +36,40 @@ class UnsupportedHead(ValueError):
         )
 
 
-class LanguageModel:
-    """The two halves of a Hugging Face causal LM."""
+class UnsupportedPacking(ValueError):
+    """A model in which sequences of one row see each other."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: str, difference: float) -> None:
+        super().__init__(model, difference)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}: hidden states of packed sequences differ from their own by up to "
+            f"{self.args[1]:.3g}, so it does not keep the sequences of a row apart: set "
+            "trainer.packing to false"
+        )
+
+
+class LanguageModel:
+    """The two halves of a Hugging Face causal LM.
+
+    With `packing` several sequences share a row of the model's input. Of a sharded model only
+    `hidden` talks to other ranks, so all of them call it equally often, in the same order; its head
+    is whole from then on until the backward.
+    """
+
+    def __init__(self, model: Any, packing: bool = False) -> None:
         self.model = model
         self._head = model.get_output_embeddings()
+        self._packing = packing
+        # A sharded model has a method of its own, which gathers weights first.
+        self._states = getattr(model, STATES, None) or partial(decoder_states, model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def weight(self) -> Tensor:
@@ -58,7 +89,7 @@ class LanguageModel:
         For the comparison the head speaks a thousand times louder: a cap is nearly the identity
         on the small logits of an untrained model.
         """
-        ids = torch.arange(PROBE_IDS)[None]
+        ids = torch.arange(PROBE_IDS, device=self.device)[None]
         louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_SCALE)
         try:
             own = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -69,16 +100,37 @@ class LanguageModel:
         if not difference <= PROBE_TOLERANCE * max(1.0, float(own.abs().max())):
             raise UnsupportedHead(type(self.model).__name__, difference)
 
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Raise `UnsupportedPacking` unless sequences that share a row stay what they are."""
+        sequences = [[*range(PROBE_IDS)], [1], [0]]
+        apart, together = self._padded(sequences), self._packed(sequences)
+        rows = padded([[True] * len(one) for one in sequences], self.device)
+        difference = float((apart - together)[rows].abs().max())
+        if not difference <= PROBE_TOLERANCE * max(1.0, float(apart.abs().max())):
+            raise UnsupportedPacking(type(self.model).__name__, difference)
+
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Last hidden states [B, T, H], normed, of sequences padded on the right."""
-        ids = padded(sequences)
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
-        decoder = self.model.base_model
-        states: Tensor = decoder(
-            input_ids=ids, attention_mask=mask.long(), use_cache=False
-        ).last_hidden_state
+        if self._packing and len(sequences) > 1:
+            return self._packed(sequences)
+        return self._padded(sequences)
+
+    def nothing(self) -> Tensor:
+        """A zero that depends on every weight: what a rank without data contributes."""
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        return 0 * self.logprobs(self.hidden(ids.tolist()), ids, ids[:, 1:] == 0).sum()
+
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        # No mask: padding on the right is in nobody's past.
+        states: Tensor = self._states(input_ids=padded(sequences, self.device))
         return states
+
+    def _packed(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        # Flash attention knows restarts only in a single row, where they cost it nothing.
+        flash = self.model.config._attn_implementation == "flash_attention_2"
+        packed = Packed.of(sequences, self.device, one_row=flash)
+        return packed.unpacked(self._states(input_ids=packed.ids, position_ids=packed.positions))
 
     def logprobs(
         self, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0
@@ -97,7 +149,13 @@ class LanguageModel:
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 
-def padded(rows: Sequence[Sequence[Any]]) -> Tensor:
+def decoder_states(model: Any, **inputs: Tensor) -> Tensor:
+    """Last hidden states [B, T, H] of a causal LM, which its head has not seen."""
+    states: Tensor = model.base_model(use_cache=False, **inputs).last_hidden_state
+    return states
+
+
+def padded(rows: Sequence[Sequence[Any]], device: torch.device | None = None) -> Tensor:
     """Rows of numbers [B, T], zeros on the right."""
     tensors = [torch.tensor(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)

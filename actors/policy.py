@@ -4,23 +4,21 @@ Every actor loads its copy by `load_policy`, whichever way the folder came to be
 the warm start's and the trainer's work.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from torch import Tensor
 
 from composer_mesh.configs.policy import PolicyConfig
 
+if TYPE_CHECKING:  # imported where it is used: seconds that a controller would wait at each start
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+IMPLEMENTATIONS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PLAIN_CONTROLS = ("<tool_call>", "</tool_call>")
 _PIECES = r"\d| ?[A-Za-z]+|[^A-Za-z\d\n]+|\n+"
@@ -42,6 +40,9 @@ CHAT_TEMPLATE = """\
 
 def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most `vocab_size` ids; digits stay single, words whole."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,6 +76,8 @@ def frame(tools: list[dict[str, Any]]) -> str:
 
 def build_model(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
     """A Qwen3 model with random float32 weights that depend only on config and seed."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -94,26 +97,39 @@ def build_model(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed: 
     )
 
 
-def save_policy(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes weights (safetensors), config, tokenizer and chat template."""
-    model.save_pretrained(folder)
+def save_policy(
+    model: Any, tokenizer: Any, folder: Path, state: dict[str, Tensor] | None = None
+) -> None:
+    """Writes weights (safetensors), config, tokenizer and chat template.
+
+    `state` is what to write where that is not the model's own state dict.
+    """
+    model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer with its chat template; raises ValueError where it has none."""
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not tokenizer.chat_template:
         raise ValueError(
             f"{folder} has no chat template: use an instruction-tuned model, or put a "
             "chat_template.jinja beside its tokenizer"
         )
-    return cast(PreTrainedTokenizerFast, tokenizer)
+    return cast("PreTrainedTokenizerFast", tokenizer)
 
 
-def load_model(folder: Path) -> PreTrainedModel:
+def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     """The model in float32, in evaluation mode; raises ValueError for sliding-window layers."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
+        folder,
+        local_files_only=True,
+        dtype=torch.float32,
+        attn_implementation=IMPLEMENTATIONS[attention],
     )
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if layers != {"full_attention"}:
@@ -121,4 +137,16 @@ def load_model(folder: Path) -> PreTrainedModel:
             f"{folder} has layers {sorted(layers)}: the embedded engine serves models with full "
             "attention in every layer"
         )
-    return cast(PreTrainedModel, model.eval())
+    return cast("PreTrainedModel", model.eval())
+
+
+def empty_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """The model of a folder without its weights, which take no memory yet (torch's meta device)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]
+        )
+    return cast("PreTrainedModel", model.eval())

@@ -1,29 +1,33 @@
 """The ranks of a trainer: each computes its share, and sums over all make one step of it.
 
 Losses are divided by counts of the whole step, so sums are all there is to do. One rank alone has
-nothing to sum and starts no process group. Sharding of parameters is not done here.
+nothing to sum, and meets nobody unless it shards its weights. Where these lie is `sharding`.
 """
 
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+CPU = torch.device("cpu")
 
 
 class Ranks:
     """This process's place among `size` ranks. Every method is called by all ranks together."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
+        self.rank, self.size, self.device = rank, size, device
 
     @classmethod
-    def connect(cls, rank: int, size: int, meeting: Path, deadline_s: float) -> "Ranks":
+    def connect(
+        cls, rank: int, size: int, meeting: Path, deadline_s: float, device: torch.device = CPU
+    ) -> "Ranks":
         """Join the others by a file that all of them see and nobody else does. Waits for all.
 
         A file, because torch's TCP store listens on every interface and asks nobody for a token.
@@ -31,8 +35,16 @@ class Ranks:
         timeout = timedelta(seconds=deadline_s)
         store = dist.FileStore(str(meeting), size)
         store.set_timeout(timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        return cls(rank, size)
+        backend = BACKENDS[device.type]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return cls(rank, size, device)
+
+    def mesh(self) -> Any:
+        """The ranks as torch's `DeviceMesh`; one alone makes a group of itself for it."""
+        if not dist.is_initialized():
+            backend = BACKENDS[self.device.type]
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return dist.init_device_mesh(self.device.type, (self.size,))
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on any rank."""
@@ -49,9 +61,9 @@ class Ranks:
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give every rank the sum of all gradients; a rank without one adds nothing."""
-        if self.size == 1:
-            return
         parameters = list(parameters)
+        if self.size == 1 or not parameters:
+            return
         if not self.any(any(parameter.grad is not None for parameter in parameters)):
             return
         for parameter in parameters:

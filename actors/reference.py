@@ -17,6 +17,7 @@ from composer_mesh.actors.policy import load_model
 from composer_mesh.actors.train_replay import answer_logprobs
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.device import own_device
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.step_plan import pair_tokens
@@ -42,7 +43,7 @@ class ReferenceActor(MeshActor):
     async def load(self, config: Config, folder: Path) -> None:
         """Load the initial policy, frozen."""
         model = await asyncio.to_thread(load_model, folder)
-        self._model = LanguageModel(model.requires_grad_(False))
+        self._model = LanguageModel(model.requires_grad_(False).to(own_device()))
         self._budget = config.trainer.microbatch_tokens
 
     @concurrent_endpoint

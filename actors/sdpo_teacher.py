@@ -24,7 +24,9 @@ from composer_mesh.actors.slots import SlotPool
 from composer_mesh.actors.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.weights.choice import choose
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
@@ -51,8 +53,10 @@ class SDPOTeacherActor(MeshActor):
         """Load the policy as version 0 and register the buffers that signals leave by."""
         budget = config.trainer.microbatch_tokens
         model = await asyncio.to_thread(load_model, folder)
-        self._teacher = TeacherModel(model, config.sdpo, budget)
+        self._teacher = TeacherModel(model.to(own_device()), config.sdpo, budget)
         self._receiver = WeightReceiver()
+        self._transport = choose(config.weights)
+        self._publishers: list[WeightPublisher] = []
         self._slots = SlotPool(SLOTS, FIRST_CAPACITY)
         self._head_buffer = SendBuffer(FIRST_CAPACITY)
         self.policy_version = 0
@@ -126,7 +130,12 @@ class SDPOTeacherActor(MeshActor):
         """All the teacher's weights, for a replacement to adopt. Good until the next call."""
         async with self._order:
             version = self._teacher.version
-            self._publishers = [WeightPublisher(model) for model in self._teacher.models]
+            for publisher in self._publishers:
+                await publisher.close()
+            self._publishers = [
+                WeightPublisher(model.state_dict, transport=self._transport)
+                for model in self._teacher.models
+            ]
             return [await publisher.publish(version) for publisher in self._publishers]
 
     @concurrent_endpoint

@@ -62,6 +62,10 @@ class Head:
     weight: Tensor
     bias: Tensor | None
 
+    def on(self, device: torch.device) -> "Head":
+        """The same on a device."""
+        return Head(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -75,6 +79,11 @@ class Signal:
 
     tensors: dict[str, Tensor]
     head: Head | None = None
+
+    def on(self, device: torch.device) -> "Signal":
+        """The same where a student computes."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return Signal(tensors, None if self.head is None else self.head.on(device))
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ def _top_k(blocks: Iterable[Tensor], top_k: int, choice: Tensor | None) -> dict[
         if choice is None:
             found = scores.topk(top_k, dim=-1).indices
         else:
-            found = choice[at : at + len(scores)].long()
+            found = choice[at : at + len(scores)].to(scores.device).long()
         at += len(scores)
         ids.append(found.int())
         logprobs.append(scores.gather(-1, found) - normal)
@@ -153,7 +162,7 @@ def pack(tensors: dict[str, Tensor]) -> tuple[tuple[Layout, ...], Tensor]:
     layout = tuple(Layout(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
     parts: list[Tensor] = []
     for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         parts += [flat, flat.new_zeros(-flat.numel() % 8)]
     return layout, torch.cat(parts)
 

@@ -38,21 +38,34 @@ Figures = dict[str, float]
 class InlineSource:
     """The reference: the teacher's forward runs in the trainer, when its signal is needed."""
 
-    def __init__(self, teacher: TeacherModel, config: SdpoConfig, version: int) -> None:
+    def __init__(
+        self,
+        teacher: TeacherModel,
+        config: SdpoConfig,
+        version: int,
+        forwards: Sequence[int] | None = None,
+    ) -> None:
+        """`forwards` says, by microbatch, how often a sharded teacher runs on every rank."""
         if teacher.version != version:
             raise WrongVersion(teacher.version, version)
-        self._teacher, self._config = teacher, config
+        self._teacher, self._config, self._forwards = teacher, config, forwards
         self._took_s = 0.0
 
     def take(
-        self, _microbatch: int, views: Sequence[HintedView], choose: Callable[[], Tensor], /
+        self, microbatch: int, views: Sequence[HintedView], choose: Callable[[], Tensor], /
     ) -> Signal:
         """Make the signal now."""
         began = time.perf_counter()
         choice = choose() if asks_the_student(self._config) else None
-        found = Signal(self._teacher.signal(views, choice), self._teacher.head())
+        forwards = self._forwards[microbatch] if self._forwards else 0
+        found = Signal(self._teacher.signal(views, choice, forwards), self._teacher.head())
         self._took_s += time.perf_counter() - began
         return found
+
+    def skip(self, microbatch: int, /) -> None:
+        """Run a sharded teacher with the ranks whose microbatch has views."""
+        if self._forwards:
+            self._teacher.states([], self._forwards[microbatch])
 
     def figures(self) -> Figures:
         """What the step's signals cost: nothing moved, everything waited for."""
@@ -70,6 +83,9 @@ class LostSource:
     def take(self, *_: object) -> Signal:
         """Say so."""
         raise SignalsLost("no SDPO teacher is alive")
+
+    def skip(self, _microbatch: int, /) -> None:
+        """Nothing is taken together with other ranks."""
 
     def figures(self) -> Figures:
         return {"sdpo/bytes": 0}
@@ -149,11 +165,14 @@ class MeshSource:
     ) -> Signal:
         """The signal for the views of a microbatch; called by the training thread, waits."""
         if asks_the_student(self._config):
-            self._inbox.offer_choice(microbatch, choose())
+            self._inbox.offer_choice(microbatch, choose().cpu())
         began = time.perf_counter()
         tensors = self._inbox.take(microbatch)
         self._wait_s += time.perf_counter() - began
         return Signal(tensors, self._heads[microbatch])
+
+    def skip(self, _microbatch: int, /) -> None:
+        """Nothing is taken together with other ranks."""
 
     def figures(self) -> Figures:
         """What the step's signals cost."""

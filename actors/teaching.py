@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.export import export_state
 from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.rows import local, rows_of
+from composer_mesh.actors.sharding import own_weights, release
 from composer_mesh.actors.signals import Head, make_signal
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.packing import microbatches
+from composer_mesh.rollouts.step_plan import teacher_groups
 
 Blend = Callable[[Any, float], None]
 """Moves a model's weights a share of the way to those of a version; 1 copies them."""
@@ -32,13 +35,21 @@ class TeacherModel:
         trust_region   logits (1 - rate) initial + rate trainer's
 
     `follows` says that `model` is the trainer's own object, which changes by itself: it is read,
-    and copied where the teacher's weights are others.
+    and where the teacher's weights are others, `copied` makes the object that has them.
     """
 
-    def __init__(self, model: Any, config: SdpoConfig, budget: int, follows: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: SdpoConfig,
+        budget: int,
+        follows: bool = False,
+        copied: Callable[[Any], Any] = copy.deepcopy,
+    ) -> None:
         self.version = 0
         self._config, self._budget, self._follows = config, budget, follows
-        own = copy.deepcopy(model).requires_grad_(False) if self._has_two(follows) else None
+        own = copied(model).requires_grad_(False) if self._has_two(follows) else None
+        self._own = own
         self._live = model if own is None or config.teacher == "trust_region" else own
         self._initial = own if config.teacher == "trust_region" else None
         self._head: Head | None = None
@@ -59,6 +70,7 @@ class TeacherModel:
         An average takes each version in once only; one that missed a version begins again there.
         """
         before, self.version, self._head = self.version, version, None
+        self.release()
         kind = self._config.teacher
         if kind == "ema":
             if version != before:
@@ -66,36 +78,45 @@ class TeacherModel:
         elif kind != "frozen" and not self._follows:
             blend(self._live, 1.0)
 
+    def release(self) -> None:
+        """Let go of what forwards of weights that are not the trainer's have gathered."""
+        if self._own is not None:
+            release(self._own)
+
     def average(self) -> dict[str, Tensor]:
         """The weights of a moving average, which nobody else has; empty for other teachers."""
-        return dict(self._live.state_dict()) if self._config.teacher == "ema" else {}
+        return own_weights(self._live) if self._config.teacher == "ema" else {}
 
+    @torch.no_grad()
     def restore(self, version: int, average: dict[str, Tensor]) -> None:
-        """Continue at a version, with the average that belonged to it."""
+        """Continue at a version, with the average that belonged to it, whole on every rank."""
         if average:
-            self._live.load_state_dict(average)
+            for name, own in own_weights(self._live).items():
+                local(own).copy_(local(rows_of(average[name], own)))
         self.version, self._head = version, None
 
     @torch.no_grad()
     def signal(
-        self, views: Sequence[HintedView], choice: Tensor | None = None
+        self, views: Sequence[HintedView], choice: Tensor | None = None, forwards: int = 0
     ) -> dict[str, Tensor]:
         """The configured signal for each target of the views, in their order."""
+        states = self.states(views, forwards)
         targets = torch.tensor([target for view in views for target in view.targets])
-        return make_signal(self._config, self.states(views), self.head(), targets, choice)
+        return make_signal(self._config, states, self.head(), targets.to(states.device), choice)
 
     @torch.no_grad()
-    def states(self, views: Sequence[HintedView]) -> Tensor:
+    def states(self, views: Sequence[HintedView], forwards: int = 0) -> Tensor:
         """Last hidden states [N, H], normed, at the teacher rows of the views, in their order.
 
-        With trust_region those of both models stand side by side, [N, 2 H].
+        With trust_region those of both models stand side by side, [N, 2 H]. Each model runs at
+        least so many `forwards`: a sharded one as often as on other ranks.
         """
-        parts = [hinted_states(model, views, self._budget) for model in self.models]
+        parts = [hinted_states(model, views, self._budget, forwards) for model in self.models]
         return torch.cat(parts, dim=-1)
 
     @torch.no_grad()
     def head(self) -> Head:
-        """The head that belongs to `states`."""
+        """The head that belongs to `states`; of a sharded model good from then until `release`."""
         if self._head is None:
             self._head = self._make_head()
         return self._head
@@ -112,23 +133,31 @@ class TeacherModel:
 
 
 def blend_from(source: Any) -> Blend:
-    """Blends from a model in the same process."""
+    """Blends from a model in the same process, whose adapters count as merged."""
 
     @torch.no_grad()
     def blend(model: Any, rate: float) -> None:
-        for own, other in zip(model.parameters(), source.parameters(), strict=True):
-            own.lerp_(other, rate)
+        theirs = export_state(source)
+        for name, own in model.named_parameters():
+            local(own).lerp_(local(theirs[name]), rate)
 
     return blend
 
 
 @torch.no_grad()
-def hinted_states(model: Any, views: Sequence[HintedView], budget: int) -> Tensor:
-    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order."""
-    language_model = LanguageModel(model)
+def hinted_states(
+    model: Any, views: Sequence[HintedView], budget: int, forwards: int = 0
+) -> Tensor:
+    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order.
+
+    The model runs at least so many `forwards`.
+    """
+    language_model, groups = LanguageModel(model), teacher_groups(views, budget)
     rows: list[Tensor] = [torch.empty(0)] * len(views)
-    for indices in microbatches([len(view.teacher_ids) for view in views], budget):
+    for indices in groups:
         states = language_model.hidden([views[index].teacher_ids for index in indices])
         for row, index in enumerate(indices):
             rows[index] = states[row, views[index].teacher_rows]
-    return torch.cat(rows)
+    for _ in range(forwards - len(groups)):
+        language_model.nothing()
+    return torch.cat(rows) if rows else torch.empty(0)

@@ -6,7 +6,6 @@ functions are in `losses.policy`.
 Axes: B sequences of a microbatch, T their padded length.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.agreement import Agreement, Sums, figures
 from composer_mesh.actors.language_model import LanguageModel, padded
 from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.sharding import release
+from composer_mesh.actors.step_sums import Figures
 from composer_mesh.configs import losses as configs
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
@@ -25,7 +27,6 @@ from composer_mesh.losses.custom import (
     custom_policy_loss,
     load_function,
 )
-from composer_mesh.losses.logprobs import masked_log_ratio
 from composer_mesh.losses.policy import (
     Aggregation,
     PolicyLoss,
@@ -40,22 +41,26 @@ from composer_mesh.losses.policy import (
     sampling_weights,
     sapo_loss,
 )
-from composer_mesh.losses.reductions import masked_sum
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 
-Figures = dict[str, float]
 Loss = Callable[..., PolicyLoss]
+Corrected = configs.GrpoLoss | configs.CispoLoss | configs.SapoLoss
+"""Losses on a ratio, which may be relative to the trainer and corrected for the generator."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A microbatch by token: position t is about the id at t + 1. All but advantages [B, T - 1]."""
+    """A microbatch by token: position t is about the id at t + 1. All but advantages [B, T - 1].
+
+    `current` is True at ids that were sampled by the version which is trained.
+    """
 
     logprobs: Tensor
     sampling: Tensor
     reference: Tensor | None
     advantages: Tensor
     mask: Tensor
+    current: Tensor
 
 
 class PolicyChannel:
@@ -67,7 +72,8 @@ class PolicyChannel:
         self._reference = reference if needs_reference(config.loss) else None
         if needs_reference(config.loss) and reference is None:
             raise ValueError(f"loss {config.loss.type!r} needs a reference model: load one")
-        self._custom_metrics: dict[str, MetricSum] = {}
+        self._bound = config.agreement.bound
+        self.begin_step()
         if isinstance(config.loss, configs.CustomLoss):
             self._function = load_function(config.loss.import_path)
             check_signature(self._function, config.loss.import_path, config.loss.kwargs)
@@ -81,24 +87,36 @@ class PolicyChannel:
         figures: Figures,
     ) -> Tensor:
         """The loss of some samples of the batch, over the normalizer of the whole batch."""
-        tokens = self._tokens(model, samples, hidden)
-        count = max(1, batch.action_tokens)
-        figures["policy/kl_sampler"] += _sampler_kl(tokens, count)
+        tokens = self._tokens(model, samples, hidden, batch.version)
+        self._agreement.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
-            return self._custom(self._loss, tokens, samples, count)
-        found = policy_loss(self._loss, tokens, self._normalizer(batch))
+            return self._custom(self._loss, tokens, samples, max(1, batch.action_tokens))
+        weights = self._correction(tokens)
+        found = policy_loss(self._loss, tokens, self._normalizer(batch), weights)
         figures["policy/clipped_fraction"] += float(found.clipped_fraction)
         for name in ("kl_reference", "filtered_fraction"):
             if (figure := getattr(found, name)) is not None:
                 figures[f"policy/{name}"] += float(figure)
         return found.loss
 
-    def begin_step(self) -> None:
-        """Forget what a custom function reported in the step before."""
-        self._custom_metrics = {}
+    @torch.no_grad()
+    def skip(self) -> None:
+        """Run the reference with ranks that have samples, where this one has none."""
+        if self._reference is not None:
+            self._reference.nothing()
+            release(self._reference.model)
 
-    def custom_means(self, ranks: Ranks) -> Figures:
-        """Means of what a custom function reported in this step, as `policy/custom/…`."""
+    def begin_step(self) -> None:
+        """Forget what was measured in the step before."""
+        self._custom_metrics: dict[str, MetricSum] = {}
+        self._agreement = Agreement(self._bound)
+
+    def finish_step(self, ranks: Ranks) -> Figures:
+        """What was measured in this step, on all ranks: `agreement/…` and `policy/custom/…`."""
+        measured = Sums.joined(ranks.gather(self._agreement.sums.on_cpu()))
+        return figures(measured) | self._custom_means(ranks)
+
+    def _custom_means(self, ranks: Ranks) -> Figures:
         totals: dict[str, MetricSum] = {}
         for metrics in ranks.gather(self._custom_metrics):
             for name, metric in metrics.items():
@@ -115,21 +133,34 @@ class PolicyChannel:
         )
         return max(1, count)
 
-    def _tokens(self, model: LanguageModel, samples: list[PolicySample], hidden: Tensor) -> Tokens:
-        sequences = [sample.ids for sample in samples]
-        ids = padded(sequences)
-        mask = padded([sample.mask for sample in samples])[:, 1:].bool()
+    def _correction(self, tokens: Tokens) -> Tensor | None:
+        """The weights of the loss' correction, which are noted; None where it has none."""
+        if (weights := correction_weights(self._loss, tokens)) is None:
+            return None
+        unbounded = correction_weights(self._loss, tokens, bounded=False)
+        assert unbounded is not None
+        self._agreement.note_weights(weights, unbounded, tokens.mask)
+        return weights
+
+    def _tokens(
+        self, model: LanguageModel, samples: list[PolicySample], hidden: Tensor, version: int
+    ) -> Tokens:
+        sequences, device = [sample.ids for sample in samples], hidden.device
+        ids = padded(sequences).to(device)
+        mask = padded([sample.mask for sample in samples])[:, 1:].bool().to(device)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 states = self._reference.hidden(sequences)
                 reference = self._reference.logprobs(states, ids, mask, self._temperature)
+            release(self._reference.model)
         return Tokens(
             logprobs=model.logprobs(hidden, ids, mask, self._temperature),
-            sampling=padded([sample.logprobs for sample in samples])[:, 1:],
+            sampling=padded([sample.logprobs for sample in samples])[:, 1:].to(device),
             reference=reference,
-            advantages=torch.tensor([sample.advantage for sample in samples]),
+            advantages=torch.tensor([sample.advantage for sample in samples], device=device),
             mask=mask,
+            current=(padded([sample.versions for sample in samples])[:, 1:] == version).to(device),
         )
 
     def _custom(
@@ -157,12 +188,14 @@ def needs_reference(loss: configs.LossConfig) -> bool:
     return getattr(loss, "kl_beta", 0.0) > 0
 
 
-def policy_loss(loss: configs.LossConfig, tokens: Tokens, normalizer: int) -> PolicyLoss:
-    """The loss that a section of the config describes."""
+def policy_loss(
+    loss: configs.LossConfig, tokens: Tokens, normalizer: int, weights: Tensor | None
+) -> PolicyLoss:
+    """The loss that a section of the config describes, with the weights of its correction."""
     now, then, advantages, mask = tokens.logprobs, tokens.sampling, tokens.advantages, tokens.mask
     match loss:
         case configs.GrpoLoss() | configs.CispoLoss() | configs.SapoLoss():
-            return _ratio_loss(loss, tokens, normalizer)
+            return _ratio_loss(loss, tokens, normalizer, weights)
         case configs.PrimeRlLoss() | configs.DppoLoss():
             masked: Loss = dppo_loss if isinstance(loss, configs.DppoLoss) else prime_rl_loss
             return masked(now, then, advantages, mask, normalizer=normalizer, **_options(loss))
@@ -177,21 +210,27 @@ def policy_loss(loss: configs.LossConfig, tokens: Tokens, normalizer: int) -> Po
     raise AssertionError(f"the config has a loss that nobody computes: {loss.type}")
 
 
+def correction_weights(
+    loss: configs.LossConfig, tokens: Tokens, *, bounded: bool = True
+) -> Tensor | None:
+    """Weights [B, T - 1] of the trainer over the generator; None where a loss has no correction."""
+    if not isinstance(loss, Corrected) or loss.correction == "none":
+        return None
+    return sampling_weights(
+        tokens.logprobs.detach(),
+        tokens.sampling,
+        tokens.mask,
+        mode=loss.correction,
+        maximum=loss.correction_maximum if bounded else None,
+        minimum=loss.correction_minimum if bounded else None,
+    )
+
+
 def _ratio_loss(
-    loss: configs.GrpoLoss | configs.CispoLoss | configs.SapoLoss, tokens: Tokens, normalizer: int
+    loss: Corrected, tokens: Tokens, normalizer: int, weights: Tensor | None
 ) -> PolicyLoss:
     functions: dict[str, Loss] = {"grpo": grpo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
-    old, weights = tokens.sampling, None
-    if loss.correction != "none":
-        old = tokens.logprobs.detach()
-        weights = sampling_weights(
-            old,
-            tokens.sampling,
-            tokens.mask,
-            mode=loss.correction,
-            maximum=loss.correction_maximum,
-            minimum=loss.correction_minimum,
-        )
+    old = tokens.sampling if weights is None else tokens.logprobs.detach()
     options = _options(loss)
     for name in ("correction", "correction_maximum", "correction_minimum"):
         del options[name]
@@ -221,14 +260,3 @@ def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:
         advantages=tokens.advantages[row].expand(length),
         loss_mask=mask,
     )
-
-
-def _sampler_kl(tokens: Tokens, count: int) -> float:
-    """KL(generator || trainer) of the sampled tokens by the k3 estimate: their mismatch."""
-    log_ratio = masked_log_ratio(tokens.logprobs.detach(), tokens.sampling, tokens.mask)
-    return float(masked_sum(torch.expm1(log_ratio) - log_ratio, tokens.mask, count))
-
-
-def new_figures() -> Figures:
-    """Sums of figures over the microbatches of a step."""
-    return defaultdict(float)

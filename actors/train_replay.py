@@ -35,7 +35,8 @@ class ReplayChannel:
     ) -> PreferenceLoss:
         """The loss of some pairs, over the number of pairs in the whole batch."""
         config = self._config
-        (chosen, rejected), lengths = answer_logprobs(model, pairs), _lengths(pairs)
+        chosen, rejected = answer_logprobs(model, pairs)
+        lengths = _lengths(pairs, chosen.device)
         if config.loss == "simpo":
             return simpo_loss(
                 chosen,
@@ -64,8 +65,8 @@ def answer_logprobs(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
     contexts = [p.context_ids for p in pairs] * 2
     sequences = [context + answer for context, answer in zip(contexts, answers, strict=True)]
     masks = [[False] * len(c) + [True] * len(a) for c, a in zip(contexts, answers, strict=True)]
-    mask = padded(masks)[:, 1:].bool()
-    logprobs = model.logprobs(model.hidden(sequences), padded(sequences), mask)
+    mask = padded(masks, model.device)[:, 1:].bool()
+    logprobs = model.logprobs(model.hidden(sequences), padded(sequences, model.device), mask)
     sums = sequence_logprobs(logprobs, mask)
     return sums[: len(pairs)], sums[len(pairs) :]
 
@@ -83,6 +84,7 @@ def _reference(pairs: Sequence[PairSample], like: Tensor) -> Sides:
     return chosen.to(like.device), rejected.to(like.device)
 
 
-def _lengths(pairs: Sequence[PairSample]) -> Sides:
+def _lengths(pairs: Sequence[PairSample], device: torch.device) -> Sides:
     chosen = torch.tensor([len(pair.chosen_ids) for pair in pairs])
-    return chosen, torch.tensor([len(pair.rejected_ids) for pair in pairs])
+    rejected = torch.tensor([len(pair.rejected_ids) for pair in pairs])
+    return chosen.to(device), rejected.to(device)

@@ -44,6 +44,12 @@ class SignalSource(Protocol):
 
     def take(self, microbatch: int, views: Sequence[HintedView], choose: Choose, /) -> Signal: ...
 
+    def skip(self, microbatch: int, /) -> None:
+        """Go along with ranks that take a signal for a microbatch of theirs, where this has none.
+
+        Only what talks to other ranks, such as a sharded teacher, has to do something.
+        """
+
 
 @dataclass
 class StudentRows:
@@ -65,7 +71,9 @@ class StudentRows:
     ) -> "StudentRows":
         """`rows[i]` is the row of `hidden` [B, T, H] that the trace of `views[i]` lies in."""
         parts = [hidden[row, view.student_rows] for row, view in zip(rows, views, strict=True)]
-        targets = torch.tensor([target for view in views for target in view.targets])
+        targets = torch.tensor(
+            [target for view in views for target in view.targets], device=hidden.device
+        )
         return cls(model, torch.cat(parts), targets, temperature)
 
     @torch.no_grad()
@@ -103,6 +111,7 @@ class SdpoChannel:
 
     def loss(self, rows: StudentRows, signal: Signal, normalizer: int) -> Tensor:
         """The loss of the rows, over all hinted tokens of the batch."""
+        signal = signal.on(rows.hidden.device)
         tensors = signal.tensors
         for name, tensor in tensors.items():
             if len(tensor) != len(rows.hidden):

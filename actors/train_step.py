@@ -5,62 +5,42 @@ from. What a channel's loss is stands in `train_policy`, `train_sdpo` and `train
 divided by its own count over the whole step, so microbatches and ranks just add up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from composer_mesh.actors import train_policy
 from composer_mesh.actors.inbox import SignalsLost
 from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.train_policy import Figures, PolicyChannel, new_figures
+from composer_mesh.actors.sharding import is_sharded
+from composer_mesh.actors.step_sums import StepSums
+from composer_mesh.actors.train_policy import PolicyChannel
 from composer_mesh.actors.train_replay import ReplayChannel
 from composer_mesh.actors.train_sdpo import SdpoChannel, SignalSource, StudentRows
+from composer_mesh.actors.weight_update import WeightUpdate
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.trainer import TrainerConfig
-from composer_mesh.losses.composition import compose
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
-from composer_mesh.rollouts.packing import microbatches
-from composer_mesh.rollouts.step_plan import Microbatch, RankPlan, pair_tokens, plan_step
-
-CHANNELS = ("policy", "sdpo", "replay")
+from composer_mesh.rollouts.step_plan import (
+    Microbatch,
+    RankPlan,
+    Rounds,
+    pair_groups,
+    plan_step,
+    rounds_of,
+)
 
 
 @dataclass
-class _Sums:
-    """Running sums over the microbatches of one step; a channel without data has none."""
+class _Pass:
+    """One way through a step's batch; without a source it trains no SDPO channel."""
 
-    losses: dict[str, float] = field(default_factory=dict)
-    figures: Figures = field(default_factory=new_figures)
-
-    def add(self, channel: str, loss: Tensor) -> None:
-        self.losses[channel] = self.losses.get(channel, 0.0) + loss.detach().double().item()
-
-    @classmethod
-    def of_ranks(cls, parts: Sequence["_Sums"]) -> "_Sums":
-        """The sums of all ranks, in their order."""
-        total = cls()
-        for part in parts:
-            for channel, loss in part.losses.items():
-                total.losses[channel] = total.losses.get(channel, 0.0) + loss
-            for name, figure in part.figures.items():
-                total.figures[name] += figure
-        return total
-
-
-def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
-    """The rate of a step (0-based): linear warm-up, then the schedule down to 0 at `steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    if config.lr_schedule == "linear":
-        return config.lr * (1 - done)
-    return config.lr * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * done))))
+    batch: StepBatch
+    source: SignalSource | None
+    sums: StepSums = field(default_factory=StepSums)
+    lost: bool = False
 
 
 def needs_reference(config: Config) -> bool:
@@ -69,119 +49,111 @@ def needs_reference(config: Config) -> bool:
 
 
 class ThreeChannelStep:
-    """Owns the optimizer of one model; `reference` is frozen, None where the loss needs none."""
+    """Owns the optimizer of one model; `reference` is frozen, None where the loss needs none.
+
+    Ranks of a sharded model run it equally often in a step, whatever share of it each has.
+    """
 
     def __init__(
         self, model: Any, reference: Any | None, config: Config, ranks: Ranks | None = None
     ) -> None:
-        self._model, self._config, self._ranks = LanguageModel(model), config, ranks or Ranks()
-        frozen = None if reference is None else LanguageModel(reference)
+        self._config, self._ranks = config, ranks or Ranks()
+        self._packed, self._budget = config.trainer.packing, config.trainer.microbatch_tokens
+        self._model, self._sharded = LanguageModel(model, self._packed), is_sharded(model)
+        frozen = None if reference is None else LanguageModel(reference, self._packed)
         self._policy = PolicyChannel(config, frozen)
         self._sdpo = SdpoChannel(config)
         self._replay = ReplayChannel(config.replay)
-        trainer = config.trainer
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=trainer.lr,
-            betas=(trainer.adam_beta1, trainer.adam_beta2),
-            weight_decay=trainer.weight_decay,
-        )
+        self._update = WeightUpdate(model, config, self._ranks)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the weights. Shares memory with the optimizer."""
-        return {"optimizer": self._optimizer.state_dict(), "taid": self._sdpo.taid.state_dict()}
+        """What a checkpoint needs beside the weights, whole on the first rank. All ranks together.
+
+        Shares memory with the optimizer.
+        """
+        return {"optimizer": self._update.state(), "taid": self._sdpo.taid.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        """Continue where the first rank's `state` was taken, by however many ranks."""
+        self._update.restore(state["optimizer"])
         self._sdpo.taid.load_state_dict(state["taid"])
 
     def plan(self, batch: StepBatch) -> RankPlan:
         """This rank's share of a step."""
-        budget = self._config.trainer.microbatch_tokens
-        return plan_step(batch, budget, self._ranks.size)[self._ranks.rank]
+        return self._plans(batch)[self._ranks.rank]
 
-    def run(self, batch: StepBatch, source: SignalSource | None) -> dict[str, float | None]:
+    def rounds(self, batch: StepBatch) -> Rounds:
+        """How often this rank runs the models in a step."""
+        plans = self._plans(batch)
+        together = plans if self._sharded else [plans[self._ranks.rank]]
+        return rounds_of(batch, together, self._budget)
+
+    def _plans(self, batch: StepBatch) -> list[RankPlan]:
+        return plan_step(batch, self._budget, self._ranks.size, self._packed)
+
+    def run(
+        self,
+        batch: StepBatch,
+        source: SignalSource | None,
+        before_update: Callable[[], object] = lambda: None,
+    ) -> dict[str, float | None]:
         """One update; returns the step's `loss/…`, `policy/…` and `tokens/…` metrics.
 
         `source` gives the teacher's signal for the views of each microbatch. When it raises
-        `SignalsLost`, on any rank, the step begins again without the SDPO channel.
+        `SignalsLost`, on any rank, the step begins again without the SDPO channel. The weights do
+        not change before `before_update` has returned.
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
-        lost = False
-        try:
-            sums = self._accumulate(batch, source)
-        except SignalsLost:
-            lost = True
-        lost = self._ranks.any(lost)
-        if lost:
-            sums = self._accumulate(batch, None)
-        sums = _Sums.of_ranks(self._ranks.gather(sums))
+        done = self._accumulate(batch, source)
+        if lost := self._ranks.any(done.lost):
+            done = self._accumulate(batch, None)
+        sums = StepSums.of_ranks(self._ranks.gather(done.sums))
         if lost:
             sums.figures["sdpo/lost_steps"] = 1
-        norm, rate = self._update(batch.step)
+        norm, rate = self._update.apply(batch.step, before_update)
         return self._metrics(batch, sums, norm, rate)
 
-    def _accumulate(self, batch: StepBatch, source: SignalSource | None) -> _Sums:
+    def _accumulate(self, batch: StepBatch, source: SignalSource | None) -> _Pass:
         """Gradients of this rank's share, from nothing."""
-        sums, plan = _Sums(), self.plan(batch)
-        self._optimizer.zero_grad(set_to_none=True)
+        one, plan, rounds = _Pass(batch, source), self.plan(batch), self.rounds(batch)
+        self._update.begin()
         self._policy.begin_step()
-        for index, microbatch in enumerate(plan.microbatches):
-            self._train_traces(index, microbatch, batch, source, sums)
+        for index in range(rounds.microbatches):
+            if index < len(plan.microbatches):
+                self._train_traces(index, plan.microbatches[index], one)
+            else:
+                self._accompany(index, one)
+            if one.lost and not self._sharded:
+                return one  # other ranks of a sharded model would wait for the rest
         if self._config.replay.on:
-            self._train_pairs(batch, plan.pairs, sums)
-        return sums
-
-    def _update(self, step: int) -> tuple[float, float]:
-        parameters = list(self._model.model.parameters())
-        self._ranks.sum_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(
-            parameters, self._config.trainer.grad_clip, error_if_nonfinite=True
-        )
-        rate = learning_rate(self._config.trainer, step, self._config.run.steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        return float(norm), rate
+            groups = pair_groups(batch.pairs, plan.pairs, self._budget)
+            for group in groups:
+                self._train_pairs(group, one)
+            for _ in range(rounds.pairs - len(groups)):
+                self._model.nothing().backward()
+        return one
 
     def _metrics(
-        self, batch: StepBatch, sums: _Sums, norm: float, rate: float
+        self, batch: StepBatch, sums: StepSums, norm: float, rate: float
     ) -> dict[str, float | None]:
-        alpha, beta = self._config.sdpo.alpha, self._config.replay.beta
-        losses = {
-            name: torch.tensor(sums.losses[name], dtype=torch.float64)
-            for name in CHANNELS
-            if name in sums.losses
-        }
-        channels = (losses.get(name) for name in CHANNELS)
-        total = compose(*channels, alpha=alpha, beta=beta)
-        sums.figures.update(self._policy.custom_means(self._ranks))
+        sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
         return {
-            **total.metrics(),
-            **dict(sorted(sums.figures.items())),
+            **sums.metrics(self._config.sdpo.alpha, self._config.replay.beta),
             "policy/grad_norm": norm,
             "policy/lr": rate,
             "tokens/trained": batch.action_tokens,
         }
 
-    def _train_traces(
-        self,
-        index: int,
-        microbatch: Microbatch,
-        batch: StepBatch,
-        source: SignalSource | None,
-        sums: _Sums,
-    ) -> None:
-        samples = [batch.samples[place] for place in microbatch.samples]
+    def _train_traces(self, index: int, microbatch: Microbatch, one: _Pass) -> None:
+        samples = [one.batch.samples[place] for place in microbatch.samples]
         hidden = self._model.hidden([sample.ids for sample in samples])
-        loss = self._policy.loss(self._model, samples, hidden, batch, sums.figures)
-        sums.add("policy", loss)
-        if source is not None and microbatch.views:
-            sdpo = self._distil(index, microbatch, samples, hidden, batch, source)
-            sums.add("sdpo", sdpo)
+        loss = self._policy.loss(self._model, samples, hidden, one.batch, one.sums.figures)
+        one.sums.add("policy", loss)
+        sdpo = self._distil(index, microbatch, samples, hidden, one)
+        if sdpo is not None:
+            one.sums.add("sdpo", sdpo)
             loss = loss + self._config.sdpo.alpha * sdpo
         loss.backward()
 
@@ -191,10 +163,15 @@ class ThreeChannelStep:
         microbatch: Microbatch,
         samples: Sequence[PolicySample],
         hidden: Tensor,
-        batch: StepBatch,
-        source: SignalSource,
-    ) -> Tensor:
-        views = [batch.views[place] for place in microbatch.views]
+        one: _Pass,
+    ) -> Tensor | None:
+        """The SDPO loss of a microbatch, None where it has no views or their signal is lost."""
+        if one.source is None:
+            return None
+        if not microbatch.views:
+            one.source.skip(index)
+            return None
+        views = [one.batch.views[place] for place in microbatch.views]
         places = {sample.trace_id: row for row, sample in enumerate(samples)}
         rows = StudentRows.of(
             self._model,
@@ -203,16 +180,24 @@ class ThreeChannelStep:
             views,
             self._sdpo.temperature,
         )
-        signal = source.take(index, views, lambda: rows.top_k(self._sdpo.top_k))
-        return self._sdpo.loss(rows, signal, batch.sdpo_tokens)
+        try:
+            signal = one.source.take(index, views, lambda: rows.top_k(self._sdpo.top_k))
+        except SignalsLost:
+            one.source, one.lost = None, True
+            return None
+        return self._sdpo.loss(rows, signal, one.batch.sdpo_tokens)
 
-    def _train_pairs(self, batch: StepBatch, places: Sequence[int], sums: _Sums) -> None:
-        pairs = [batch.pairs[place] for place in places]
-        longest = [pair_tokens(pair) for pair in pairs]
-        budget = max([self._config.trainer.microbatch_tokens, *longest])
-        for indices in microbatches(longest, budget):
-            chunk = [pairs[index] for index in indices]
-            result = self._replay.loss(self._model, chunk, len(batch.pairs))
-            sums.add("replay", result.loss)
-            sums.figures["replay/accuracy"] += float(result.accuracy)
-            (self._config.replay.beta * result.loss).backward()
+    def _accompany(self, index: int, one: _Pass) -> None:
+        """Run all models as often as the ranks that have a microbatch of this index."""
+        loss = self._model.nothing()
+        self._policy.skip()
+        if one.source is not None:
+            one.source.skip(index)
+        loss.backward()
+
+    def _train_pairs(self, places: Sequence[int], one: _Pass) -> None:
+        pairs = [one.batch.pairs[place] for place in places]
+        result = self._replay.loss(self._model, pairs, len(one.batch.pairs))
+        one.sums.add("replay", result.loss)
+        one.sums.figures["replay/accuracy"] += float(result.accuracy)
+        (self._config.replay.beta * result.loss).backward()

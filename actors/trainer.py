@@ -8,22 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.checkpoint import TrainingState, restore_weights
-from composer_mesh.actors.checkpoint_folder import whole
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.policy import load_model, load_tokenizer, save_policy
+from composer_mesh.actors.held_version import HeldVersion
+from composer_mesh.actors.learner import Learner
 from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.signals import HeadHandle, SignalHandle
 from composer_mesh.actors.sources import InlineSource, LostSource, MeshSource
-from composer_mesh.actors.teaching import TeacherModel, blend_from
-from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.transport import BufferHandle
+from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
@@ -51,6 +48,8 @@ class TrainerActor(MeshActor):
     def __init__(self) -> None:
         self._order = asyncio.Lock()
         self._ranks = Ranks()
+        self._held = HeldVersion()
+        self._details: dict[str, Any] = {}
 
     @concurrent_endpoint
     async def prepare(self, config: Config) -> Path:
@@ -71,7 +70,9 @@ class TrainerActor(MeshActor):
     @concurrent_endpoint
     async def connect(self, rank: int, size: int, meeting: Path, deadline_s: float) -> None:
         """Become one of several ranks, before `load`. Waits for all the others."""
-        self._ranks = await asyncio.to_thread(Ranks.connect, rank, size, meeting, deadline_s)
+        self._ranks = await asyncio.to_thread(
+            Ranks.connect, rank, size, meeting, deadline_s, own_device()
+        )
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path, checkpoint: Path | None = None) -> int:
@@ -80,36 +81,27 @@ class TrainerActor(MeshActor):
         The initial policy is version 0. It is read in any case, by those who compare with it.
         """
         await asyncio.to_thread(self._build, config, folder)
-        version = 0
         if checkpoint is not None:
-            version = await asyncio.to_thread(self._restore, checkpoint)
-        self.policy_version = version
-        return version
+            await asyncio.to_thread(self._learner.restore, checkpoint)
+        self.policy_version = self._learner.version
+        return self.policy_version
 
     def _build(self, config: Config, folder: Path) -> None:
-        self._tokenizer = load_tokenizer(folder)
-        self._model: Any = load_model(folder)
-        LanguageModel(self._model).check_head()
-        frozen = needs_reference(config)
-        reference = load_model(folder).requires_grad_(False) if frozen else None
-        self._step = ThreeChannelStep(self._model, reference, config, self._ranks)
-        self._publisher = WeightPublisher(self._model)
+        if self._ranks.size == 1:
+            self._ranks = Ranks(device=own_device())
+        self._learner = Learner(config, folder, self._ranks)
+        self._publisher = WeightPublisher(
+            self._learner.export,
+            transport=choose(config.weights),
+            dtype=published_dtype(config),
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+            checksums=config.weights.checksums,
+        )
         self._config = config.sdpo
         self._signals = MeshSource(config.sdpo, config.run.deadline_s)
-        self._teacher: TeacherModel | None = None
-        if config.sdpo.on and config.sdpo.placement == "inline":
-            budget = config.trainer.microbatch_tokens
-            self._teacher = TeacherModel(self._model, config.sdpo, budget, follows=True)
-
-    def _restore(self, checkpoint: Path) -> int:
-        state = TrainingState.load(checkpoint)
-        restore_weights(self._model, checkpoint)
-        self._step.restore(state.step)
-        if self._teacher is not None:
-            self._teacher.restore(state.version, state.teacher)
-        if self._ranks.rank < len(state.rng):
-            torch.set_rng_state(state.rng[self._ranks.rank])
-        return state.version
+        sharding = "fsdp2" if config.trainer.sharded else "none"
+        self._details = {"sharding": sharding, "device": str(self._ranks.device)}
 
     @concurrent_endpoint
     async def train(self, batch: StepBatch, teachers: int = 0) -> TrainReply:
@@ -119,26 +111,25 @@ class TrainerActor(MeshActor):
         `take_signal` from so many teachers, before or after this call.
         """
         async with self._order:
-            assert self.policy_version is not None
             self.activity = f"training step {batch.step + 1}"
             source = await self._source(batch, teachers)
-            metrics = await asyncio.to_thread(self._step.run, batch, source)
-            self.policy_version += 1
-            if self._teacher is not None:
-                self._teacher.absorb(self.policy_version, blend_from(self._model))
+            metrics = await asyncio.to_thread(self._learner.train, batch, source, self._held.wait)
+            self.policy_version = self._learner.version
             self.activity = "idle"
             return TrainReply(metrics, {} if source is None else source.figures())
 
+    def details(self) -> dict[str, Any]:
+        return self._details
+
     async def _source(self, batch: StepBatch, teachers: int) -> Source | None:
-        assert self.policy_version is not None
         if not (self._config.on and batch.views):
             return None
-        if self._teacher is not None:
-            return InlineSource(self._teacher, self._config, self.policy_version)
+        if self._learner.teaches_itself:
+            return self._learner.own_signals(batch)
         if not teachers:
             return LostSource()
-        plan = self._step.plan(batch)
-        await self._signals.begin(batch, plan, teachers, self.policy_version)
+        plan = self._learner.step.plan(batch)
+        await self._signals.begin(batch, plan, teachers, self._learner.version)
         return self._signals
 
     @concurrent_endpoint
@@ -167,30 +158,38 @@ class TrainerActor(MeshActor):
         await self._signals.lose(step, reason)
 
     @concurrent_endpoint
+    async def hold(self) -> int:
+        """Keep the current version from being updated until `publish` has copied it; returns it.
+
+        Waits for a step under way. The next one may be asked for when this has answered.
+        """
+        return await self._hold()
+
+    @concurrent_endpoint
     async def publish(self) -> WeightsHandle:
-        """Offer the current version. The buffer of the version before stays readable."""
+        """Offer the version that is held, or else the current one, beside a step that comes next.
+
+        That step's update waits for the copy. The version before stays readable.
+        """
+        if not self._held.held:
+            await self._hold()
+        return await self._held.copied(self._publisher.publish)
+
+    async def _hold(self) -> int:
         async with self._order:
             assert self.policy_version is not None
-            return await self._publisher.publish(self.policy_version)
+            self._held.hold(self.policy_version)
+            return self.policy_version
 
     @concurrent_endpoint
     async def save(self, folder: Path) -> None:
         """Write a checkpoint: the policy in Hugging Face format, and the state of its training.
 
         All ranks are called together, and the first one writes. The folder appears when all of it
-        is on disk. Waits for a step under way.
+        is on disk. Waits for a step, and for a copy, under way.
         """
         async with self._order:
+            await asyncio.to_thread(self._held.wait)
             self.activity = f"saving {folder.name}"
-            await asyncio.to_thread(self._save, folder)
+            await asyncio.to_thread(self._learner.save, folder)
             self.activity = "idle"
-
-    def _save(self, folder: Path) -> None:
-        rng = self._ranks.gather(torch.get_rng_state())
-        if self._ranks.rank != 0:
-            return
-        assert self.policy_version is not None
-        average = {} if self._teacher is None else self._teacher.average()
-        with whole(folder) as draft:
-            save_policy(self._model, self._tokenizer, draft)
-            TrainingState(self.policy_version, self._step.state(), average, rng).save(draft)

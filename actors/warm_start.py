@@ -132,7 +132,7 @@ def make_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
 
 def _rate(steps: int, step: int) -> float:
     warmup = max(1, steps // 10)
-    return min((step + 1) / warmup, max(0.05, (steps - step) / steps))
+    return min((step + 1) / warmup, max(0.05, (steps - step) / max(1, steps)))
 
 
 def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:

@@ -27,6 +27,7 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.weights.choice import choose
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
@@ -160,7 +161,8 @@ class SleepingTrainer(TrainerActor):
     async def load(self, config: Config, _folder: Path) -> None:
         """What the trainer's own `load` makes, with two numbers as its weights."""
         self._step: Any = _SleepingStep(config, self._seconds)
-        self._publisher = WeightPublisher(nn.Linear(1, 1))
+        transport = choose(config.weights)
+        self._publisher = WeightPublisher(nn.Linear(1, 1).state_dict, transport=transport)
         self._config = config.sdpo
         self._signals = MeshSource(config.sdpo, config.run.deadline_s)
         self._teacher = None

@@ -221,7 +221,9 @@ class Simulation:
 def a_step(step: int, taught: int, plain: int, tokens: int) -> StepBatch:
     """A step of so many microbatches with a view each, and so many without."""
     samples = [
-        PolicySample(f"t{place}", [1] * CONTEXT, [True] * CONTEXT, [0.0] * CONTEXT, 1.0)
+        PolicySample(
+            f"t{place}", [1] * CONTEXT, [True] * CONTEXT, [0.0] * CONTEXT, 1.0, [step] * CONTEXT
+        )
         for place in range(taught + plain)
     ]
     rows = list(range(CONTEXT - 1 - tokens, CONTEXT - 1))

@@ -5,14 +5,20 @@ Whether an engine is installed is its loader's question.
 
 from typing import Literal
 
+from pydantic import Field
+
 from composer_mesh.configs.base import Count, Positive, Section
+from composer_mesh.configs.vllm import VllmConfig
 
 
 class GeneratorConfig(Section):
     """The actors that sample tokens."""
 
-    engine: Literal["embedded"] = "embedded"
-    """The inference engine: "embedded" runs in the actor's own process."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """The inference engine: "embedded" needs nothing further; "vllm" comes with an extra."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights that are served, and of the cache."""
 
     replicas: Count = 1
     """Generator actors."""
@@ -28,3 +34,6 @@ class GeneratorConfig(Section):
 
     threads: Count = 1
     """CPU threads of each generator."""
+
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """The vLLM engine; the embedded one reads nothing of it."""

@@ -20,6 +20,8 @@ ActorKind = Literal[
     "reference",
     "expert_server",
 ]
+NEVER_NUMBERED = ("reference", "hint_writer", "expert_server")
+ALONE_UNNUMBERED = ("trainer", "sdpo_teacher")
 RDMA = "RDMA buffers (ibverbs where present, TCP otherwise)"
 MESSAGES = "Monarch messages"
 CHAT = "OpenAI chat protocol over HTTP"
@@ -39,6 +41,13 @@ class ActorRow:
         """Processes of all replicas."""
         return self.replicas
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its processes are called when they first start."""
+        if self.kind in NEVER_NUMBERED or (self.kind in ALONE_UNNUMBERED and self.replicas == 1):
+            return (self.kind,)
+        return tuple(f"{self.kind}-{number}" for number in range(self.replicas))
+
 
 @dataclass(frozen=True)
 class TransportRow:
@@ -50,7 +59,7 @@ class TransportRow:
     how: str
 
     def __str__(self) -> str:
-        """`weights: trainer -> generator, sdpo_teacher: RDMA buffers`."""
+        """`teacher signals: sdpo_teacher -> trainer: RDMA buffers`."""
         return f"{self.what}: {self.source} -> {', '.join(self.targets)}: {self.how}"
 
 
@@ -154,7 +163,7 @@ def _experts(config: Config) -> tuple[ActorRow, ...]:
 def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[TransportRow, ...]:
     kinds = [row.kind for row in actors]
     pullers = tuple(kind for kind in kinds if kind in ("generator", "sdpo_teacher"))
-    rows = [TransportRow("weights", "trainer", pullers, RDMA)]
+    rows = [TransportRow("weights", "trainer", pullers, _weights(config))]
     if "sdpo_teacher" in kinds:
         rows.append(TransportRow("teacher signals", "sdpo_teacher", ("trainer",), RDMA))
     if "teacher_replay" in kinds:
@@ -165,6 +174,13 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
         rows.append(TransportRow("errors and hints", "hint_writer", (address,), CHAT))
     rows.append(TransportRow("requests and handles", "controller", tuple(kinds), MESSAGES))
     return tuple(rows)
+
+
+def _weights(config: Config) -> str:
+    """The transport of the weights, and why it is this one."""
+    name, reason = config.weights.chosen(max(1, sum(one.count for one in config.placement.hosts)))
+    how = {"shm": "shared memory", "rdma": RDMA, "disk": "files"}.get(name, name)
+    return f"{how}: {reason}"
 
 
 def _addresses(replay: ReplayConfig) -> tuple[str, ...]:

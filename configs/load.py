@@ -24,15 +24,18 @@ from composer_mesh.configs.schema import Config
 Table = dict[str, Any]
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), *, model_later: bool = False) -> Config:
     """The run that `path` and the overrides describe; raises `ConfigError`.
 
-    Relative paths inside it stay relative to the working directory.
+    Relative paths inside it stay relative to the working directory. With `model_later` the model's
+    folder need not be there if the config declares its sizes.
     """
-    return resolve_config(read_table(path), overrides, str(path))
+    return resolve_config(read_table(path), overrides, str(path), model_later=model_later)
 
 
-def resolve_config(table: Table, overrides: Sequence[str], source: str) -> Config:
+def resolve_config(
+    table: Table, overrides: Sequence[str], source: str, *, model_later: bool = False
+) -> Config:
     """The run that a table and the overrides describe; changes the table, as the overrides say.
 
     Errors begin with `source`.
@@ -44,7 +47,7 @@ def resolve_config(table: Table, overrides: Sequence[str], source: str) -> Confi
         config = Config.model_validate(table)
     except ValidationError as error:
         raise _error(source, describe_all(Config, error)) from None
-    if problems := _missing_files(config):
+    if problems := _missing_files(config, model_later):
         raise _error(source, problems)
     return config
 
@@ -112,9 +115,11 @@ def _put(table: Any, path: Sequence[str | int], value: object) -> None:
     table[path[-1]] = value
 
 
-def _missing_files(config: Config) -> list[str]:
+def _missing_files(config: Config, model_later: bool) -> list[str]:
     problems = []
     data, policy = config.data.path, config.policy.path
+    if model_later and config.policy.sizes is not None:
+        policy = None
     if data is not None and not data.is_file():
         problems.append(
             f"data.path = {shown(str(data))}: no such file in {Path.cwd()}: "

@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import Count, FilePath, Positive, Section, Share
+from composer_mesh.configs.model_sizes import ModelSizes
 
 # 256 byte tokens, the chat and tool tokens, and room to learn a few merges.
 SMALLEST_VOCABULARY = 300
@@ -48,6 +49,10 @@ class PolicyConfig(Section):
     path: FilePath | None = None
     """A local Hugging Face folder; without it the built-in model of the sizes below is made."""
 
+    sizes: ModelSizes | None = None
+    """Sizes of the model in path as its config.json has them, so that `check` can tell what it
+    needs before the folder is there; compared with the folder once it is."""
+
     hidden_size: Annotated[int, Field(ge=8)] = 128
     """Width of the residual stream (built-in model)."""
 
@@ -82,6 +87,11 @@ class PolicyConfig(Section):
     def _sizes_fit(self) -> Self:
         if self.path is not None:
             return self
+        if self.sizes is not None:
+            raise ValueError(
+                "sizes is set but path is not, and they describe the model in path: set path, or "
+                "remove sizes and set hidden_size and its like for the built-in model"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads is {self.heads} but kv_heads is {self.kv_heads}, which does not divide it, "

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from composer_mesh.configs.agreement import AgreementConfig
 from composer_mesh.configs.base import (
     Count,
     FilePath,
@@ -17,6 +18,7 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
+from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.sdpo import SdpoConfig
@@ -157,6 +159,9 @@ class Config(Section):
     advantage: AdvantageConfig = Field(default_factory=GroupAdvantage)
     """How rewards become advantages."""
 
+    agreement: AgreementConfig = Field(default_factory=AgreementConfig)
+    """How much trainer and generators may disagree."""
+
     sdpo: SdpoConfig = Field(default_factory=SdpoConfig)
     """The self-distillation channel."""
 
@@ -165,6 +170,9 @@ class Config(Section):
 
     late_rewards: LateRewardsConfig = Field(default_factory=LateRewardsConfig)
     """Rewards that come after training."""
+
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    """Cores, GPUs and memory of each process."""
 
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
     """Restarts, hangs and retries."""

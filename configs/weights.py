@@ -1,11 +1,11 @@
 """Weights on their way from the trainer to those who serve them.
 
-Which transports a machine is capable of is found at start, by the mesh.
+What a machine is capable of is found at start, by the mesh.
 """
 
 from typing import Literal
 
-from composer_mesh.configs.base import Section
+from composer_mesh.configs.base import FilePath, Section
 
 WeightTransport = Literal["shm", "rdma", "torchstore", "disk"]
 
@@ -14,7 +14,19 @@ class WeightsConfig(Section):
     """How a version of the weights travels."""
 
     transport: Literal["auto", "shm", "rdma", "torchstore", "disk"] = "auto"
-    """What carries weights: "auto" takes the fastest one that the run's hosts are capable of."""
+    """What carries weights: "auto" takes "shm" where trainer and receivers share one host, and
+    "rdma" elsewhere; "torchstore" comes with an extra, "disk" needs only a shared file system."""
 
     checksums: bool = False
     """Whether receivers prove each version's bytes against the publisher's checksums."""
+
+    folder: FilePath | None = None
+    """Where "disk" puts its files, on every host the same; the run's directory by default."""
+
+    def chosen(self, hosts: int = 1) -> tuple[WeightTransport, str]:
+        """The transport of a run on so many hosts, and why it is this one."""
+        if self.transport != "auto":
+            return self.transport, "as weights.transport says"
+        if hosts == 1:
+            return "shm", "trainer and receivers share one host"
+        return "rdma", f"the run has {hosts} hosts"

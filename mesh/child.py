@@ -3,8 +3,8 @@
 Ctrl-C is a message to the controller, which stops its children in order; a child that took it
 itself would look like a crash. It leads a process group, so that what it starts can be ended with
 it, and ends when the controller does. Its arguments are the actor's name, for `ps`, a token of the
-run and the controller's process. No other set-up happens here: what an actor
-needs, its `load` endpoint does.
+run and the controller's process. It takes its share of the host before anything counts cores or
+GPUs. No other set-up happens here: what an actor needs, its `load` endpoint does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import threading
 import time
 
 from monarch._rust_bindings.monarch_hyperactor import bootstrap
+
+from composer_mesh.mesh.share import ShareMissing, take_share
 
 LOOK_S = 0.5
 serve = bootstrap.bootstrap_main
@@ -44,6 +46,19 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
+def take_share_or_end() -> None:
+    """Take what the placement gave this process; end it, with the reason, where that is not there.
+
+    An actor on other cores or GPUs than the table says would disturb those that have them.
+    """
+    try:
+        take_share()
+    except ShareMissing as error:
+        sys.stderr.write(f"composer-mesh: {sys.argv[1]}: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def lead_a_group() -> None:
     """Leave the controller's process group, but not its session."""
     with contextlib.suppress(PermissionError):  # it leads one already
@@ -52,6 +67,7 @@ def lead_a_group() -> None:
 
 if __name__ == "__main__":
     lead_a_group()
+    take_share_or_end()
     threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bootstrap.bootstrap_main = serve_and_end

@@ -88,6 +88,12 @@ class SendBuffer:
             buffer = await self._region(self.capacity_bytes)
         return BufferHandle(buffer, self.capacity_bytes, torch.uint8, (self.capacity_bytes,))
 
+    async def front(self) -> BufferHandle:
+        """A handle of the first bytes of the memory, for who has to look at them alone."""
+        async with self._lock:
+            buffer = await self._region(1)
+        return BufferHandle(buffer, buffer.size(), torch.uint8, (buffer.size(),))
+
     async def close(self) -> None:
         """Give the registrations back. A handle that is still around can no longer be read."""
         async with self._lock:

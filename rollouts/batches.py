@@ -18,13 +18,17 @@ from composer_mesh.rollouts.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class PolicySample:
-    """A trace with its advantage. `mask` is True at sampled ids; `logprobs` is 0 elsewhere."""
+    """A trace with its advantage. `mask` is True at sampled ids; `logprobs` is 0 elsewhere.
+
+    `versions` holds the policy version that sampled each id, -1 where none did.
+    """
 
     trace_id: str
     ids: list[int]
     mask: list[bool]
     logprobs: list[float]
     advantage: float
+    versions: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,11 @@ class StepBatch:
     hints: HintCounts | None = None
 
     @property
+    def version(self) -> int:
+        """The policy version that the step trains: each step before it has made one."""
+        return self.step
+
+    @property
     def refused_hints(self) -> int:
         """Hints that told the answer or did not fit."""
         return self.hints.refused + self.hints.too_long if self.hints else 0
@@ -69,15 +78,19 @@ class StepBatch:
 
 
 def policy_sample(trace: Trace, advantage: float) -> PolicySample:
+    """A trace as a sample; what was not sampled has log-prob 0 and version -1."""
     logprobs: list[float] = []
+    versions: list[int] = []
     for turn in trace.turns:
         logprobs += [0.0] * len(turn.context_ids) + turn.logprobs
+        versions += [-1] * len(turn.context_ids) + turn.versions
     return PolicySample(
         trace.trace_id,
         trace.token_ids(),
         trace.action_mask(),
         logprobs,
         advantage,
+        versions,
     )
 
 

@@ -6,7 +6,7 @@ asking each other. Nothing here knows tensors or actors.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch
@@ -29,10 +29,25 @@ class RankPlan:
     pairs: list[int]
 
 
-def plan_step(batch: StepBatch, budget: int, ranks: int = 1) -> list[RankPlan]:
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often all ranks of a sharded model run it in a step: as often as the busiest one must.
+
+    `teacher` counts the forwards of a teacher inside the trainer, by microbatch.
+    """
+
+    microbatches: int
+    teacher: list[int]
+    pairs: int
+
+
+def plan_step(
+    batch: StepBatch, budget: int, ranks: int = 1, packed: bool = False
+) -> list[RankPlan]:
     """Divide a step over ranks by tokens, and each rank's share into microbatches of `budget`.
 
     A rank may get nothing. Microbatches without views come first: the teacher works meanwhile.
+    With `packed` samples share rows, and the budget counts those.
     """
     owners = {sample.trace_id: place for place, sample in enumerate(batch.samples)}
     by_sample: dict[int, list[int]] = {}
@@ -46,9 +61,35 @@ def plan_step(batch: StepBatch, budget: int, ranks: int = 1) -> list[RankPlan]:
     shares = spread(lengths, ranks)
     pairs = spread([pair_tokens(pair) for pair in batch.pairs], ranks)
     return [
-        RankPlan(_microbatches(share, lengths, by_sample, budget), pairs[rank])
+        RankPlan(_microbatches(share, lengths, by_sample, budget, packed), pairs[rank])
         for rank, share in enumerate(shares)
     ]
+
+
+def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Rounds:
+    """What the ranks of these plans do together. The same on every rank, as the plans are."""
+    micros = [plan.microbatches for plan in plans]
+    teacher = [
+        max(len(teacher_groups([batch.views[place] for place in one.views], budget)) for one in row)
+        for row in zip_longest(*micros, fillvalue=Microbatch([], []))
+    ]
+    pairs = max(len(pair_groups(batch.pairs, plan.pairs, budget)) for plan in plans)
+    return Rounds(len(teacher), teacher, pairs)
+
+
+def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int) -> list[list[int]]:
+    """A rank's pairs, by place in the batch, in groups that share a forward.
+
+    A pair above the budget is a group of its own, and then as large as others become.
+    """
+    tokens = [pair_tokens(pairs[place]) for place in places]
+    groups = microbatches(tokens, max([budget, *tokens]))
+    return [[places[index] for index in group] for group in groups]
+
+
+def teacher_groups(views: Sequence[HintedView], budget: int) -> list[list[int]]:
+    """Indices of views whose hinted contexts share a forward of a teacher."""
+    return microbatches([len(view.teacher_ids) for view in views], budget)
 
 
 def pair_tokens(pair: PairSample) -> int:
@@ -84,9 +125,13 @@ def split_views(views: Sequence[HintedView], parts: int) -> list[range]:
 
 
 def _microbatches(
-    share: Sequence[int], lengths: Sequence[int], by_sample: dict[int, list[int]], budget: int
+    share: Sequence[int],
+    lengths: Sequence[int],
+    by_sample: dict[int, list[int]],
+    budget: int,
+    packed: bool,
 ) -> list[Microbatch]:
-    groups = microbatches([lengths[place] for place in share], budget)
+    groups = microbatches([lengths[place] for place in share], budget, packed)
     found = []
     for group in groups:
         samples = [share[index] for index in group]

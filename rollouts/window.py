@@ -10,6 +10,15 @@ i < (v + S + 1) P, hence kP < (v + S + 1) P and v >= k - S. Versions only grow w
 runs, so each of its tokens has a version >= v >= k - S: the lag k - version is at most S. Steps
 take groups strictly in the order of entry, so no short episode overtakes a long one.
 
+The proof asks only that v is what *every* generator has pulled. So a version may be on its way
+beside a step: some generators serve v + 1 before `pulled` says so, and their tokens are only newer.
+Nobody serves a version that is not trained, so no lag is below 0 either.
+
+Nor does a run with S >= 1 get stuck where step k is trained beside the sync of version k, and a
+sync begins only when the one before it has ended. When step k wants its groups, v >= k - 1, so all
+i < (k + S) P may enter, and (k + S) P >= (k + 1) P. With S = 0 step k needs v = k: the sync comes
+before the step.
+
 A run that begins at step s, from a checkpoint of it, enters groups from sP on and begins at v = s:
 the groups before are trained, and the proof reads the same for those that are not.
 """

@@ -23,14 +23,15 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
+from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tasks import Task, make_task
 from composer_mesh.services.actor_names import failure_line, placed
 from composer_mesh.services.advantages import Advantages, make_advantages
+from composer_mesh.services.agreement import AgreementWatch
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.curve import draw_reward_curve
 from composer_mesh.services.environments import MeshEnvironments
 from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
 from composer_mesh.services.hint_writing import HintWriting
@@ -54,6 +55,7 @@ from composer_mesh.services.run_watch import RunWatch
 from composer_mesh.services.training import MeshTraining, ReplayTeachers
 from composer_mesh.services.view import RunView
 from composer_mesh.services.weight_sync import MeshWeightSync
+from composer_mesh.services.weight_transport import settled
 
 FAILED = 1
 
@@ -74,6 +76,9 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
         restarts=run.restarts,
         rest=run.rest,
     )
+    # A run should not begin with the import of what draws its end.
+    from composer_mesh.services.curve import draw_reward_curve
+
     curve = output / "reward.png"
     metrics = read_metrics(output / "metrics.jsonl")
     draw_reward_curve(metrics, curve, evaluations=run.evaluations, title=config.run.name)
@@ -148,14 +153,9 @@ class Run:
         supervisor = Supervisor(self.event)
         state = "failed"
         try:
-            async with MeshHost(supervisor) as host:
-                self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
-                if self.begun.checkpoint is not None:
-                    self.event("run_resumed", "", str(self.begun.checkpoint.folder))
-                try:
-                    await supervisor.guard(self._run_on(host))
-                finally:
-                    self.view.phase("stopping actors")
+            with settled(self.config, self.store.root) as (config, weights):
+                async with MeshHost(supervisor) as host:
+                    await self._live_on(host, supervisor, config, weights)
             state = "finished"
             return 0
         except asyncio.CancelledError:
@@ -171,13 +171,26 @@ class Run:
             self.event(f"run_{state}", "", self.failure.rpartition("\n")[2])
             self._watch.ended(state)
 
-    async def _run_on(self, host: MeshHost) -> None:
+    async def _live_on(
+        self, host: MeshHost, supervisor: Supervisor, config: Config, weights: Transport
+    ) -> None:
+        self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
+        if self.begun.checkpoint is not None:
+            self.event("run_resumed", "", str(self.begun.checkpoint.folder))
+        try:
+            await supervisor.guard(self._run_on(host, config, weights))
+        finally:
+            self.view.phase("stopping actors")
+
+    async def _run_on(self, host: MeshHost, config: Config, weights: Transport) -> None:
         self.view.phase("starting actors")
-        transport = transport_name()
+        signals = f"RDMA over {transport_name()}"
+        transport = f"weights by {weights.name}, signals by {signals}"
         await self._watch.open(host, transport)
         self.view.transport(transport)
-        self.event("transport", "", f"weights and teacher signals travel by RDMA over {transport}")
-        mesh = self._mesh = await RunMesh.start(self.config, host, self.event)
+        detail = f"weights travel by {weights}, teacher signals by {signals}"
+        self.event("transport", "", detail, weights=weights.name)
+        mesh = self._mesh = await RunMesh.start(config, host, self.event)
         for actor in host.actors:
             self.event("actor_started", actor.name, f"process {actor.pid}")
         try:
@@ -218,6 +231,7 @@ class Run:
             trainer.save,
             self._hint_writing(mesh, task, chat),
             self._late_rewards(late, advantages),
+            AgreementWatch(config.agreement, self.event),
         )
         batcher, begun = Batcher(config, task, chat, advantages), self.begun
         return Controller(config, task, batcher, ports, list(begun.evaluations), begun.step)
@@ -225,7 +239,7 @@ class Run:
     def _lasting_trainer(self, mesh: RunMesh) -> LastingTrainer:
         config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
         deadline = config.run.deadline_s
-        sync = MeshWeightSync(lambda: ranks.first, mesh.generators, teachers, deadline)
+        sync = MeshWeightSync(lambda: ranks.all, mesh.generators, teachers, deadline)
         follow = ReplayTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
         step = MeshTraining(config, lambda: ranks.all, teachers)
         return LastingTrainer(

@@ -16,6 +16,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
+from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.layout import MeshPlan, plan_mesh
 from composer_mesh.configs.load import dump_toml, load_config
@@ -30,6 +32,7 @@ from composer_mesh.services.custom_functions import check_custom_functions
 from composer_mesh.services.key_checks import MissingKey, check_keys
 from composer_mesh.services.live_run import RunUnavailable
 from composer_mesh.services.offline.options import ReplayRefused, read_options
+from composer_mesh.services.placement_table import print_placement
 from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
 from composer_mesh.services.resume import refuse_unfit
 from composer_mesh.services.run_directory import (
@@ -39,6 +42,7 @@ from composer_mesh.services.run_directory import (
     refuse_a_used,
     set_aside,
 )
+from composer_mesh.services.seats import Seats, refuse_other_hosts
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -49,7 +53,7 @@ class UsageError(Exception):
 
 REFUSALS = (
     *(ConfigError, ControlRefused, DataError, LateRewardError, MissingKey),
-    *(ReplayRefused, RunDirectoryError, UsageError),
+    *(ReplayRefused, RunDirectoryError, UsageError, VllmUnavailable),
 )
 
 
@@ -72,10 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the resolved run and its mesh; starts nothing."""
-    config = _accepted(arguments)
+    """Print the resolved run, its mesh and its placement; starts nothing."""
+    config = load_config(arguments.config, arguments.set, model_later=True)
+    seats = _accept(config)
+    if not config.placement.hosts:  # hosts that are described need not be this one
+        check_vllm_installed(config)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
+    print_placement(seats, Console())
     return 0
 
 
@@ -104,6 +112,8 @@ def ablate(arguments: argparse.Namespace) -> int:
     )
     for run in plan.runs:
         _accept(run.config)
+        refuse_other_hosts(run.config)
+        check_vllm_installed(run.config)
     output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
     refuse_other_runs(plan, output)
     with claimed(output):
@@ -138,16 +148,21 @@ def _accepted(arguments: argparse.Namespace) -> Config:
     """The config, once all that it names was found; raises what `main` turns into one message."""
     config = load_config(arguments.config, arguments.set)
     _accept(config)
+    refuse_other_hosts(config)
+    check_vllm_installed(config)
     return config
 
 
-def _accept(config: Config) -> None:
+def _accept(config: Config) -> Seats:
+    """The placement of a run whose config, keys and functions are in order."""
     make_task(config)
     check_keys(config)
+    check_vllm_fits(config)
     try:
         check_custom_functions(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return Seats.of(config)
 
 
 def _items(text: str) -> list[str]:

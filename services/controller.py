@@ -7,10 +7,13 @@ be; steps take groups in the order in which they entered. Everything it touches 
                   as far ahead as the window    ^         one step at a time
                   allows      |                 |
                               +-> pair stream --+   teachers, filters, reference: beside the steps
+
+Where rollouts may lag, the sync of a version runs beside the next step. The window opens when all
+have pulled, and what needs the new version everywhere waits for it: evaluations, checkpoints, the
+end. Where they may not, everything waits for everything.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +25,7 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.rollouts.window import Window
+from composer_mesh.services.agreement import AgreementWatch
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.hint_writing import HintWriting, WordedHints
 from composer_mesh.services.metrics import step_metrics
@@ -31,6 +35,7 @@ from composer_mesh.services.replay.late_rewards import Corrections, LateRewards
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import Rollouts, Sampling
+from composer_mesh.services.sync_beside import SyncBeside
 
 Sampled = asyncio.Task[Trace | None]
 
@@ -39,7 +44,8 @@ Sampled = asyncio.Task[Trace | None]
 class Ports:
     """The world, as far as a run needs it; `replay` is None when the channel is off.
 
-    `hints` is None where templates alone word the hints, `late` where no late rewards are taken.
+    `hints` is None where templates alone word the hints, `late` where no late rewards are taken,
+    `agreement` where nobody watches how far trainer and generators agree.
     """
 
     rollouts: Rollouts
@@ -51,6 +57,7 @@ class Ports:
     save: Callable[[int], Awaitable[None]]
     hints: HintWriting | None = None
     late: LateRewards | None = None
+    agreement: AgreementWatch | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Controller:
         self._window = Window(
             schedule.prompts_per_step, schedule.max_lag, self.config.run.steps, self.start
         )
+        self._syncs = SyncBeside(self.ports.weights, self._pulled)
 
     async def run(self) -> None:
         """Evaluate, train every step, save, evaluate. Waits for the end of the run.
@@ -89,25 +97,28 @@ class Controller:
         However it ends, nothing that it started is still under way.
         """
         try:
-            await self._begin()
-            self.ports.watch.phase("training")
-            for step in range(self.start, self.config.run.steps):
-                await self._one_step(step)
-            await self.ports.save(self.config.run.steps)
-            if not self._evaluated(self.config.run.steps):
-                await self._evaluate(self.config.run.steps)
-            if self.ports.replay is not None:
-                self.rest = await self.ports.replay.drain()
+            await self._syncs.guard(self._run())
         finally:
             under_way: list[asyncio.Task[Any]] = [*self._running, *self._samples]
             await cancel_and_wait(under_way)
             if self.ports.replay is not None:
                 await self.ports.replay.close()
 
+    async def _run(self) -> None:
+        await self._begin()
+        self.ports.watch.phase("training")
+        for step in range(self.start, self.config.run.steps):
+            await self._one_step(step)
+        await self.ports.save(self.config.run.steps)
+        if not self._evaluated(self.config.run.steps):
+            await self._evaluate(self.config.run.steps)
+        if self.ports.replay is not None:
+            self.rest = await self.ports.replay.drain()
+
     async def _begin(self) -> None:
         """Serve the policy that the run begins with, and evaluate it where that is still due."""
         if self.start:
-            self._window.pulled(await self.ports.weights.sync())
+            self._window.pulled(await self._syncs.now())
         due = not self.start or self._evaluates_after(self.start)
         if due and not self._evaluated(self.start):
             await self._evaluate(self.start)
@@ -116,32 +127,51 @@ class Controller:
         return any(evaluation.step == steps for evaluation in self.evaluations)
 
     async def _one_step(self, step: int) -> None:
-        began = time.perf_counter()
+        now = asyncio.get_running_loop().time
+        began = now()
         self._fill_window()
+        groups = await self._collect(step)
+        taken = await self._take_pairs(step)
+        collected = now()
+        await self._syncs.may_train()
+        may_train = now()
+        batch, traces, corrections = self._batch(step, groups, taken)
+        trained = await self.ports.trainer.train(batch)
+        stepped = now()
+        await self._serve(step + 1)
+        metrics = step_metrics(batch, traces, taken, corrections, trained)
+        metrics |= self.ports.rollouts.retries.figures()
+        metrics["time/step_s"] = now() - began
+        metrics["time/wait_batch_s"] = collected - began
+        metrics["time/train_s"] = stepped - may_train
+        metrics |= self._syncs.metrics()
+        self.step = step + 1
+        self.ports.store.add_step(metrics)
+        self.ports.watch.update(metrics)
+        await self._keep(step + 1, metrics)
+        if self._evaluates_after(step + 1):
+            await self._evaluate(step + 1)
+
+    async def _collect(self, step: int) -> list[Group]:
+        """The next groups in the order of entry. Waits for the slowest of them."""
         groups = [await self._running[place] for place in range(self._prompts)]
         for _ in groups:
             self._running.popleft()
         self._check_groups(step, groups)
-        taken = await self._take_pairs(step)
-        collected = time.perf_counter()
-        batch, traces, corrections = self._batch(step, groups, taken)
-        trained = await self.ports.trainer.train(batch)
-        stepped = time.perf_counter()
-        self._window.pulled(await self.ports.weights.sync())
-        ended = time.perf_counter()
-        metrics = step_metrics(batch, traces, taken, corrections, trained)
-        metrics |= self.ports.rollouts.retries.figures()
-        metrics["time/step_s"] = ended - began
-        metrics["time/wait_batch_s"] = collected - began
-        metrics["time/train_s"] = stepped - collected
-        metrics["time/weight_sync_s"] = ended - stepped
-        self.step = step + 1
-        self.ports.store.add_step(metrics)
-        self.ports.watch.update(metrics)
-        if self._saves_after(step + 1):
-            await self.ports.save(step + 1)
-        if self._evaluates_after(step + 1):
-            await self._evaluate(step + 1)
+        return groups
+
+    async def _serve(self, steps: int) -> None:
+        """Bring the new version to everyone: beside the next step, or now where that is needed."""
+        needed = self._evaluates_after(steps) or steps == self.config.run.steps
+        if self.config.schedule.max_lag and not needed:
+            await self._syncs.begin()
+        else:
+            self._window.pulled(await self._syncs.now())
+
+    def _pulled(self, version: int) -> None:
+        """A version came to be served beside a step: more groups may enter at once."""
+        self._window.pulled(version)
+        self._fill_window()
 
     def _check_groups(self, step: int, groups: Sequence[Group]) -> None:
         sizes = [len(group.traces) for group in groups]
@@ -162,6 +192,16 @@ class Controller:
         pairs, worded = taken.pairs if taken else [], sum_worded(groups)
         batch = self.batcher.batch(step, by_prompt, pairs, worded, corrections.samples)
         return batch, [trace for group in by_prompt for trace in group], corrections
+
+    async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
+        """Save where it is due. An alarm that ends the run does so here, after a checkpoint."""
+        watch = self.ports.agreement
+        alarm = watch.judge(metrics) if watch is not None else None
+        if alarm is not None or self._saves_after(steps):
+            await self._syncs.finish()
+            await self.ports.save(steps)
+        if alarm is not None:
+            raise alarm
 
     def _saves_after(self, steps: int) -> bool:
         """Whether a restart can begin again there; the run's end has a checkpoint of its own."""

@@ -5,16 +5,18 @@
     after a death         load c, train c ... s-1 again, serve s again, then s
 
 The batches since the checkpoint are kept here, so nothing is sampled twice and versions go on from
-s. Replayed steps are trained as they were the first time, with the teachers' signals too: the
-teachers follow the trainer through its versions once more. A moving average cannot, because it has
-moved on; steps that had its signals are trained without them. What has become different is said by
-the event `trainer_restarted`.
+s. A step, and the sync of the version before it, may be under way together: a death interrupts both
+and is mended once; then the newest version is served, and the step tried again. Replayed steps are
+trained as they were the first time, with the teachers' signals too: the teachers follow the trainer
+through its versions once more. A moving average cannot, because it has moved on; steps that had its
+signals are trained without them. What has become different is said by the event
+`trainer_restarted`.
 
 What a rank is, a step, or a pull, is not known here.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,7 +27,8 @@ from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.ports import WeightSync
+from composer_mesh.services.attempts import Attempts
+from composer_mesh.services.ports import MayTrain, WeightSync
 from composer_mesh.services.teaching import Record
 
 T = TypeVar("T")
@@ -107,29 +110,40 @@ class LastingTrainer:
         self._checkpoint = begun
         self._since: list[Trained] = []
         self._version = 0 if begun is None else begun.step
-        self._served = False
+        self._serves, self._served = False, -1
         self._failed: tuple[int, str] | None = None
-        self._order = asyncio.Lock()
+        self._attempts = Attempts()
         self.restarts = 0
 
     async def train(self, batch: StepBatch) -> Metrics:
         """Make the next version out of a batch. Waits for a restart where a rank has died."""
-        metrics = await self._insist(lambda: self._step.train(batch))
+        return await self._attempts.insist(lambda: self._train(batch), self._recover)
+
+    async def sync(self, may_train: MayTrain | None = None) -> int:
+        """Serve the newest version everywhere; returns it. A step may be trained beside it."""
+        self._serves = True
+        return await self._attempts.insist(lambda: self._sync(may_train), self._recover)
+
+    async def save(self, step: int) -> None:
+        """Write the checkpoint of a step; old ones go, and so does what is kept of their steps."""
+        await self._attempts.insist(lambda: self._save(step), self._recover)
+
+    async def _train(self, batch: StepBatch) -> Metrics:
+        metrics = await self._ranks.guard(self._step.train(batch))
         self._version += 1
         if self._config.trainer.checkpoint_every:
             self._since.append(Trained(batch, metrics))
         return metrics
 
-    async def sync(self) -> int:
-        """Serve the newest version everywhere; returns it."""
-        version = await self._insist(self._weights.sync, serve=False)
-        self._served = True
-        return version
+    async def _sync(self, may_train: MayTrain | None) -> int:
+        """A restart serves the newest version too: what it interrupted has nothing left to do."""
+        if self._served != self._version:
+            self._served = await self._ranks.guard(self._weights.sync(may_train))
+        return self._served
 
-    async def save(self, step: int) -> None:
-        """Write the checkpoint of a step; old ones go, and so does what is kept of their steps."""
+    async def _save(self, step: int) -> None:
         folder = folder_of(self._root, step)
-        await self._insist(lambda: self._ranks.save(folder_of(self._place, step)))
+        await self._ranks.guard(self._ranks.save(folder_of(self._place, step)))
         self._checkpoint = Checkpoint(step, folder_of(self._place, step))
         self._since = []
         prune(self._root, KEPT + (step == self._config.run.steps))
@@ -152,32 +166,27 @@ class LastingTrainer:
     async def _watch(self) -> None:
         while True:
             await self._ranks.until_one_dies()
-            async with self._order:
-                if (died := self._ranks.died()) is not None:
-                    await self._recover(died, serve=True)
+            await self._attempts.repair(self._replace_dead)
 
-    async def _insist(self, ask: Callable[[], Coroutine[Any, Any, T]], serve: bool = True) -> T:
-        """Do something with all ranks, and again with the ranks that come after them."""
-        async with self._order:
-            while True:
-                try:
-                    return await self._ranks.guard(ask())
-                except Exception as error:  # noqa: BLE001  supervision boundary: see _check
-                    await self._recover(await self._ranks.cause_of(error), serve)
+    async def _replace_dead(self) -> None:
+        if (died := self._ranks.died()) is not None:
+            await self._recover(died)
 
-    async def _recover(self, cause: Exception, serve: bool) -> None:
+    async def _recover(self, error: Exception) -> None:
         """Bring new ranks to the version that was lost. Raises the cause where that may not be."""
+        cause = await self._ranks.cause_of(error)
         while True:
             self._check(cause)
             self.restarts += 1
+            await self._attempts.interrupt()
             try:
-                await self._begin_again(cause, serve)
-            except Exception as error:  # noqa: BLE001  supervision boundary: judged by _check
-                cause = await self._ranks.cause_of(error)
+                await self._begin_again(cause)
+            except Exception as failed:  # noqa: BLE001  supervision boundary: judged by _check
+                cause = await self._ranks.cause_of(failed)
             else:
                 return
 
-    async def _begin_again(self, cause: Exception, serve: bool) -> None:
+    async def _begin_again(self, cause: Exception) -> None:
         checkpoint = self._checkpoint
         folder, begun = (checkpoint.folder, checkpoint.step) if checkpoint else (None, 0)
         version = await self._ranks.begin_again(folder)
@@ -188,8 +197,8 @@ class LastingTrainer:
         if self._teachers is not None:
             await self._ranks.guard(self._teachers.forget())
         differs = await self._ranks.guard(self._replay())
-        if serve and self._served:
-            await self._ranks.guard(self._weights.sync())
+        if self._serves:
+            self._served = await self._ranks.guard(self._weights.sync())
         self._tell(cause, differs)
 
     async def _replay(self) -> "Differences":

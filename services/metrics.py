@@ -76,6 +76,18 @@ def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
     }
 
 
+def sync_metrics(waited_s: float, took_s: float) -> dict[str, float | None]:
+    """What the loop waited for weights, how long their syncs took, and the share that was hidden.
+
+    The share is None where no sync has ended.
+    """
+    return {
+        "time/weight_sync_s": waited_s,
+        "time/weight_sync_total_s": took_s,
+        "weights/hidden_share": max(0.0, 1 - waited_s / took_s) if took_s else None,
+    }
+
+
 def _named(prefix: str, counts: Mapping[str, int]) -> dict[str, int]:
     return {f"{prefix}/{name}": counts[name] for name in sorted(counts)}
 

@@ -3,7 +3,7 @@
 No behaviour here. Real ports call actors (`assembly`), tests pass hand-written ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.report import Evaluation
+
+MayTrain = Callable[[], None]
 
 
 class Generation(Protocol):
@@ -62,9 +64,14 @@ class Training(Protocol):
 
 
 class WeightSync(Protocol):
-    """Brings the trainer's newest version to everyone who serves it; returns that version."""
+    """Brings the trainer's newest version to everyone who serves it; returns that version.
 
-    async def sync(self) -> int: ...
+    With `may_train` the next step may be trained beside it, once that was called: nothing that the
+    step does can touch the version's copy then, and whoever the step needs has it. Without, nobody
+    trains meanwhile.
+    """
+
+    async def sync(self, may_train: MayTrain | None = None) -> int: ...
 
 
 class Store(Protocol):

@@ -36,6 +36,9 @@ PAIRS_FILE = "pairs/pairs.jsonl"
 MOST_KEYS = 8
 """Different keys of a config that are named."""
 
+MAY_CHANGE = ("agreement.",)
+"""Sections that train nothing: a run that an alarm has ended may go on with other bounds."""
+
 Line = dict[str, Any]
 
 
@@ -67,7 +70,8 @@ def refuse_unfit(output: Path, config: Config) -> None:
         before = load_config(output / "config.toml")
     except ConfigError as error:
         raise RunDirectoryError(f"--resume {output} cannot be read: {error}") from None
-    if keys := different_keys(before.model_dump(), config.model_dump()):
+    changed = different_keys(before.model_dump(), config.model_dump())
+    if keys := [key for key in changed if not key.startswith(MAY_CHANGE)]:
         named = ", ".join(keys[:MOST_KEYS]) + (", ..." if len(keys) > MOST_KEYS else "")
         raise RunDirectoryError(
             f"--resume {output} was run with other values of {named} but its config must be the "

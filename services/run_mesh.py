@@ -22,7 +22,8 @@ from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.hint_mesh import MeshHintWriter
 from composer_mesh.services.replay.teacher_settings import panel_settings
-from composer_mesh.services.run_pools import Pools, threads
+from composer_mesh.services.run_pools import Pools
+from composer_mesh.services.seats import Seats
 from composer_mesh.services.service import Service
 from composer_mesh.services.status import ActorStatus
 from composer_mesh.services.teaching import SdpoTeachers
@@ -52,15 +53,18 @@ class RunMesh:
         """Start every process at once. Waits until each actor answers."""
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
-        start, token = Pools(config, host, record), new_token()
-        teachers = SdpoTeachers(config, host, threads(config.sdpo.threads), record)
-        trainers = TrainerRanks(config, host, threads(config.trainer.threads))
+        seats = Seats.of(config)
+        for note in seats.notes:
+            record("placement", "", note)
+        start, token = Pools(config, host, seats, record), new_token()
+        teachers = SdpoTeachers(config, host, seats.envs("sdpo_teacher"), record)
+        trainers = TrainerRanks(config, host, seats.envs("trainer"))
         _, generators, environments, replay, reference, _, experts, hints = await together(
             trainers.start(),
             start.generators(),
             start.environments(),
             _if(config.replay.on, start.teachers(token)),
-            _if(config.replay.needs_reference, start.one("reference", ReferenceActor, threads(1))),
+            _if(config.replay.needs_reference, start.one("reference", ReferenceActor)),
             _if(config.sdpo.has_own_actors, teachers.start()),
             _if(config.serves_experts, start.one("expert_server", ExpertServerActor)),
             _if(config.asks_for_hints, start.hint_writer(token)),

@@ -3,9 +3,11 @@
 What they do is `run_mesh`'s business; how a pool works, `service`'s.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.expert_http import TOKEN_ENV
 from composer_mesh.actors.generator import GeneratorActor
@@ -18,36 +20,31 @@ from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import MeshHintWriter
 from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.seats import Seats
 from composer_mesh.services.service import Service
 
 ALL_AT_ONCE = 1_000_000
 """Generators and environments batch and queue by themselves: the more they see, the better."""
-
-
-def threads(count: int) -> dict[str, str]:
-    """The environment of a process that computes with so many threads.
-
-    Torch counts threads per thread, so only the environment bounds all that an actor starts.
-    """
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Pools:
     """Starts the pools that a config asks for. Each method waits until its processes answer.
 
-    What a pool was asked when a process died or failed, it is asked again: all its endpoints give
+    Each process is told its part of its host, as its seat says, in its environment. What a pool
+    was asked when a process died or failed, it is asked again: all its endpoints give
     the same answer twice, but for what a session holds.
     """
 
     config: Config
     host: MeshHost
+    seats: Seats
     record: Recorder
 
     async def generators(self) -> Service:
         """Replicas with a policy version each."""
-        env = threads(self.config.generator.threads)
-        count = self.config.generator.replicas
+        count, env = self.config.generator.replicas, process_environment(self.config)
         return await self._pool(
             "generator", GeneratorActor, count, env, max_outstanding=ALL_AT_ONCE
         )
@@ -55,9 +52,7 @@ class Pools:
     async def environments(self) -> Service:
         """Replicas with sessions: an attempt of an episode is lost with its replica."""
         count = self.config.environment.replicas
-        return await self._pool(
-            "environment", EnvironmentActor, count, threads(1), max_outstanding=ALL_AT_ONCE
-        )
+        return await self._pool("environment", EnvironmentActor, count, max_outstanding=ALL_AT_ONCE)
 
     async def teachers(self, token: str) -> Service:
         """Replicas that are all alike."""
@@ -78,13 +73,18 @@ class Pools:
         return MeshHintWriter(pool, self.config)
 
     async def one(
-        self, name: str, kind: type[MeshActor], env: dict[str, str] | None = None
+        self, name: str, kind: type[MeshActor], further: Mapping[str, str] = NOTHING
     ) -> Service:
         """A process that no other stands beside: calls wait while it is replaced."""
-        return await self._pool(name, kind, 1, env, numbered=False)
+        return await self._pool(name, kind, 1, further, numbered=False)
 
     async def _pool(
-        self, name: str, kind: type[MeshActor], n: int, env: dict[str, str] | None, **options: Any
+        self,
+        name: str,
+        kind: type[MeshActor],
+        n: int,
+        further: Mapping[str, str] = NOTHING,
+        **options: Any,
     ) -> Service:
         rules = self.config.supervision
         options = {"deadline_s": self.config.run.deadline_s} | options
@@ -92,7 +92,7 @@ class Pools:
             kind,
             n=n,
             name=name,
-            env=env,
+            env=lambda slot: {**self.seats.env(name, slot), **further},
             host=self.host,
             attempts=1 + rules.rollout_retries,
             restart=RestartRules.of(rules, self.config.run.seed),

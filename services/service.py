@@ -11,7 +11,6 @@ business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from itertools import count
@@ -24,7 +23,7 @@ from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
 from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
 from composer_mesh.services.pool.endpoints import Endpoints, default_name
 from composer_mesh.services.pool.membership import Membership
-from composer_mesh.services.pool.replicas import Call, Recipe, Replica, unheard
+from composer_mesh.services.pool.replicas import Call, Env, Recipe, Replica, unheard
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
 from composer_mesh.services.pool.sessions import Session
@@ -203,7 +202,7 @@ async def spawn(
     max_outstanding: int = MAX_OUTSTANDING,
     queue: int = QUEUE,
     policy: FaultPolicy | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Env | None = None,
     restart: RestartRules | None = None,
     record: Recorder = unheard,
     numbered: bool = True,
@@ -216,7 +215,8 @@ async def spawn(
     replica is the service's own business where calls have several `attempts`, and ends the run
     where they have one, unless `policy` says otherwise.
 
-    With `restart` the dead are replaced by its rules, and that is told to `record`; without, a
+    `env` is added to the environment of each process, or what it gives for the process's slot. With
+    `restart` the dead are replaced by its rules, and that is told to `record`; without, a
     resize replaces them. Where replicas are not `numbered`, the first has the service's name.
     """
     _at_least(1, n=n, max_outstanding=max_outstanding)

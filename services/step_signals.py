@@ -115,7 +115,8 @@ def requests_for(
 ) -> list[Request]:
     """One teacher's share of a step, in the order in which the ranks will need it.
 
-    Parts go round, so that microbatches with fewer views than there are teachers leave none idle.
+    That is by microbatch, as ranks of a sharded model wait for each other in each of them. Parts go
+    round, so that microbatches with fewer views than there are teachers leave none idle.
     """
     found: list[tuple[int, Request]] = []
     for rank, plan in enumerate(plans):
@@ -125,5 +126,5 @@ def requests_for(
             part = (teacher + turn + rank) % teachers
             run = split_views(views, teachers)[part]
             if len(run):
-                found.append((turn, Request(rank, index, part, views[run.start : run.stop])))
+                found.append((index, Request(rank, index, part, views[run.start : run.stop])))
     return [request for _, request in sorted(found, key=lambda one: (one[0], one[1].rank))]

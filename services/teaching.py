@@ -35,6 +35,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+from composer_mesh.services.seats import Envs
 from composer_mesh.services.step_signals import Request, StepWork, requests_for
 
 Record = Callable[[str, str, str], None]
@@ -47,9 +48,7 @@ class _Lost(Exception):
 class SdpoTeachers:
     """The teachers' processes and the work between them and the trainer's ranks."""
 
-    def __init__(
-        self, config: Config, host: MeshHost, env: dict[str, str], record: Recorder
-    ) -> None:
+    def __init__(self, config: Config, host: MeshHost, env: Envs, record: Recorder) -> None:
         self._config, self._host, self._env, self._record = config, host, env, record
         self._deadline_s = config.run.deadline_s
         count = config.sdpo.replicas
@@ -200,9 +199,8 @@ class SdpoTeachers:
         return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
 
     async def _spawn(self, name: str) -> SpawnedActor:
-        return await self._host.spawn(
-            name, SDPOTeacherActor, env=self._env, policy=FaultPolicy.OWNER
-        )
+        env = self._env(self._names.index(name))
+        return await self._host.spawn(name, SDPOTeacherActor, env=env, policy=FaultPolicy.OWNER)
 
     async def _load(self, teacher: SpawnedActor) -> None:
         await teacher.call("load", self._config, self._folder, deadline_s=self._deadline_s)

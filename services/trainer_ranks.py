@@ -15,6 +15,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.services.seats import Envs
 
 T = TypeVar("T")
 
@@ -28,10 +29,11 @@ ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
 class TrainerRanks:
     """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
 
-    def __init__(self, config: Config, host: MeshHost, env: dict[str, str]) -> None:
+    def __init__(self, config: Config, host: MeshHost, env: Envs) -> None:
         size = config.trainer.ranks
         self._config, self._host = config, host
-        self._env = env | ({} if size == 1 else ON_THIS_HOST)
+        self._env = env
+        self._further = ON_THIS_HOST if size > 1 or config.trainer.sharded else {}
         self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
         self._deadline_s = config.run.deadline_s
         self._folder: Path | None = None
@@ -54,7 +56,7 @@ class TrainerRanks:
         suffix = f".{self._generation}" if self._generation > 1 else ""
         self._current = [name + suffix for name in self._names]
         try:
-            self.all = await together(*(self._spawn(name) for name in self._current))
+            self.all = await together(*(self._spawn(rank) for rank in range(len(self._names))))
         except BaseException:
             started = [one for one in self._host.actors if one.name in self._current]
             await asyncio.gather(*(self._host.stop(one) for one in started))
@@ -135,8 +137,9 @@ class TrainerRanks:
     def _deaths(self) -> list[asyncio.Future[ActorDied]]:
         return [one.death for one in self.all if one.death is not None]
 
-    async def _spawn(self, name: str) -> SpawnedActor:
-        return await self._host.spawn(name, TrainerActor, env=self._env, policy=FaultPolicy.OWNER)
+    async def _spawn(self, rank: int) -> SpawnedActor:
+        name, env = self._current[rank], {**self._env(rank), **self._further}
+        return await self._host.spawn(name, TrainerActor, env=env, policy=FaultPolicy.OWNER)
 
     async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
         return await one.call(endpoint, *args, deadline_s=self._deadline_s)

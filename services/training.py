@@ -13,6 +13,7 @@ from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import plan_step
 from composer_mesh.services.teaching import SdpoTeachers
+from composer_mesh.services.weight_sync import published
 
 LARGEST = ("sdpo/teacher_version", "sdpo/bytes_per_token", "time/sdpo_bytes_per_s")
 """Figures that are no sums over ranks."""
@@ -26,7 +27,7 @@ class MeshTraining:
 
     def __init__(self, config: Config, ranks: Ranks, teachers: SdpoTeachers | None) -> None:
         self._ranks, self._teachers = ranks, teachers
-        self._budget, self._deadline_s = config.trainer.microbatch_tokens, config.run.deadline_s
+        self._trainer, self._deadline_s = config.trainer, config.run.deadline_s
 
     async def train(self, batch: StepBatch, signals: bool = True) -> dict[str, Any]:
         """One optimizer step on all ranks. Waits for the teachers' signals and for the slowest.
@@ -40,7 +41,8 @@ class MeshTraining:
             rank.call("train", batch, len(alive), deadline_s=self._deadline_s) for rank in ranks
         ]
         if self._teachers is not None and alive:
-            plans = plan_step(batch, self._budget, len(ranks))
+            trainer = self._trainer
+            plans = plan_step(batch, trainer.microbatch_tokens, len(ranks), trainer.packing)
             work.append(self._teachers.feed(batch, plans, alive, ranks))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]
         return {**replies[0].metrics, **joined([reply.figures for reply in replies])}
@@ -68,6 +70,6 @@ class ReplayTeachers:
 
     async def follow(self) -> None:
         """Bring the teachers the weights that the trainer has now."""
-        trainer = self._ranks()[0]
-        handle = await trainer.call("publish", deadline_s=self._deadline_s)
-        await self._teachers.pull(handle, trainer)
+        ranks = self._ranks()
+        handle = await published(ranks, self._deadline_s)
+        await self._teachers.pull(handle, ranks[0])

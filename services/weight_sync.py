@@ -1,13 +1,15 @@
-"""Weights on their way: the trainer publishes a version, everyone who serves it pulls.
+"""Weights on their way: every rank of the trainer publishes, everyone who serves pulls from all.
 
 Only the order of calls; bytes move in `mesh.weights`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.services.ports import MayTrain
 from composer_mesh.services.service import Service
 from composer_mesh.services.teaching import SdpoTeachers
 
@@ -25,33 +27,63 @@ class StaleReceiver(RuntimeError):
 class MeshWeightSync:
     """From the trainer of the time to generators and, where the channel is on, the SDPO teachers.
 
-    The publisher keeps two buffers; a version is published only after the one before it was
-    pulled by all, so a buffer is never rewritten under a reader.
+    Each rank offers its part of a version, and the parts together are what is pulled. A publisher
+    keeps two memories; a version is published only after the one before it was pulled by all, so
+    memory is never rewritten under a reader.
     """
 
     def __init__(
         self,
-        trainer: Callable[[], SpawnedActor],
+        trainers: Callable[[], Sequence[SpawnedActor]],
         generators: Service,
         teachers: SdpoTeachers | None,
         deadline_s: float,
     ) -> None:
-        self._trainer, self._generators, self._teachers = trainer, generators, teachers
+        self._trainers, self._generators, self._teachers = trainers, generators, teachers
         self._deadline_s = deadline_s
 
-    async def sync(self) -> int:
+    async def sync(self, may_train: MayTrain | None = None) -> int:
         """Publish and pull; returns the version that is served from now on.
 
         Waits until each generator serves it, at most the deadline for each call. A receiver that
         dies, fails or is late is dropped and replaced; one that comes later pulls before it serves.
         The end of the trainer ends it with `ActorDied`: receivers then serve what they served.
+
+        With `may_train` a step may come beside it: the trainer holds the version until it is
+        copied, and teachers, whose signals belong to the version that is trained, pull it first.
         """
-        trainer = self._trainer()
-        handle: WeightsHandle = await trainer.call("publish", deadline_s=self._deadline_s)
-        pulls = [self._generators.setup_from(trainer, "pull", handle)]
+        trainers = self._trainers()
+        if may_train is not None:
+            await _ask(trainers, "hold", self._deadline_s)
+            if self._teachers is None:
+                may_train()
+        handle = await published(trainers, self._deadline_s)
+        pulls = [self._generators.setup_from(trainers[0], "pull", handle)]
         if self._teachers is not None:
-            pulls.append(self._teachers.pull(handle, trainer))
+            pulls.append(self._teach(self._teachers, handle, trainers[0], may_train))
         got = [version for versions in await together(*pulls) for version in versions]
         if any(version != handle.version for version in got):
             raise StaleReceiver(handle.version, got)
         return handle.version
+
+    async def _teach(
+        self,
+        teachers: SdpoTeachers,
+        handle: WeightsHandle,
+        trainer: SpawnedActor,
+        may_train: MayTrain | None,
+    ) -> list[int]:
+        got = await teachers.pull(handle, trainer)
+        if may_train is not None:
+            may_train()
+        return got
+
+
+async def published(trainers: Sequence[SpawnedActor], deadline_s: float) -> WeightsHandle:
+    """The version that the trainer's ranks have now, whole. Waits until each has copied it."""
+    return WeightsHandle.joined(await _ask(trainers, "publish", deadline_s))
+
+
+async def _ask(trainers: Sequence[SpawnedActor], endpoint: str, deadline_s: float) -> list[Any]:
+    """Ask every rank at once: what they have to do for it, they may have to do together."""
+    return await together(*(rank.call(endpoint, deadline_s=deadline_s) for rank in trainers))

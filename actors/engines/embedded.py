@@ -1,39 +1,42 @@
 """The embedded engine: continuous batching with a KV cache over any Hugging Face causal LM.
 
-One call of `step` admits what waits, takes one token for every running request, and retires what
-finished. New weights come between steps; running requests go on, their cache recomputed, so each
-token's log-prob is exactly that of the version it is labelled with. No threads, no messaging.
+One call of `step` is one forward: it admits what waits and has room, takes one token for every
+running request, and retires what finished. New weights come between steps; running requests go on,
+their cache recomputed, so each token's log-prob is exactly that of the version it is labelled with.
+No threads, no messaging.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.kv_cache import SlotCache
-from composer_mesh.actors.engines.port import Done, Weights
+from composer_mesh.actors.engines.embedded_attention import Packed, Run
+from composer_mesh.actors.engines.embedded_forward import PackedForward
+from composer_mesh.actors.engines.embedded_rows import HeldRows, Ids
+from composer_mesh.actors.engines.embedded_sampling import sample
+from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.engines.port import Done, Weights, refuse_too_long
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
-
-class RequestTooLong(ValueError):
-    """The prompt and its continuation do not fit into a cache row."""
+TOKENS_AT_ONCE = {"cpu": 512}
+"""Tokens of a forward after which no other prompt joins it: more leave the caches of a CPU."""
+TOKENS_AT_ONCE_ELSEWHERE = 8192
 
 
 @dataclass(slots=True)
 class _Running:
     request: GenerationRequest
     done: Done
-    draws: Tensor
+    draws: list[float]
+    prompt: Ids
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-
-    @property
-    def ids(self) -> list[int]:
-        return self.request.prompt_ids + self.token_ids
 
     @property
     def finished(self) -> StopReason | None:
@@ -41,16 +44,42 @@ class _Running:
             return "stop"
         return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
 
+    def answer(self, reason: StopReason) -> None:
+        name = self.request.request_id
+        self.done(GenerationResult(name, self.token_ids, self.logprobs, self.versions, reason))
+
+
+@dataclass(slots=True)
+class _Joining:
+    """Rows that begin in this step, after those that decode."""
+
+    runs: list[Run] = field(default_factory=list)
+    leaders: list[int] = field(default_factory=list)
+    """For each new row the row with the same prompt, its own where it is computed."""
+    tokens: int = 0
+
 
 class Engine:
-    """Serves up to `rows` requests at once, of at most `length` tokens each."""
+    """Serves up to `rows` requests at once, of at most `length` tokens each.
 
-    def __init__(self, model: Any, rows: int, length: int, version: int = 0) -> None:
+    With `sharing`, equal prompts and prompts that begin as another row does are computed once. A
+    closed batch on an idle engine gives the same bits every time, because what finished requests
+    have left is forgotten when nothing runs or waits. Raises `ModelNotServed`.
+    """
+
+    def __init__(
+        self, model: Any, rows: int, length: int, version: int = 0, *, sharing: bool = True
+    ) -> None:
         self._model, self._rows, self._length = model, rows, length
+        self._sharing = sharing
         self.version = version
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
-        self._cache = SlotCache(model.config.num_hidden_layers, rows, length)
+        self._cache = RowCache(model.config.num_hidden_layers, rows, length)
+        self._forward = PackedForward(model, self._cache)
+        self._device = self._forward.device
+        self._budget = TOKENS_AT_ONCE.get(self._device.type, TOKENS_AT_ONCE_ELSEWHERE)
+        self._held = HeldRows(self._cache, rows, length, sharing=sharing)
 
     @property
     def busy(self) -> bool:
@@ -62,118 +91,122 @@ class Engine:
 
     def submit(self, request: GenerationRequest, done: Done) -> None:
         """Queues a request; `done` is called from within a later `step`."""
-        need = len(request.prompt_ids) + request.max_new_tokens
-        if need > self._length:
-            raise RequestTooLong(
-                f"{request.request_id} needs {len(request.prompt_ids)} prompt and "
-                f"{request.max_new_tokens} new tokens but a row holds {self._length}: raise "
-                "policy.max_context or lower generator.max_new_tokens"
-            )
+        refuse_too_long(request, self._length)
         generator = torch.Generator().manual_seed(request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
-        self._waiting.append(_Running(request, done, draws))
+        prompt = np.array(request.prompt_ids, dtype=np.int64)
+        self._waiting.append(_Running(request, done, draws.tolist(), prompt))
 
     @torch.inference_mode()
     def step(self) -> int:
-        """Admits, decodes one token for each, retires; returns the number of tokens sampled."""
+        """Admits, takes one token for each, retires; returns the number of tokens sampled."""
         decoding = len(self._running)
-        if decoding:
-            self._sample(self._running, self._decode())
-        admitted = self._admit(decoding)
+        joining = self._admit()
         sampled = len(self._running)
-        self._retire()
-        return sampled if decoding or admitted else 0
+        if sampled:
+            self._sample(self._logits(decoding, joining))
+            self._retire()
+        if not self.busy:
+            self._held.forget()
+        return sampled
 
     @torch.inference_mode()
     def swap(self, weights: Weights) -> None:
         """Puts new weights in and recomputes the cache of running requests."""
         weights.apply(self._model)
         self.version = weights.version
-        if self._running:
-            self._prefill(0, [running.ids[:-1] for running in self._running])
+        sequences = [self._held.ids(row).copy() for row in range(len(self._running))]
+        self._held.forget()
+        row = 0
+        while row < len(sequences):
+            first, runs, tokens = row, [], 0
+            while row < len(sequences) and tokens < self._budget:
+                keys = sequences[row][:-1]
+                start = self._held.resume(row, keys)
+                if start < len(keys):
+                    runs.append(Run(row, start, len(keys)))
+                tokens += len(keys) - start
+                row += 1
+            if runs:
+                self._compute(0, runs, sequences, keep=[])
+            for done in range(first, row):
+                self._held.put(done, sequences[done])
 
     def close(self) -> None:
         """Nothing is held that the process's end does not give back."""
 
-    def _admit(self, first: int) -> int:
-        room = min(self._rows - first, len(self._waiting))
-        new = [self._waiting.popleft() for _ in range(room)]
-        if new:
-            self._running += new
-            self._sample(new, self._prefill(first, [running.ids for running in new]))
-        return len(new)
+    def _admit(self) -> _Joining:
+        """Gives rows to what waits, until the rows or the tokens of one forward are used up."""
+        joining = _Joining()
+        leaders: dict[bytes, int] = {}
+        while self._waiting and len(self._running) < self._rows and joining.tokens < self._budget:
+            new, row = self._waiting.popleft(), len(self._running)
+            leader = leaders.setdefault(new.prompt.tobytes(), row) if self._sharing else row
+            start = self._held.begin(row, new.prompt[:-1] if leader == row else new.prompt[:0])
+            if leader == row:
+                joining.runs.append(Run(row, start, len(new.prompt)))
+                joining.tokens += len(new.prompt) - start
+            joining.leaders.append(leader)
+            self._running.append(new)
+        return joining
 
-    def _prefill(self, first: int, sequences: list[list[int]]) -> Tensor:
-        """Fills rows from `first` on; returns the logits `[rows, V]` after each sequence."""
-        lengths = torch.tensor([len(ids) for ids in sequences])
-        width = int(lengths.max())
-        tokens = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, ids in enumerate(sequences):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-        positions = torch.arange(width).expand(len(sequences), width)
-        last, where = torch.unique(lengths - 1, return_inverse=True)
-        logits = self._forward(first, tokens, positions, width, last)
-        return logits[torch.arange(len(sequences)), where]
+    def _logits(self, decoding: int, joining: _Joining) -> Tensor:
+        """One forward for all rows; returns `[running, V]` and completes the rows of twins."""
+        prompts = [running.prompt for running in self._running]
+        where = list(range(decoding))
+        place, ends = decoding, {}
+        for number, run in enumerate(joining.runs):
+            place += run.end - run.start
+            where.append(place - 1)
+            ends[run.row] = decoding + number
+        logits = self._compute(decoding, joining.runs, prompts, keep=where)
+        for row, leader in enumerate(joining.leaders, start=decoding):
+            self._held.put(row, prompts[row])
+            if leader != row:
+                self._held.copy(leader, row, len(prompts[row]))
+        if len(joining.runs) == len(joining.leaders):
+            return logits
+        return logits[[*range(decoding), *(ends[leader] for leader in joining.leaders)]]
 
-    def _decode(self) -> Tensor:
-        """One token for every running row; returns logits `[rows, V]`."""
-        lengths = torch.tensor([len(running.ids) for running in self._running])
-        tokens = torch.tensor([[running.token_ids[-1]] for running in self._running])
-        positions = lengths[:, None] - 1
-        return self._forward(0, tokens, positions, int(lengths.max()), torch.tensor([0]))[:, 0]
-
-    def _forward(
-        self, first: int, tokens: Tensor, positions: Tensor, length: int, keep: Tensor
+    def _compute(
+        self, decoding: int, runs: list[Run], sequences: list[Ids], keep: list[int]
     ) -> Tensor:
-        view = self._cache.view
-        view.rows = slice(first, first + len(tokens))
-        view.positions, view.length = positions, length
-        mask = torch.arange(length)[None, None, None, :] <= positions[:, None, :, None]
-        output = self._model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
-        return output.logits.float()
+        """One forward over the newest token of decoding rows and the runs of `sequences`."""
+        known = self._held.known[:decoding]
+        parts = [(self._held.newest(decoding), known - 1, np.arange(decoding))]
+        for run in runs:
+            span = np.arange(run.start, run.end)
+            parts.append(
+                (sequences[run.row][run.start : run.end], span, np.full(len(span), run.row))
+            )
+        packed = np.concatenate([np.stack(part) for part in parts], axis=1)
+        tokens, positions, rows = torch.from_numpy(packed).to(self._device)
+        self._cache.aim(torch.stack([rows, positions]))
+        longest = int(known.max()) if decoding else 0
+        ragged = decoding > 0 and int(known.min()) < longest
+        plan = Packed(self._cache, decoding, runs, positions, longest, ragged)
+        kept = torch.tensor(keep, dtype=torch.long, device=self._device) if runs else None
+        return self._forward(plan, tokens, kept)
 
-    def _sample(self, rows: list[_Running], logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         """Draws one token a row by inverting its distribution at the request's own draw."""
-        temperature = torch.tensor([[running.request.temperature] for running in rows])
-        greedy = temperature[:, 0] == 0
-        logprobs = torch.log_softmax(logits / torch.where(temperature == 0, 1, temperature), -1)
-        draws = torch.stack([running.draws[len(running.token_ids)] for running in rows])
-        cumulative = logprobs.double().exp().cumsum(-1)
-        picked = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
-        picked = picked[:, 0].clamp(max=logits.shape[-1] - 1)
-        tokens = torch.where(greedy, logits.argmax(-1), picked)
-        values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
-        for running, token, value in zip(rows, tokens.tolist(), values, strict=True):
+        rows = self._running
+        temperatures = [running.request.temperature for running in rows]
+        draws = [running.draws[len(running.token_ids)] for running in rows]
+        tokens, logprobs = sample(logits, temperatures, draws)
+        self._held.append(tokens)
+        for running, token, logprob in zip(rows, tokens, logprobs, strict=True):
             running.token_ids.append(token)
-            running.logprobs.append(value)
+            running.logprobs.append(logprob)
             running.versions.append(self.version)
 
     def _retire(self) -> None:
         """Answers finished requests and closes the gaps that they leave in the cache."""
-        row = 0
-        while row < len(self._running):
+        for row in reversed(range(len(self._running))):
             running = self._running[row]
             reason = running.finished
-            if reason is None:
-                row += 1
-                continue
-            last = self._running.pop()
-            if last is not running:
-                self._running[row] = last
-                self._cache.move(len(self._running), row, len(last.ids))
-            running.done(
-                GenerationResult(
-                    running.request.request_id,
-                    running.token_ids,
-                    running.logprobs,
-                    running.versions,
-                    reason,
-                )
-            )
+            if reason is not None:
+                self._running[row] = self._running[-1]
+                self._running.pop()
+                self._held.retire(row, len(self._running))
+                running.answer(reason)

@@ -1,77 +1,72 @@
-"""Keys and values of all running requests, one row each, rows kept without gaps.
+"""Keys and values of all requests: one row each, `[layers, rows, kv_heads, length, head_dim]`.
 
-A drop-in for transformers' caches: the engine points it at the rows and positions of the next
-forward, and attention writes and reads there. Which request owns a row is the engine's business.
+Which request owns a row, and what the row means, is `embedded_rows`' business.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values: `[rows, kv_heads, length, head_dim]`."""
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self, view: "SlotView", rows: int, length: int) -> None:
-        super().__init__()
-        self._view, self._rows, self._length = view, rows, length
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        heads, head_dim = key_states.shape[1], key_states.shape[3]
-        shape = (self._rows, heads, self._length, head_dim)
-        self.keys: Tensor = key_states.new_zeros(shape)
-        self.values: Tensor = value_states.new_zeros(shape)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        rows, view = self._view.rows, self._view
-        index = torch.arange(rows.start, rows.stop)[:, None]
-        self.keys[index, :, view.positions] = key_states.transpose(1, 2)
-        self.values[index, :, view.positions] = value_states.transpose(1, 2)
-        return self.keys[rows, :, : view.length], self.values[rows, :, : view.length]
-
-    def move(self, source: int, target: int, length: int) -> None:
-        if self.is_initialized:
-            self.keys[target, :, :length] = self.keys[source, :, :length]
-            self.values[target, :, :length] = self.values[source, :, :length]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002  an interface
-        return self._view.length, 0
-
-    def get_seq_length(self) -> int:
-        return self._view.length
-
-    def get_max_length(self) -> int:
-        return self._length
-
-
-class SlotView:
-    """Which rows, positions `[rows, query]` and key length the next forward is about."""
-
-    def __init__(self) -> None:
-        self.rows = slice(0, 0)
-        self.positions = torch.zeros(0, 0, dtype=torch.long)
-        self.length = 0
-
-
-class SlotCache(Cache):
-    """`rows` requests of at most `length` tokens each."""
+class RowCache:
+    """`rows` sequences of at most `length` tokens, whose memory is taken at the first write."""
 
     def __init__(self, layers: int, rows: int, length: int) -> None:
-        self.view = SlotView()
-        self._slots = [SlotLayer(self.view, rows, length) for _ in range(layers)]
-        super().__init__(layers=list(self._slots))
+        self._layers, self._rows, self.length = layers, rows, length
+        self._whole: tuple[Tensor, ...] = ()
+        self._by_layer: list[tuple[Tensor, ...]] = []
+        self._aimed = torch.zeros(2, 0, dtype=torch.long)
+        self._flat: Tensor | None = None
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copies a row's first `length` positions over another row."""
-        for layer in self._slots:
-            layer.move(source, target, length)
+    def aim(self, rows_and_positions: Tensor) -> None:
+        """Sets where the tokens of the next forward go: `[2, tokens]`, on the model's device."""
+        self._aimed, self._flat = rows_and_positions, None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Stores `[kv_heads, tokens, head_dim]` where it was aimed; returns the layer's rows.
+
+        They are views `[rows, kv_heads, length, head_dim]`. Raises ValueError for a model whose
+        layers differ in shape.
+        """
+        if not self._whole:
+            self._allocate(keys, values)
+        stored = self._by_layer[layer]
+        index = self._index(len(keys))
+        for new, held in zip((keys, values), stored, strict=True):
+            if (new.shape[0], new.shape[2]) != (held.shape[1], held.shape[3]):
+                raise ValueError(
+                    f"layer {layer} has {new.shape[0]} key heads of width {new.shape[2]} and "
+                    f"layer 0 has {held.shape[1]} of {held.shape[3]}, but rows have one shape"
+                )
+            rows = new.transpose(0, 1).reshape(-1, new.shape[2])
+            held.view(-1, held.shape[3]).index_copy_(0, index, rows)
+        return stored
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies a row's first `length` positions over another row's."""
+        for held in self._whole:
+            held[:, target, :, :length] = held[:, source, :, :length]
+
+    def exchange(self, one: int, other: int, length: int) -> None:
+        """Swaps the first `length` positions of two rows."""
+        for held in self._whole:
+            kept = held[:, one, :, :length].clone()
+            held[:, one, :, :length] = held[:, other, :, :length]
+            held[:, other, :, :length] = kept
+
+    def _allocate(self, *like: Tensor) -> None:
+        def rows(states: Tensor) -> Any:
+            heads, _, width = states.shape
+            return states.new_zeros(self._layers, self._rows, heads, self.length, width)
+
+        self._whole = tuple(rows(states) for states in like)
+        self._by_layer = list(zip(*(held.unbind() for held in self._whole), strict=True))
+
+    def _index(self, heads: int) -> Tensor:
+        """Where each token's each head goes in a layer seen as `[rows * heads * length, width]`."""
+        if self._flat is None:
+            rows, positions = self._aimed[:, :, None]
+            head = torch.arange(heads, device=rows.device)
+            self._flat = ((rows * heads + head) * self.length + positions).view(-1)
+        return self._flat

@@ -10,6 +10,10 @@ from composer_mesh.rollouts.generation import GenerationRequest, GenerationResul
 Done = Callable[[GenerationResult], None]
 
 
+class RequestTooLong(ValueError):
+    """The prompt and its continuation do not fit into a row of the engine's cache."""
+
+
 class Weights(Protocol):
     """One version of the weights, arrived whole; good until `swap` returns."""
 
@@ -37,13 +41,31 @@ class Engine(Protocol):
         """Requests that are not answered."""
 
     def submit(self, request: GenerationRequest, done: Done) -> None:
-        """Queue a request from the event loop's thread; `done` is called from a later `step`."""
+        """Queue a request; `done` is called from within a later `step`.
+
+        Any thread may call it, also while another one steps. Raises ValueError for a request that
+        can never be served.
+        """
 
     def step(self) -> int:
-        """Decode; returns the number of tokens that were sampled."""
+        """Decode; returns the number of tokens that were sampled.
+
+        Tokens may count only once their request is answered. Raises whatever ends the engine.
+        """
 
     def swap(self, weights: Weights) -> None:
         """Serve other weights from the next step on; requests under way go on."""
 
     def close(self) -> None:
         """Give memory and processes back."""
+
+
+def refuse_too_long(request: GenerationRequest, length: int) -> None:
+    """Raise `RequestTooLong` for a request that needs more than `length` tokens in all."""
+    need = len(request.prompt_ids) + request.max_new_tokens
+    if need > length:
+        raise RequestTooLong(
+            f"{request.request_id} needs {len(request.prompt_ids)} prompt and "
+            f"{request.max_new_tokens} new tokens but a row holds {length}: raise "
+            "policy.max_context or lower generator.max_new_tokens"
+        )

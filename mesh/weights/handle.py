@@ -1,49 +1,80 @@
-"""Where one version of the weights can be read, and what has been read of it."""
+"""Where one version of the weights can be fetched: what each rank published, put together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from composer_mesh.configs.weights import WeightTransport
+from composer_mesh.mesh.weights.errors import WeightsMismatch
+from composer_mesh.mesh.weights.layout import Layout
+from composer_mesh.mesh.weights.manifest import WeightManifest
 
-from composer_mesh.mesh.transport import BufferHandle
-from composer_mesh.mesh.weights.manifest import WeightManifest, identity
-from composer_mesh.mesh.weights.marks import check_marks
+NOT_WHOLE = -1
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank publishes of a version: where its rows lie, and where they are offered."""
+
+    rank: int
+    transport: WeightTransport
+    layout: Layout
+    serial: int
+    offer: Any
+    checksums: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class WeightsHandle:
-    """Where one version of the weights can be read."""
+    """Where one version of the weights can be fetched. It travels; the bytes do not."""
 
     version: int
     manifest: WeightManifest
-    buffer: BufferHandle
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def joined(cls, handles: Sequence[WeightsHandle]) -> WeightsHandle:
+        """What all ranks published, as one. Raises `WeightsMismatch` if it is not one version."""
+        first = handles[0]
+        for rank, other in enumerate(handles):
+            if other.version != first.version:
+                raise WeightsMismatch(
+                    f"rank {rank} published version {other.version} but rank 0 version "
+                    f"{first.version}: publish on all ranks after the same step"
+                )
+            if other.manifest != first.manifest:
+                raise WeightsMismatch(
+                    f"rank {rank} published {_first_difference(other, first)}: give every rank "
+                    "the same tensors in the same order"
+                )
+        parts = tuple(part for handle in handles for part in handle.parts)
+        whole = cls(first.version, first.manifest, parts)
+        whole.check_whole()
+        return whole
+
+    def check_whole(self) -> None:
+        """Raise `WeightsMismatch` if the parts have not every row of every tensor, once."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for part in self.parts:
+            for piece in part.layout.pieces:
+                found.setdefault(piece.entry, []).append((piece.first, piece.count))
+        for place, entry in enumerate(self.manifest.entries):
+            reached = 0
+            for first, count in sorted(found.get(place, [])):
+                reached = reached + count if first == reached else NOT_WHOLE
+            if reached != entry.rows:
+                raise WeightsMismatch(
+                    f"{entry.names[0]} has {entry.rows} rows, but the parts of ranks "
+                    f"{[part.rank for part in self.parts]} do not make them: join the handles of "
+                    "all ranks, each once"
+                )
 
 
-@dataclass(frozen=True, eq=False)
-class StagedWeights:
-    """Weights that have arrived; good until the receiver receives again."""
-
-    version: int
-    manifest: WeightManifest
-    memory: Tensor
-
-    def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Each tensor, as it lies in the staged memory, with all its names."""
-        check_marks(self.memory, self.version)
-        for entry, tensor in self.manifest.tensors(self.memory):
-            yield entry.names, tensor
-
-    @torch.no_grad()
-    def apply(self, model: nn.Module, rate: float = 1.0) -> None:
-        """Move a model's weights to these, in place, by a share of the way: 1 copies them."""
-        check_marks(self.memory, self.version)
-        own = self.manifest.check(model)
-        for entry, tensor in self.manifest.tensors(self.memory):
-            for place in {identity(own[name]): own[name] for name in entry.names}.values():
-                if rate == 1.0 or not place.is_floating_point():
-                    place.copy_(tensor)
-                else:
-                    place.lerp_(tensor, rate)
+def _first_difference(one: WeightsHandle, other: WeightsHandle) -> str:
+    ours, theirs = one.manifest.entries, other.manifest.entries
+    for own, its in zip(ours, theirs, strict=False):
+        if own != its:
+            return f"{own} where rank 0 has {its}"
+    return f"{len(ours)} tensors where rank 0 has {len(theirs)}"

@@ -1,51 +1,128 @@
-"""The side that offers weights.
+"""The side that offers weights: one rank of it.
 
-Two registered buffers are written in turn. A buffer holds the version, then the tensors, then the
-version again; the publisher invalidates both marks before it touches the tensors. Who publishes or
-pulls when is decided elsewhere: nothing here waits for a receiver.
-
-    | version | tensor | tensor | ... | version |      (one flat run of bytes)
+Two memories are written in turn, so the version before the newest stays whole. Who publishes or
+pulls when is decided elsewhere: nothing here waits for a receiver. How bytes leave is the
+carrier's work.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
 
-from composer_mesh.mesh.transport import SendBuffer
-from composer_mesh.mesh.weights.handle import WeightsHandle
-from composer_mesh.mesh.weights.manifest import WeightManifest
-from composer_mesh.mesh.weights.marks import NO_VERSION, mark
+import torch
+from torch import Tensor
+
+from composer_mesh.mesh.supervision import heard
+from composer_mesh.mesh.weights.carriers.port import SLOTS, Outlet, Shape
+from composer_mesh.mesh.weights.checksums import checksum, flat
+from composer_mesh.mesh.weights.choice import Transport, open_outlet
+from composer_mesh.mesh.weights.errors import WeightsMismatch
+from composer_mesh.mesh.weights.handle import Part, WeightsHandle
+from composer_mesh.mesh.weights.layout import Layout
+from composer_mesh.mesh.weights.marks import mark, unmark
+from composer_mesh.mesh.weights.pinning import pin, unpin
+from composer_mesh.mesh.weights.shards import manifest_of, own_rows
+
+State = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightPublisher:
-    """Offers the weights of one model, a version at a time."""
+    """Offers the weights of one model, a version at a time.
 
-    def __init__(self, model: nn.Module, manifest: WeightManifest | None = None) -> None:
-        self.manifest = manifest or WeightManifest.of(model)
-        self.manifest.check(model)
-        self._model = model
-        self._buffers = (SendBuffer(self.manifest.nbytes), SendBuffer(self.manifest.nbytes))
+    `state` gives the model's tensors on every rank in the same order. A plain tensor is published
+    by rank 0, a `DTensor` that is spread by rows by each rank that has some. Floating tensors leave
+    as `dtype` where one is given. With `checksums` receivers prove every byte.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        transport: Transport,
+        dtype: torch.dtype | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        checksums: bool = False,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank is {rank} of {ranks} ranks, but must be in 0 to {ranks - 1}")
+        self._state, self._transport, self._dtype = state, transport, dtype
+        self._rank, self._checksums = rank, checksums
+        self._shape: Shape | None = None
+        self._outlet: Outlet | None = None
+        self._pinned: list[Tensor] = []
         self._next = 0
+        self._one = asyncio.Lock()
 
     async def publish(self, version: int) -> WeightsHandle:
-        """Copy the weights into the buffer that was not handed out last. Waits for no reader."""
+        """Offer this rank's part of a version, in the memory that was not handed out last.
+
+        Waits for the copy, which runs in a thread and goes on if nobody waits for it any more, and
+        for no reader.
+        """
         if version < 0:
             raise ValueError(f"version is {version}, but must be at least 0")
-        buffer = self._buffers[self._next]
-        mark(buffer.bytes, NO_VERSION)
-        self._copy_to(buffer.bytes)
-        mark(buffer.bytes, version)
-        self._next = 1 - self._next
-        return WeightsHandle(version, self.manifest, await buffer.whole())
+        publishing = asyncio.ensure_future(self._publish(version))
+        publishing.add_done_callback(heard)
+        return await asyncio.shield(publishing)
 
     async def close(self) -> None:
-        """Give both buffers back."""
-        for buffer in self._buffers:
-            await buffer.close()
+        """Give the memories back. A handle that is still around can no longer be fetched."""
+        async with self._one:
+            outlet, self._outlet, self._shape = self._outlet, None, None
+            while self._pinned:
+                unpin(self._pinned.pop())
+            if outlet is not None:
+                await outlet.close()
+
+    async def _publish(self, version: int) -> WeightsHandle:
+        async with self._one:
+            serial, slot = secrets.randbits(62), self._next
+            shape, checksums = await asyncio.to_thread(self._write, version, serial, slot)
+            parts: tuple[Part, ...] = ()
+            if self._outlet is not None:
+                self._next = (slot + 1) % SLOTS
+                offer = await self._outlet.offer(slot)
+                transport = self._transport.name
+                parts = (Part(self._rank, transport, shape.layout, serial, offer, checksums),)
+            return WeightsHandle(version, shape.manifest, parts)
 
     @torch.no_grad()
-    def _copy_to(self, memory: Tensor) -> None:
-        own = self._model.state_dict()
-        for entry, place in self.manifest.tensors(memory):
-            place.copy_(own[entry.names[0]])
+    def _write(self, version: int, serial: int, slot: int) -> tuple[Shape, tuple[int, ...] | None]:
+        rows = own_rows(self._state(), self._rank, self._dtype)
+        shape = self._same(Shape(manifest_of(rows), Layout.of(rows), self._rank))
+        if not shape.layout.pieces:
+            return shape, None
+        on_gpu = any(one.local.is_cuda for one in rows)
+        if self._outlet is None:
+            self._outlet = self._open(shape, on_gpu)
+        memory = self._outlet.memory(slot)
+        unmark(memory)
+        views = list(shape.layout.views(shape.manifest, memory))
+        for piece, place in views:
+            place.copy_(rows[piece.entry].local, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+        found = tuple(checksum(flat(place)) for _, place in views) if self._checksums else None
+        mark(memory, version, serial)
+        return shape, found
+
+    def _open(self, shape: Shape, on_gpu: bool) -> Outlet:
+        outlet = open_outlet(self._transport, shape)
+        if on_gpu:
+            for slot in range(SLOTS):
+                pin(outlet.memory(slot))
+                self._pinned.append(outlet.memory(slot))
+        return outlet
+
+    def _same(self, shape: Shape) -> Shape:
+        """The shape of all versions, which receivers have made room for."""
+        if self._shape not in (None, shape):
+            raise WeightsMismatch(
+                "the tensors to publish are not those of the version before: "
+                "make a new publisher for another model"
+            )
+        self._shape = shape
+        return shape

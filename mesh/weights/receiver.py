@@ -3,58 +3,102 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_mesh.mesh.transport import read
-from composer_mesh.mesh.weights.errors import PullAbandoned
-from composer_mesh.mesh.weights.handle import StagedWeights, WeightsHandle
-from composer_mesh.mesh.weights.marks import NO_VERSION, check_marks, mark
+from composer_mesh.configs.weights import WeightTransport
+from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.supervision import heard
+from composer_mesh.mesh.weights.carriers.port import Inlet, Shape
+from composer_mesh.mesh.weights.checksums import checksum, flat
+from composer_mesh.mesh.weights.choice import open_inlet
+from composer_mesh.mesh.weights.errors import PullAbandoned, WrongChecksum
+from composer_mesh.mesh.weights.handle import Part, WeightsHandle
+from composer_mesh.mesh.weights.marks import check_marks, unmark
+from composer_mesh.mesh.weights.staged import StagedWeights
+
+Memories = tuple[Tensor, ...]
 
 
 class WeightReceiver:
-    """Fetches weights into one staging buffer that is used again and again.
+    """Fetches weights into staging memory that is used again and again.
 
-    A read from a process that is gone ends after minutes only. Until then the memory that it may
-    write to belongs to it, also when nobody waits for it any more.
+    A read from a process that is gone may end after minutes only. Until then the memory that it
+    may write to belongs to it, also when nobody waits for it any more.
     """
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
+    def __init__(self, inlets: Callable[[WeightTransport], Inlet] = open_inlet) -> None:
+        self._open = inlets
+        self._memories: Memories = ()
+        self._inlets: dict[WeightTransport, Inlet] = {}
         self._abandoned: asyncio.Future[None] | None = None
 
     async def receive(self, handle: WeightsHandle) -> StagedWeights:
-        """Read one version. Waits for the transfer; what was staged before is gone.
+        """Fetch one version from all its publishers at once; what was staged before is gone.
 
-        One call at a time; `abandon` ends it with `PullAbandoned`.
+        One call at a time; `abandon` ends it with `PullAbandoned`. Raises `TornWeights` if it is
+        not all of that version, `WrongChecksum` if it is not what was published, and
+        `TransportUnavailable` or `PublisherGone` if it cannot be had here.
         """
-        memory, self._memory = self._memory, None
-        if memory is None or memory.numel() != handle.manifest.nbytes:
-            memory = torch.empty(handle.manifest.nbytes, dtype=torch.uint8)
-        mark(memory, NO_VERSION)
-        await self._read(handle, memory)
-        check_marks(memory, handle.version)
-        self._memory = memory
-        return StagedWeights(handle.version, handle.manifest, memory)
+        handle.check_whole()
+        memories, self._memories = self._memories, ()
+        sizes = [part.layout.nbytes for part in handle.parts]
+        if [memory.numel() for memory in memories] != sizes:
+            memories = tuple(_room(nbytes) for nbytes in sizes)
+        for memory in memories:
+            unmark(memory)
+        await self._unless_abandoned(self._fetch(handle, memories), handle.version)
+        for part, memory in zip(handle.parts, memories, strict=True):
+            check_marks(memory, handle.version, part.serial)
+        await asyncio.to_thread(_prove, handle, memories)
+        self._memories = memories
+        return StagedWeights(handle, memories)
 
     def abandon(self) -> None:
         """Wait no longer for a version that is on its way, if one is."""
         if self._abandoned is not None and not self._abandoned.done():
             self._abandoned.set_result(None)
 
-    async def _read(self, handle: WeightsHandle, memory: Tensor) -> None:
+    async def _fetch(self, handle: WeightsHandle, memories: Memories) -> None:
+        used = {part.transport for part in handle.parts}
+        for name in used:
+            inlet = self._inlets[name] = self._inlets.get(name) or self._open(name)
+            inlet.keep([part.offer for part in handle.parts if part.transport == name])
+        fetching = [
+            self._inlets[part.transport].fetch(part.offer, _shape(handle, part), memory)
+            for part, memory in zip(handle.parts, memories, strict=True)
+        ]
+        await asyncio.gather(*fetching)
+
+    async def _unless_abandoned(self, work: Any, version: int) -> None:
         self._abandoned = asyncio.get_running_loop().create_future()
-        reading = asyncio.ensure_future(read(handle.buffer, memory))
-        reading.add_done_callback(_heard)
+        reading = asyncio.ensure_future(work)
+        reading.add_done_callback(heard)
         either: list[asyncio.Future[Any]] = [reading, self._abandoned]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
-            raise PullAbandoned(handle.version)
+            raise PullAbandoned(version)
         reading.result()
 
 
-def _heard(reading: asyncio.Future[Any]) -> None:
-    if not reading.cancelled():
-        reading.exception()
+def _room(nbytes: int) -> Tensor:
+    """Memory to stage in; a process that has a GPU copies there from pinned memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=own_device().type == "cuda")
+
+
+def _shape(handle: WeightsHandle, part: Part) -> Shape:
+    return Shape(handle.manifest, part.layout, part.rank)
+
+
+def _prove(handle: WeightsHandle, memories: Memories) -> None:
+    for part, memory in zip(handle.parts, memories, strict=True):
+        if part.checksums is None:
+            continue
+        views = part.layout.views(handle.manifest, memory)
+        for (piece, view), published in zip(views, part.checksums, strict=True):
+            if checksum(flat(view)) != published:
+                name = handle.manifest.entries[piece.entry].names[0]
+                raise WrongChecksum(name, part.rank, handle.version)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,10 @@ def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
     """A record that nobody keeps."""
 
 
+Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
+"""The environment of every process of a service, or of the one in a slot."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a process of this service is started, and how often again; without rules never again.
@@ -110,7 +114,7 @@ class Recipe:
     host: MeshHost
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] | None = None
+    env: Env | None = None
     policy: FaultPolicy = FaultPolicy.OWNER
     deadline_s: float = 120.0
     restart: RestartRules | None = None
@@ -123,7 +127,7 @@ class Recipe:
             replica.name,
             self.actor_class,
             *self.args,
-            env=self.env,
+            env=self.env(replica.slot) if callable(self.env) else self.env,
             policy=self.policy,
             **self.kwargs,
         )

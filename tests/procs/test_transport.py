@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from tensor_actors import BytesActor, TiedModel, WeightsActor
 
-from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.configs.weights import WeightTransport
+from composer_mesh.mesh.processes import wait_gone
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor, while_alive
+from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.transport import SendBuffer, TransportError, read
-from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
+from composer_mesh.mesh.weights.carriers import shm, torchstore
+from composer_mesh.mesh.weights.choice import Transport
+from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 
@@ -40,37 +49,86 @@ async def test_a_buffer_is_registered_once_for_payloads_of_like_size(host: MeshH
     assert await writer.call("registrations") == 2
 
 
-async def test_weights_travel_with_their_version(host: MeshHost) -> None:
-    trainer, generator = await asyncio.gather(
-        host.spawn("trainer", WeightsActor), host.spawn("generator-0", WeightsActor)
+TRANSPORTS: tuple[WeightTransport, ...] = (
+    *("shm", "rdma", "disk"),
+    *(("torchstore",) if torchstore.why_not() is None else ()),
+)
+"""torchstore is an extra that CI does not install."""
+
+
+async def test_weights_travel_with_their_version_by_every_transport(
+    host: MeshHost, tmp_path: Path
+) -> None:
+    trainer, generator, other = await asyncio.gather(
+        host.spawn("trainer", WeightsActor),
+        host.spawn("generator-0", WeightsActor),
+        host.spawn("generator-1", WeightsActor, 4),
     )
-    handles = [await trainer.call("publish", version, version / 4) for version in (1, 2)]
-    for handle in handles:  # two buffers: the version before the newest is still whole
-        values = await generator.call("pull", handle)
-        assert all(value == [handle.version / 4] for value in values.values())
-        assert (await generator.call("describe"))["policy_version"] == handle.version
-    assert await generator.call("tied")
-    await trainer.call("publish", 3, 0.75)
-    with pytest.raises(TornWeights, match="version 1 but read marks 3 and 3"):
-        await generator.call("pull", handles[0])
-    other = await host.spawn("generator-1", WeightsActor, 4)
-    with pytest.raises(WeightsMismatch, match=r"embed\.weight is published as"):
-        await other.call("pull", handles[1])
+    for name in TRANSPORTS:
+        transport = Transport(name, folder=tmp_path)
+        handles = [await trainer.call("publish", n, n / 4, transport) for n in (1, 2)]
+        for handle in handles:  # two memories: the version before the newest is still whole
+            values = await generator.call("pull", handle)
+            assert all(value == [handle.version / 4] for value in values.values())
+            assert (await generator.call("describe"))["policy_version"] == handle.version
+        assert await generator.call("tied")
+        await trainer.call("publish", 3, 0.75, transport)
+        with pytest.raises(TornWeights, match="version 1 but read marks"):
+            await generator.call("pull", handles[0])
+        with pytest.raises(WeightsMismatch, match=r"embed\.weight is published as"):
+            await other.call("pull", handles[1])
+    await trainer.call("close")
+    assert names_in(tmp_path) == set()
 
 
-async def test_a_torn_mark_in_front_or_behind_is_refused(host: MeshHost) -> None:
+def names_in(folder: Path) -> set[str]:
+    """What of ours is in a folder."""
+    return {one.name for one in folder.iterdir() if "composer-mesh-weights" in one.name}
+
+
+def mapped(actor: SpawnedActor) -> int:
+    """How many publishers' memories a process has mapped."""
+    return Path(f"/proc/{actor.pid}/maps").read_text().count(f"/memfd:{shm.NAME}")
+
+
+async def test_a_killed_publisher_leaves_nothing_and_nobody_waits_for_it(host: MeshHost) -> None:
+    trainer, generator, late = await asyncio.gather(
+        *(host.spawn(name, WeightsActor) for name in ("trainer", "generator-0", "generator-1"))
+    )
+    before = names_in(Path("/dev/shm"))
+    shared = await trainer.call("publish", 1, 0.25, Transport("shm"))
+    read = await trainer.call("publish", 2, 0.5, Transport("rdma"))
+    await generator.call("pull", shared)
+    os.kill(trainer.pid, signal.SIGKILL)
+    assert await wait_gone(trainer.pid, 10)
+    assert names_in(Path("/dev/shm")) <= before
+    values = await generator.call("pull", shared)  # it has the memory, which outlives its maker
+    assert values["embed.weight"] == [0.25]
+    with pytest.raises(PublisherGone, match="pull from the publisher that took its place"):
+        await late.call("pull", shared)
+    with pytest.raises(ActorDied, match="trainer died"):
+        await while_alive(trainer, late.call("pull", read))
+    successor = await host.spawn("trainer.2", WeightsActor)
+    assert [mapped(generator), mapped(late)] == [1, 0]
+    await generator.call("pull", await successor.call("publish", 3, 0.75, Transport("shm")))
+    assert mapped(generator) == 1
+
+
+async def test_the_front_of_what_is_read_one_sidedly_is_read_again_in_the_end(
+    host: MeshHost,
+) -> None:
     assert host.mesh is not None
-    publisher = WeightPublisher(TiedModel())
-    handle = await publisher.publish(7)
-    receiver = WeightReceiver()
-    assert (await receiver.receive(handle)).version == 7
-    memory = publisher._buffers[0].bytes
-    for mark in (memory[:8], memory[-8:]):
-        kept = mark.clone()
-        mark.fill_(0)
-        with pytest.raises(TornWeights, match="version 7 but read marks"):
-            await receiver.receive(handle)
-        mark.copy_(kept)
+    publisher = WeightPublisher(TiedModel().state_dict, transport=Transport("rdma"))
+    handles = [await publisher.publish(version) for version in (1, 2)]
+    assert (await WeightReceiver().receive(handles[0])).version == 1
+    [part], [newer] = (handle.parts for handle in handles)
+    overtaken = replace(part, offer=replace(part.offer, front=newer.offer.front))
+    with pytest.raises(TornWeights, match="version 1 but read marks 2 and 1"):
+        await WeightReceiver().receive(replace(handles[0], parts=(overtaken,)))
+    assert publisher._outlet is not None
+    publisher._outlet.memory(1)[-16:] = 0
+    with pytest.raises(TornWeights, match="version 2 but read marks 2 and 0"):
+        await WeightReceiver().receive(handles[1])
     await publisher.close()
 
 

@@ -53,7 +53,9 @@ def test_check_prints_the_run_its_actors_and_its_transports(
     assert 'name = "quickstart"' in out
     assert "alpha = 0" in out
     assert "sdpo: weight 0, off" in out
-    assert "weights: trainer -> generator: RDMA buffers" in out
+    assert (
+        "weights: trainer -> generator: shared memory: trainer and receivers share one host" in out
+    )
     assert "teacher_replay" in out
 
 

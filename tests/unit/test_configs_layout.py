@@ -46,7 +46,7 @@ def test_a_channel_of_weight_zero_has_no_transport() -> None:
 
 def test_weights_travel_from_the_trainer_to_all_who_read_them() -> None:
     assert str(plan().transports[0]).startswith(
-        "weights: trainer -> generator, sdpo_teacher: RDMA buffers"
+        "weights: trainer -> generator, sdpo_teacher: shared memory"
     )
 
 

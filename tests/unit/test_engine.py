@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from engine_requests import CLOSE, Plain, Results, put, serve
 
-from composer_mesh.actors.engines.embedded import Engine, RequestTooLong
+from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.port import RequestTooLong
 from composer_mesh.losses.policy import token_logprobs
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.generation import GenerationRequest
 
 NEVER: list[int] = []
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-Results = dict[str, GenerationResult]
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +49,10 @@ def mixed(rng: random.Random, count: int, temperature: float | None = None) -> l
     ]
 
 
-def put(engine: Engine, requests: list[GenerationRequest], results: Results) -> None:
-    for one in requests:
-        engine.submit(one, lambda result: results.__setitem__(result.request_id, result))
-
-
 def drain(engine: Engine, results: Results) -> Results:
     while engine.busy:
         engine.step()
     return results
-
-
-def serve(engine: Engine, requests: list[GenerationRequest]) -> Results:
-    results: Results = {}
-    put(engine, requests, results)
-    return drain(engine, results)
 
 
 def forward(model: Any, ids: list[int]) -> torch.Tensor:
@@ -88,22 +74,6 @@ def assert_faithful(model: Any, requests: list[GenerationRequest], results: Resu
         result = results[asked.request_id]
         expected = replayed_logprobs(model, asked, result.token_ids)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, **CLOSE)
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Weights of a version that never travelled."""
-
-    version: int
-    state: dict[str, Tensor]
-
-    def apply(self, model: Any, rate: float = 1.0) -> None:
-        assert rate == 1.0
-        model.load_state_dict(self.state)
-
-    def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        for name, tensor in self.state.items():
-            yield (name,), tensor
 
 
 def test_greedy_tokens_are_those_of_decoding_each_request_alone_without_a_cache(

@@ -9,7 +9,13 @@ import pytest
 from composer_mesh.mesh.admin import AdminUnreachable
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, reason_of
 from composer_mesh.mesh.transport import TransportError
-from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
+from composer_mesh.mesh.weights.errors import (
+    PublisherGone,
+    TornWeights,
+    TransportUnavailable,
+    WeightsMismatch,
+    WrongChecksum,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,9 @@ from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
         RemoteError("trainer", "step", "Traceback ...\nValueError: no"),
         TransportError("out has strides (1, 2)"),
         TornWeights(3, 3, -1),
+        WrongChecksum("embed.weight", 1, 3),
+        PublisherGone("shm", "process 7"),
+        TransportUnavailable("shm", "the run has 2 hosts", "set weights.transport to rdma"),
         WeightsMismatch("lm_head.weight is missing"),
         AdminUnreachable("nobody answers"),
     ],

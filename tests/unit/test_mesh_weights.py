@@ -1,4 +1,4 @@
-"""The layout of weights in memory, and the buffers that carry them, without processes."""
+"""What a version of the weights is, how it lies in memory and fills a model; and buffers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, TransportError, read
+from composer_mesh.mesh.weights.checksums import ROW, checksum
 from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
-from composer_mesh.mesh.weights.handle import StagedWeights
-from composer_mesh.mesh.weights.manifest import ALIGNMENT, WeightManifest
-from composer_mesh.mesh.weights.publisher import WeightPublisher
+from composer_mesh.mesh.weights.handle import Part, WeightsHandle
+from composer_mesh.mesh.weights.layout import ALIGNMENT, Layout
+from composer_mesh.mesh.weights.marks import mark, unmark
+from composer_mesh.mesh.weights.shards import manifest_of, own_rows
+from composer_mesh.mesh.weights.staged import StagedWeights
 
 
 def tied_model() -> nn.Module:
@@ -27,35 +30,42 @@ def tied_model() -> nn.Module:
     return model
 
 
-def staged(model: nn.Module, version: int) -> StagedWeights:
-    manifest = WeightManifest.of(model)
-    memory = torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    for entry, place in manifest.tensors(memory):
-        place.copy_(model.state_dict()[entry.names[0]])
-    memory[:8].view(torch.int64).fill_(version)
-    memory[-8:].view(torch.int64).fill_(version)
-    return StagedWeights(version, manifest, memory)
+def staged(model: nn.Module, version: int, dtype: torch.dtype | None = None) -> StagedWeights:
+    """What a receiver has when it has received a model's weights from one rank."""
+    rows = own_rows(model.state_dict(), 0, dtype)
+    layout, manifest = Layout.of(rows), manifest_of(rows)
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for piece, place in layout.views(manifest, memory):
+        place.copy_(rows[piece.entry].local)
+    mark(memory, version, 5)
+    part = Part(0, "shm", layout, 5, None)
+    return StagedWeights(WeightsHandle(version, manifest, (part,)), (memory,))
 
 
 def test_tied_tensors_are_stored_once_and_nothing_overlaps() -> None:
-    manifest = WeightManifest.of(tied_model())
-    assert [entry.names for entry in manifest.entries] == [
+    weights = staged(tied_model(), 1)
+    assert [entry.names for entry in weights.manifest.entries] == [
         ("embed.weight", "head.weight"),
         ("norm.weight",),
         ("norm.bias",),
     ]
-    assert manifest.parameters == 6 * 3 + 3 + 3
-    end = ALIGNMENT
-    for entry in manifest.entries:
-        assert entry.offset % ALIGNMENT == 0
-        assert entry.offset >= end
-        end = entry.offset + entry.nbytes
-    assert manifest.nbytes >= end + 8
+    assert weights.manifest.parameters == 6 * 3 + 3 + 3
+    layout, end = weights.handle.parts[0].layout, ALIGNMENT
+    for piece, view in layout.views(weights.manifest, weights.memories[0]):
+        assert piece.offset % ALIGNMENT == 0
+        assert piece.offset >= end
+        end = piece.offset + view.nbytes
+    assert layout.nbytes >= end + ALIGNMENT
+
+
+def test_empty_tensors_are_not_taken_for_tied_ones() -> None:
+    state = {"a": torch.empty(0, 3), "b": torch.empty(0, 3)}
+    assert len(manifest_of(own_rows(state, 0, None)).entries) == 2
 
 
 def test_a_manifest_is_the_same_for_the_same_model_and_travels() -> None:
-    manifest = WeightManifest.of(tied_model())
-    assert manifest == WeightManifest.of(tied_model())
+    manifest = staged(tied_model(), 1).manifest
+    assert manifest == staged(tied_model(), 2).manifest
     assert pickle.loads(pickle.dumps(manifest)) == manifest
 
 
@@ -74,11 +84,37 @@ def test_a_model_that_is_not_tied_gets_every_copy() -> None:
     assert torch.equal(target["head"].weight, source["embed"].weight)
 
 
+def test_a_tied_name_that_nobody_published_is_filled_by_the_other() -> None:
+    source, target = tied_model(), tied_model()
+    named = nn.ModuleDict({"embed": source["embed"], "norm": source["norm"]})
+    staged(named, 4).apply(target)
+    assert torch.equal(target["head"].weight, source["embed"].weight)
+
+
+def test_a_share_of_the_way_is_between_what_was_and_what_came() -> None:
+    source, target = tied_model(), tied_model()
+    before = target["embed"].weight.clone()
+    staged(source, 4).apply(target, 0.25)
+    expected = torch.lerp(before, source["embed"].weight, 0.25)
+    torch.testing.assert_close(target["embed"].weight, expected)
+
+
+def test_weights_of_another_floating_dtype_are_converted_where_they_are_applied() -> None:
+    source, target = tied_model(), tied_model()
+    weights = staged(source, 4, torch.bfloat16)
+    assert {tensor.dtype for _, tensor in weights.tensors()} == {torch.bfloat16}
+    for rate in (1.0, 1 - 1e-9):
+        weights.apply(target, rate)
+        assert torch.equal(target["embed"].weight, source["embed"].weight.bfloat16().float())
+
+
 def test_staged_weights_that_were_replaced_are_refused() -> None:
     weights = staged(tied_model(), 4)
-    weights.memory[:8].view(torch.int64).fill_(5)
-    with pytest.raises(TornWeights, match="version 4 but read marks 5 and 4"):
+    unmark(weights.memories[0])
+    with pytest.raises(TornWeights, match="version 4 but read marks -1 and -1"):
         weights.apply(tied_model())
+    with pytest.raises(TornWeights):
+        next(weights.tensors())
 
 
 def test_a_model_that_does_not_fit_is_refused_by_the_name_of_its_parameter() -> None:
@@ -86,9 +122,12 @@ def test_a_model_that_does_not_fit_is_refused_by_the_name_of_its_parameter() -> 
     wider, longer = tied_model(), tied_model()
     wider["norm"] = nn.LayerNorm(4, dtype=torch.bfloat16)
     longer["extra"] = nn.Linear(2, 2)
+    counting = tied_model()
+    counting["norm"].weight = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
     del (shorter := tied_model())["norm"]
     for model, match in (
         (wider, r"norm\.weight is published as torch\.bfloat16 \(3,\)"),
+        (counting, r"norm\.weight is published as torch\.bfloat16 .* has torch\.int64"),
         (longer, r"extra\.weight is missing in the published weights"),
         (shorter, r"norm\.weight is missing in the receiving model"),
     ):
@@ -96,9 +135,30 @@ def test_a_model_that_does_not_fit_is_refused_by_the_name_of_its_parameter() -> 
             weights.apply(model)
 
 
-async def test_a_negative_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="version is -1"):
-        await WeightPublisher(tied_model()).publish(-1)
+def some_bytes(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, ROW * 8, ROW * 8 + 5, ROW * 24 + 77])
+def test_a_checksum_shows_any_byte_that_changed(count: int) -> None:
+    data = some_bytes(count)
+    right = checksum(data)
+    assert checksum(data.clone()) == right
+    for place in {0, count // 2, count - 1}:
+        for bit in (1, 128):
+            wrong = data.clone()
+            wrong[place] ^= bit
+            assert checksum(wrong) != right
+
+
+def test_a_checksum_shows_pages_that_changed_places_or_were_lost() -> None:
+    pages = some_bytes(ROW * 8 * 4).view(4, -1)
+    right = checksum(pages.view(-1))
+    assert checksum(pages[[1, 0, 2, 3]].view(-1)) != right
+    assert checksum(pages.roll(1, 0).view(-1)) != right
+    assert checksum(pages[:3].reshape(-1)) != right
+    assert checksum(torch.zeros(0, dtype=torch.uint8)) == 0
 
 
 def test_a_buffer_needs_room_and_a_first_write() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.checkpoint_folder import STATE_FILE, folder_of
+from composer_mesh.configs.agreement import AgreementConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tool_calls import assistant_message
@@ -178,6 +179,15 @@ def test_another_config_is_refused_with_the_keys_that_differ(
         refuse_unfit(tmp_path, other)
     assert "other values of run.seed, schedule.prompts_per_step" in str(refused.value)
     refuse_unfit(tmp_path, config)
+
+
+def test_a_run_may_go_on_with_other_bounds_of_its_alarms(
+    tmp_path: Path, config: Config, build_config: Any
+) -> None:
+    with stored(tmp_path, config, steps=1):
+        pass
+    same = config.model_dump(exclude={"agreement"})
+    refuse_unfit(tmp_path, Config(**same, agreement=AgreementConfig(alarm_mean=0.7)))
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, config: Config) -> None:

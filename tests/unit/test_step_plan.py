@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.step_plan import RankPlan, pair_tokens, plan_step, split_views, spread
+from composer_mesh.rollouts.packing import packed_rows
+from composer_mesh.rollouts.step_plan import (
+    RankPlan,
+    pair_groups,
+    pair_tokens,
+    plan_step,
+    rounds_of,
+    split_views,
+    spread,
+    teacher_groups,
+)
 
 LENGTHS = st.lists(st.integers(2, 60), max_size=12)
 
@@ -53,6 +63,45 @@ def test_microbatches_keep_the_budget_and_views_stay_with_their_samples(
             assert len(samples) * max(len(sample.ids) for sample in samples) <= budget
             of_samples = {sample.trace_id for sample in samples}
             assert {batch.views[place].trace_id for place in microbatch.views} <= of_samples
+
+
+@given(batches(), st.integers(60, 200), st.integers(1, 4))
+def test_packed_microbatches_keep_the_budget_in_rows(
+    batch: StepBatch, budget: int, ranks: int
+) -> None:
+    plans = plan_step(batch, budget, ranks, packed=True)
+    assert places(plans, "samples") == list(range(len(batch.samples)))
+    for microbatch in (one for plan in plans for one in plan.microbatches):
+        lengths = [len(batch.samples[place].ids) for place in microbatch.samples]
+        assert len(packed_rows(lengths)) * max(lengths) <= budget
+
+
+@given(batches(), st.integers(60, 200), st.integers(1, 4))
+def test_rounds_are_what_the_busiest_rank_needs_in_each_microbatch(
+    batch: StepBatch, budget: int, ranks: int
+) -> None:
+    plans = plan_step(batch, budget, ranks)
+    rounds = rounds_of(batch, plans, budget)
+    assert rounds.microbatches == max(len(plan.microbatches) for plan in plans)
+    assert rounds.pairs == max(len(pair_groups(batch.pairs, p.pairs, budget)) for p in plans)
+    for index, most in enumerate(rounds.teacher):
+        at_once = [p.microbatches[index] for p in plans if index < len(p.microbatches)]
+        groups = [teacher_groups([batch.views[v] for v in m.views], budget) for m in at_once]
+        assert most == max(len(found) for found in groups)
+        assert bool(most) == any(one.views for one in at_once)
+
+
+@given(batches(), st.integers(60, 200), st.integers(1, 4))
+def test_groups_of_pairs_hold_each_once_within_the_budget(
+    batch: StepBatch, budget: int, ranks: int
+) -> None:
+    for plan in plan_step(batch, budget, ranks):
+        groups = pair_groups(batch.pairs, plan.pairs, budget)
+        assert sorted(place for group in groups for place in group) == plan.pairs
+        tokens = [pair_tokens(batch.pairs[place]) for place in plan.pairs]
+        for group in groups:
+            widest = max(pair_tokens(batch.pairs[place]) for place in group)
+            assert len(group) * widest <= max([budget, *tokens])
 
 
 @given(batches(), st.integers(60, 200), st.integers(1, 3))

@@ -59,7 +59,7 @@ def host() -> FakeHost:
 
 
 async def started(host: FakeHost, build_config: Any, size: int = 2) -> TrainerRanks:
-    ranks = TrainerRanks(build_config(trainer={"ranks": size}), host, {})  # type: ignore[arg-type]
+    ranks = TrainerRanks(build_config(trainer={"ranks": size}), host, lambda _: {})  # type: ignore[arg-type]
     await ranks.start()
     assert await ranks.load(Path("policy")) == 0
     return ranks

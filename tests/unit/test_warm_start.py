@@ -66,6 +66,13 @@ def test_the_same_seed_makes_the_same_weights_and_words(
         assert torch.equal(weights, two.state_dict()[name]), name
 
 
+def test_without_steps_the_policy_starts_from_random_weights(
+    small: Prepare, toolbox: ToolboxTask
+) -> None:
+    config = small({"steps": 0})
+    assert list(load_model(prepare_policy(config, toolbox, lambda *_: None)).parameters())
+
+
 def test_another_seed_makes_other_weights(small: Prepare, toolbox: ToolboxTask) -> None:
     seeds = [small(run={"name": "unit", "seed": seed, "steps": 1}) for seed in (1, 2)]
     one, two = (warm_start(config, toolbox, nothing)[0] for config in seeds)

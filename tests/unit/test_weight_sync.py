@@ -7,11 +7,12 @@ from typing import cast
 
 import pytest
 from fake_host import FakeHost, serve, turns
-from fake_teachers import FakeActor, weights
+from fake_teachers import FakeActor, Log, weights
 from healing_service import Events, healing, states, until_served
 
 from composer_mesh.mesh.spawn import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.weights.errors import WeightsMismatch
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.service import Service
 from composer_mesh.services.weight_sync import MeshWeightSync, StaleReceiver
@@ -22,13 +23,19 @@ class FakeTrainer(FakeActor):
 
     version = 0
 
+    async def hold(self) -> int:
+        self.log.append(("hold", self.name))
+        return self.version
+
     async def publish(self) -> WeightsHandle:
+        self.log.append(("publish", self.name))
         self.version += 1
         return weights(self.version)
 
 
-def round_of(trainer: FakeTrainer, pool: Service) -> MeshWeightSync:
-    return MeshWeightSync(lambda: cast(SpawnedActor, trainer), pool, None, 5)
+def round_of(trainer: FakeTrainer, pool: Service, *others: FakeTrainer) -> MeshWeightSync:
+    ranks = [cast(SpawnedActor, one) for one in (trainer, *others)]
+    return MeshWeightSync(lambda: ranks, pool, None, 5)
 
 
 async def generators(host: FakeHost, events: Events, n: int = 2) -> Service:
@@ -57,6 +64,32 @@ async def test_every_receiver_is_asked_for_the_published_version(
     sync = round_of(FakeTrainer("trainer", []), await generators(host, events))
     assert [await sync.sync() for _ in range(2)] == [1, 2]
     assert [pulled(host, name) for name in ("w-0", "w-1")] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_every_rank_publishes_its_part_and_holds_it_until_then(
+    host: FakeHost, events: Events, beside: bool
+) -> None:
+    log: Log = []
+    ranks = [FakeTrainer(f"trainer-{rank}", log) for rank in range(2)]
+    told: list[str] = []
+    sync = round_of(ranks[0], await generators(host, events), ranks[1])
+    assert await sync.sync((lambda: told.append("train")) if beside else None) == 1
+    asked = ("hold", "publish") if beside else ("publish",)
+    assert log == [(what, rank.name) for what in asked for rank in ranks]
+    assert told == ["train"] * beside
+    assert pulled(host, "w-0") == [1]
+
+
+async def test_ranks_that_publish_different_versions_are_no_version(
+    host: FakeHost, events: Events
+) -> None:
+    ranks = [FakeTrainer(f"trainer-{rank}", []) for rank in range(2)]
+    ranks[1].version = 1
+    sync = round_of(ranks[0], await generators(host, events), ranks[1])
+    with pytest.raises(WeightsMismatch, match="rank 1 published version 2 but rank 0 version 1"):
+        await sync.sync()
+    assert pulled(host, "w-0") == []
 
 
 async def test_another_version_than_the_published_one_is_told(

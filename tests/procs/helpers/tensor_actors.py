@@ -10,6 +10,7 @@ from torch import nn
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
@@ -54,18 +55,26 @@ class WeightsActor(MeshActor):
 
     def __init__(self, width: int = 8) -> None:
         self.model = TiedModel(width)
-        self.publisher: WeightPublisher | None = None
+        self.publishers: dict[str, WeightPublisher] = {}
         self.receiver = WeightReceiver()
 
     @concurrent_endpoint
-    async def publish(self, version: int, value: float) -> WeightsHandle:
+    async def publish(
+        self, version: int, value: float, transport: Transport | None = None
+    ) -> WeightsHandle:
+        """A version whose numbers are all `value`."""
         for parameter in self.model.parameters():
             parameter.data.fill_(value)
-        self.publisher = self.publisher or WeightPublisher(self.model)
-        return await self.publisher.publish(version)
+        transport = transport or Transport("rdma")
+        if transport.name not in self.publishers:
+            self.publishers[transport.name] = WeightPublisher(
+                self.model.state_dict, transport=transport, checksums=True
+            )
+        return await self.publishers[transport.name].publish(version)
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> dict[str, Any]:
+        """Take a version over; returns the numbers that each tensor has then."""
         staged = await self.receiver.receive(handle)
         staged.apply(self.model)
         self.policy_version = staged.version
@@ -74,3 +83,9 @@ class WeightsActor(MeshActor):
     @concurrent_endpoint
     async def tied(self) -> bool:
         return self.model.head.weight is self.model.embed.weight
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Give back what was offered."""
+        for publisher in self.publishers.values():
+            await publisher.close()

@@ -30,7 +30,7 @@ from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.pool.errors import SessionLost
-from composer_mesh.services.ports import Generation
+from composer_mesh.services.ports import Generation, MayTrain
 from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_pair_stream
@@ -103,7 +103,13 @@ class World:
     """Sessions that died; what the policy writes to them goes nowhere."""
     deaths: int = 0
     trained: int = 0
+    newest: int = 0
+    """The version of the generators that have pulled first."""
     served: int = 0
+    """The version that all of them have pulled."""
+    under_way: int = 0
+    """Syncs, and whether nobody may train beside one."""
+    exclusive: bool = False
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -140,7 +146,7 @@ class World:
             self._policy(request, (self.sessions | self.ghosts)[session_id].messages)
         )
         for _ in ids:
-            versions.append(self.served)
+            versions.append(self.newest if request.seed % 2 else self.served)
             if self.rng.random() < 0.05:
                 await self.pause("generation")
         await self.pause("generation", session_id)
@@ -199,19 +205,34 @@ class World:
         return [(-1.0, -2.0)] * len(samples)
 
     async def train(self, batch: StepBatch) -> dict[str, Any]:
-        await self.pause("train")
         assert batch.step == self.trained
+        assert not self.exclusive, f"step {batch.step} may not be trained beside this sync yet"
+        self.done.append(("training", batch.step))
+        await self.pause("train")
         self.trained += 1
         self.done.append(("trained", batch))
         return {"loss/total": 0.0}
 
-    async def sync(self) -> int:
-        await self.pause("sync")
-        self.served = self.trained
-        self.done.append(("served", self.served))
-        return self.served
+    async def sync(self, may_train: MayTrain | None = None) -> int:
+        """Brings the version that was trained when it began to one of two replicas, then both."""
+        assert self.under_way == 0, "two syncs at once"
+        self.under_way, self.exclusive, version = 1, True, self.trained
+        try:
+            await self.pause("publish")
+            if may_train is not None:
+                self.exclusive = False
+                may_train()
+            await self.pause("sync")
+            self.newest = version
+            await self.pause("pull")
+            self.served = version
+        finally:
+            self.under_way, self.exclusive = 0, False
+        self.done.append(("served", version))
+        return version
 
     async def save(self, step: int) -> None:
+        assert self.under_way == 0
         await self.pause("save")
         self.done.append(("saved", step))
 

@@ -26,7 +26,7 @@ NOWHERE = BufferHandle(None, 0, torch.uint8, (0,))
 
 
 def weights(version: int) -> WeightsHandle:
-    return WeightsHandle(version, WeightManifest((), 0), NOWHERE)
+    return WeightsHandle(version, WeightManifest(()), ())
 
 
 class FakeActor:
@@ -192,7 +192,7 @@ class Ring:
         self.events: Log = []
         self.host = FakeHost(self.log)
         self.ranks = [FakeRank(f"trainer-{n}", self.log, count) for n, count in enumerate(ranks)]
-        self.sdpo = SdpoTeachers(config, self.host, {}, self.record)  # type: ignore[arg-type]
+        self.sdpo = SdpoTeachers(config, self.host, lambda _: {}, self.record)  # type: ignore[arg-type]
 
     def record(self, *event: str, **_: Any) -> None:
         self.events.append(event)

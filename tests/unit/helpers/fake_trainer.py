@@ -18,6 +18,7 @@ from composer_mesh.actors.checkpoint_folder import STATE_FILE, Checkpoint
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.lasting_trainer import LastingTrainer
+from composer_mesh.services.ports import MayTrain
 
 T = TypeVar("T")
 Log = list[tuple[Any, ...]]
@@ -113,7 +114,7 @@ class World:
         self.taught_version = self.version
         self.log.append(("follow", self.version))
 
-    async def sync(self) -> int:
+    async def sync(self, may_train: MayTrain | None = None) -> int:
         self._try("sync")
         self.taught_version = self.version
         self.served.append((self.version, self.weight))

@@ -26,7 +26,7 @@ def view(
 def sample(trace: str, length: int = 10) -> PolicySample:
     """A sample all of whose ids but the first are actions."""
     mask = [place > 0 for place in range(length)]
-    return PolicySample(trace, [5] * length, mask, [0.0] * length, 1.0)
+    return PolicySample(trace, [5] * length, mask, [0.0] * length, 1.0, [0] * length)
 
 
 def batch(

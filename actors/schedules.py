@@ -1,0 +1,28 @@
+"""The learning rate of each optimizer step, as the config describes it. Knows no optimizer."""
+
+import math
+
+from composer_mesh.configs.trainer import TrainerConfig
+
+
+def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
+    """The rate of a step (0-based) of a run of `steps`.
+
+    It rises in equal parts to the peak, which the last step of the warm-up has, and then falls to
+    `min_lr_ratio` of the peak, which the step after the last one would have.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * _left(config, done))
+
+
+def _left(config: TrainerConfig, done: float) -> float:
+    """What is left of the fall when a share of the steps is done."""
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - done
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))

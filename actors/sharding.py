@@ -1,0 +1,104 @@
+"""FSDP2: every rank keeps some rows of each weight, and all of a layer only while it computes.
+
+Weights, gradients and optimizer are float32 and spread; forward and backward compute in the dtype
+that they are asked for. Gradients are summed over ranks, not averaged, after every backward: kept
+whole until the last one they would take as much memory as the weights of all ranks.
+
+Only a forward, and the backward that follows it, talk to other ranks: never what reads the weights
+by `own_weights`, which may be another thread that copies them beside a forward.
+"""
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_mesh.actors.language_model import STATES, decoder_states
+
+OWN = "own_weights"
+
+
+class UnknownLayers(ValueError):
+    """A model whose decoder layers cannot be told from its other parts."""
+
+    def __init__(self, model: str, layers: int) -> None:
+        super().__init__(model, layers)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} has no list of {self.args[1]} decoder layers, so it cannot be taken "
+            "layer by layer: set trainer.sharding to 'none', and trainer.activation_checkpointing "
+            "and trainer.compile to false"
+        )
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of a model's decoder layers; raises `UnknownLayers`."""
+    count = model.config.num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnknownLayers(type(model).__name__, count)
+
+
+def shard(
+    model: Any, mesh: DeviceMesh, dtype: torch.dtype, whole: Iterable[nn.Parameter] = ()
+) -> None:
+    """Spread a model's weights over the ranks of a mesh, in place; those of `whole` stay whole.
+
+    `LanguageModel` computes in `dtype` from then on.
+    """
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*decoder_layers(model), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows sums and averages only
+    setattr(model, STATES, MethodType(decoder_states, model))
+    register_fsdp_forward_method(model, STATES)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether `shard` was applied to a model."""
+    return hasattr(model, STATES)
+
+
+def release(model: Any) -> None:
+    """Let go of the whole weights that a forward without a backward has gathered."""
+    if is_sharded(model):
+        model.reset_iter_state()
+
+
+def remember_weights(model: Any) -> None:
+    """Keep hold of the weights as they are between steps, for `own_weights`.
+
+    During a forward a sharded model shows whole weights in their place.
+    """
+    found = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    setattr(model, OWN, {name: found[name] for name in model.state_dict()})
+
+
+def own_weights(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model's state dict, this rank's rows where it is sharded.
+
+    Names of one tensor have one object. Moves nothing, and shares memory with the model.
+    """
+    weights: dict[str, Tensor] | None = getattr(model, OWN, None)
+    if weights is None:
+        weights = model.state_dict(keep_vars=True)
+    detached = {id(tensor): tensor.detach() for tensor in weights.values()}
+    return {name: detached[id(tensor)] for name, tensor in weights.items()}

@@ -1,0 +1,112 @@
+"""The policy in the form in which a trainer's rank computes with it, built from a folder.
+
+    load -> adapters -> checkpointed, compiled layers -> sharded
+
+All ranks build together. Where weights are sharded only the first rank reads them, and never more
+than one whole tensor is on the others. Nothing here trains.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.lora import adapter_weights, add_adapters
+from composer_mesh.actors.policy import empty_model, load_model
+from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.rows import broadcast_into
+from composer_mesh.actors.sharding import (
+    decoder_layers,
+    is_sharded,
+    own_weights,
+    release,
+    remember_weights,
+    shard,
+)
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import TrainerConfig
+
+
+def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
+    """The model that learns, on the rank's device.
+
+    Raises `UnsupportedHead` and `UnsupportedPacking` for one that the losses cannot train, and
+    what adapters and sharding refuse.
+    """
+    trainer = config.trainer
+    source, model = _read(folder, trainer, ranks)
+    if source is not None:
+        LanguageModel(source).check_head()
+        if trainer.packing:
+            LanguageModel(source).check_packing()
+    if trainer.lora is not None:
+        for one in {id(one): one for one in (source, model) if one is not None}.values():
+            add_adapters(one, trainer.lora, config.run.seed)
+        torch.manual_seed(config.run.seed + ranks.rank)  # for their dropout
+    _wrap_layers(model, trainer)
+    return _placed(model, source, trainer, ranks)
+
+
+def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
+    """The policy of a folder as it is, for forwards alone, placed as the one that learns."""
+    source, model = _read(folder, config.trainer, ranks)
+    return _placed(model.requires_grad_(False), source, config.trainer, ranks)
+
+
+def load_weights(model: Any, folder: Path, ranks: Ranks) -> None:
+    """Give a model without adapters, in place, the weights of the policy in a folder."""
+    reads = ranks.rank == 0 or not is_sharded(model)
+    _fill(model, load_model(folder) if reads else None)
+
+
+def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | None, Any]:
+    """The weights, where this rank reads them, and the model to train, which they may be."""
+    if not trainer.sharded:
+        model = load_model(folder, trainer.attention)
+        return model, model
+    source = load_model(folder) if ranks.rank == 0 else None
+    return source, empty_model(folder, trainer.attention)
+
+
+def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
+    if not (trainer.compile or trainer.activation_checkpointing):
+        return
+    for layer in decoder_layers(model):
+        if trainer.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if trainer.activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks) -> Any:
+    if not trainer.sharded:
+        return model.to(ranks.device)
+    whole = list(adapter_weights(model).values())
+    shard(model, ranks.mesh(), getattr(torch, trainer.compute_dtype), whole)
+    model.to_empty(device=ranks.device)
+    remember_weights(model)
+    _fill(model, source)
+    if source is not None:
+        model.generation_config = source.generation_config
+    with torch.no_grad():
+        LanguageModel(model).hidden([[0]])  # FSDP2 is ready to be released after a first forward
+    release(model)
+    return model
+
+
+@torch.no_grad()
+def _fill(model: Any, source: Any | None) -> None:
+    """Give a model the weights, and the tables that no file has, of one that has been read."""
+    if not is_sharded(model):
+        assert source is not None
+        model.load_state_dict(source.state_dict())
+        return
+    broadcast_into(_tensors(model), {} if source is None else _tensors(source))
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    return {**dict(model.named_buffers()), **own_weights(model)}

@@ -1,0 +1,61 @@
+"""The end of an optimizer step: gradients of all ranks, clipped, move the weights.
+
+Where weights are sharded, their gradients came summed out of the backward; those of weights that
+every rank has whole, such as adapters, are summed here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from composer_mesh.actors.moments import Moments, moments_of, restore_moments
+from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.rows import is_spread
+from composer_mesh.actors.schedules import learning_rate
+from composer_mesh.configs.schema import Config
+
+
+class WeightUpdate:
+    """AdamW on the weights of a model that learn."""
+
+    def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
+        trainer = config.trainer
+        self._config, self._ranks, self._steps = trainer, ranks, config.run.steps
+        # Kept, as a sharded model shows other tensors during a forward.
+        self._weights = {n: one for n, one in model.named_parameters() if one.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._weights.values(),
+            lr=trainer.lr,
+            betas=(trainer.adam_beta1, trainer.adam_beta2),
+            weight_decay=trainer.weight_decay,
+        )
+
+    def begin(self) -> None:
+        """Forget all gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def apply(self, step: int, before_update: Callable[[], object]) -> tuple[float, float]:
+        """Move the weights when `before_update` has returned; the gradients' norm and the rate.
+
+        Raises RuntimeError for a norm that is not finite.
+        """
+        weights = list(self._weights.values())
+        self._ranks.sum_gradients(one for one in weights if not is_spread(one))
+        norm = torch.nn.utils.clip_grad_norm_(
+            weights, self._config.grad_clip, error_if_nonfinite=True
+        )
+        rate = learning_rate(self._config, step, self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        before_update()
+        self._optimizer.step()
+        return float(norm.full_tensor() if is_spread(norm) else norm), rate
+
+    def state(self) -> Moments:
+        """The optimizer's moments, whole, on the first rank; empty on others. All together."""
+        return moments_of(self._weights, self._optimizer, self._ranks.rank == 0)
+
+    def restore(self, moments: Moments) -> None:
+        """Go on from `state`."""
+        restore_moments(self._weights, self._optimizer, moments)

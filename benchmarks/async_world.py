@@ -1,0 +1,271 @@
+"""A run whose rollouts, training and weight syncs are made-up durations around the real controller.
+
+Generators are one engine that decodes all of its requests at once: each of them the slower, the
+more there are. It takes new weights between two tokens, or only when no request is left (drain).
+"""
+
+import asyncio
+import heapq
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+from simulated_time import SimulatedLoop
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.services.controller import Controller, Ports
+from composer_mesh.services.ports import MayTrain
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds. A rollout's own time is log-normal, by seed and number, and split over its turns."""
+
+    median: float = 30.0
+    sigma: float = 1.0
+    turns: int = 4
+    busy: float = 64.0
+    """So many requests at once take each twice as long as one alone."""
+    train: float = 60.0
+    copy: float = 1.0
+    move: float = 4.0
+    swap: float = 0.5
+    recompute: float = 2.0
+    """Of the caches of requests that go on with new weights."""
+
+    def __str__(self) -> str:
+        return (
+            f"rollouts log-normal, median {self.median:g} s alone, sigma {self.sigma:g}, "
+            f"{self.turns} turns; {self.busy:g} at once take twice as long; train {self.train:g} s;"
+            f" sync {self.copy:g} + {self.move:g} + {self.swap:g} s, caches {self.recompute:g} s"
+        )
+
+
+class Engine:
+    """Requests that share one machine; `work` is what a request takes alone, in seconds."""
+
+    def __init__(self, busy: float) -> None:
+        self._busy, self._number = busy, count()
+        self._requests: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._progress = self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self.version = 0
+
+    async def run(self, work: float) -> list[int]:
+        """One request; returns the versions of its first and its last token."""
+        await self._open.wait()
+        self._advance()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._requests, (self._progress + work, next(self._number), done))
+        self._plan()
+        first = self.version
+        await done
+        return [first, self.version]
+
+    async def pause(self, seconds: float, version: int) -> None:
+        """Take new weights while every request waits for the next token."""
+        self._advance()
+        self._paused = True
+        self._plan()
+        await asyncio.sleep(seconds)
+        self._advance()
+        self._paused, self.version = False, version
+        self._plan()
+
+    async def drain(self) -> None:
+        """Take no request until `reopen`, and wait for the last one."""
+        self._open.clear()
+        while self._requests:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def reopen(self) -> None:
+        self._open.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are under way."""
+        return bool(self._requests)
+
+    @property
+    def _rate(self) -> float:
+        return 0.0 if self._paused else 1 / (1 + len(self._requests) / self._busy)
+
+    def _advance(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._progress += self._rate * (now - self._since)
+        self._since = now
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._requests and not self._paused:
+            left = max(0.0, self._requests[0][0] - self._progress)
+            self._timer = asyncio.get_running_loop().call_later(left / self._rate, self._finish)
+
+    def _finish(self) -> None:
+        self._advance()
+        while self._requests and self._requests[0][0] <= self._progress + 1e-9:
+            heapq.heappop(self._requests)[2].set_result(None)
+        if not self._requests:
+            self._idle.set()
+        self._plan()
+
+
+@dataclass
+class World:
+    """Every port of a run without channels 2 and 3."""
+
+    durations: Durations
+    seed: int
+    drains: bool = False
+    metrics: list[Mapping[str, Any]] = field(default_factory=list)
+    taken: list[list[int]] = field(default_factory=list)
+    """The groups of each step."""
+    retries: Any = None
+    trained: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.durations.busy)
+        self.retries = self
+        self._free = asyncio.Event()
+        self._free.set()
+
+    # --- the task, its rollouts and the batches made of them
+
+    def episode(self, split: str, index: int) -> tuple[str, int]:
+        return split, index
+
+    def start(self, episode: Any, group: int, size: int, _: Any) -> list[asyncio.Task[Trace]]:
+        rollouts = (self._rollout(episode[0], group, number) for number in range(size))
+        return [asyncio.create_task(rollout) for rollout in rollouts]
+
+    async def _rollout(self, split: Any, group: int, number: int) -> Trace:
+        rng = random.Random(f"{self.seed} {group} {number}")
+        took = self.durations.median * math.exp(self.durations.sigma * rng.gauss(0, 1))
+        turns = []
+        for _ in range(self.durations.turns if split == "train" else 0):
+            versions = await self.engine.run(took / self.durations.turns)
+            turns.append(Turn([], [0, 0], [0.0, 0.0], versions, "stop"))
+        name = f"{group}-{number}"
+        return Trace(name, group, number, "", split, group, turns, [], 0.0, False, [])
+
+    def batch(self, step: int, groups: Sequence[Sequence[Trace]], *_: Any) -> StepBatch:
+        self.taken.append([group[0].group_id for group in groups])
+        return StepBatch(step, [], [], [])
+
+    def figures(self) -> dict[str, int]:
+        return {}
+
+    def check_step(self, *_: Any) -> None: ...
+
+    def check_evaluation(self, *_: Any) -> None: ...
+
+    # --- trainer and weights
+
+    async def train(self, _: StepBatch) -> dict[str, Any]:
+        await asyncio.sleep(self.durations.train)
+        await self._free.wait()
+        self.trained += 1
+        return {}
+
+    async def sync(self, may_train: MayTrain | None = None) -> int:
+        version, times = self.trained, self.durations
+        self._free.clear()
+        if may_train is not None:
+            may_train()
+        await asyncio.sleep(times.copy)
+        self._free.set()
+        await asyncio.sleep(times.move)
+        if self.drains:
+            await self.engine.drain()
+        await self.engine.pause(times.swap + times.recompute * self.engine.busy, version)
+        self.engine.reopen()
+        return version
+
+    async def save(self, _: int) -> None: ...
+
+    # --- store and watcher
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        self.metrics.append(metrics)
+
+    def add_traces(self, _: Any) -> None: ...
+
+    def add_evaluation(self, _: Any) -> None: ...
+
+    def update(self, _: Any) -> None: ...
+
+    def evaluation(self, _: Any) -> None: ...
+
+    def phase(self, _: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run came to; seconds are of a step, lags in versions of a token."""
+
+    step_s: float
+    lag_mean: float
+    lag_max: int
+    hidden: float
+    """The share of the syncs' time that no step waited for."""
+
+
+def simulate(durations: Durations, max_lag: int, steps: int, **how: Any) -> Outcome:
+    """A run from its first group to its last sync, with the options of `play`."""
+    world, took_s = play(durations, max_lag, steps, **how)
+    return outcome(world, took_s / steps)
+
+
+def play(
+    durations: Durations,
+    max_lag: int,
+    steps: int,
+    *,
+    groups: tuple[int, int] = (8, 8),
+    seed: int = 0,
+    drains: bool = False,
+    exposes: bool = False,
+    controller: type[Controller] = Controller,
+) -> tuple[World, float]:
+    """A world after a run, and how long that took; `exposes` lets every step wait for its sync."""
+    prompts, size = groups
+    config = Config.model_validate(
+        {
+            "run": {"name": "simulated", "steps": steps},
+            "data": {"kind": "toolbox"},
+            "schedule": {"prompts_per_step": prompts, "group_size": size, "max_lag": max_lag},
+            "trainer": {"checkpoint_every": int(exposes)},
+            "eval": {"episodes": 1},
+        }
+    )
+    world: Any = World(durations, seed, drains)
+    ports = Ports(world, None, world, world, world, world, world.save)
+
+    async def run() -> float:
+        await controller(config, world, world, ports).run()
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        return world, runner.run(run())
+
+
+def outcome(world: World, step_s: float) -> Outcome:
+    """The last step's sync has nothing beside it, so it says nothing about hiding."""
+
+    def column(key: str) -> list[float]:
+        return [cast(float, metrics[key]) for metrics in world.metrics]
+
+    waited, took = column("time/weight_sync_s")[:-1], column("time/weight_sync_total_s")[:-1]
+    lags = column("lag/mean")
+    hidden = 1 - sum(waited) / sum(took)
+    return Outcome(step_s, sum(lags) / len(lags), int(max(column("lag/max"))), hidden)

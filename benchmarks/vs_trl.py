@@ -1,0 +1,246 @@
+"""The whole mesh against TRL's GRPOTrainer: tokens trained a second, and time to 0.8 success.
+
+    python benchmarks/vs_trl.py [--quick] [--json FILE]
+
+Both train the quickstart's tiny Qwen3, from the same warm start, on the same episodes of the
+toolbox task, several turns each, with the same rewards, loss, batch, optimizer and rates. TRL plays
+them by its `rollout_func` and samples by its own generation; the mesh is `composer-mesh train` with
+GRPO alone, and once more with all three channels. The sides take turns; before that TRL is tried
+with several numbers of threads and rows, and keeps the best.
+
+A token counts where the policy sampled it and the loss saw it. Tokens a second leave out start-up,
+the first two steps and the last two, in which the mesh samples no more. Time to success is training
+time up to the first saved policy that solves 0.8 of the held-out episodes, greedily, by one
+evaluator for all. TRL comes from the extra `bench`; without it, its figures and ratio are missing.
+"""
+
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from report import Report, arguments
+from vs_trl_episodes import Player
+from vs_trl_run import Recorded, record
+
+from composer_mesh.actors.policy import load_model, load_tokenizer
+from composer_mesh.actors.warm_start import prepare_policy
+from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.tasks import make_task
+
+HERE = Path(__file__).resolve().parent
+PRESET = HERE.parent / "configs" / "quickstart.toml"
+CORES = len(os.sched_getaffinity(0))
+MARGIN = 2
+"""Steps at both ends that tokens a second leave out."""
+GOAL = 0.8
+ALONE = ("sdpo.alpha=0.0", "replay.beta=0.0")
+SIDES: Mapping[str, Sequence[str]] = {"trl": ALONE, "mesh": ALONE, "mesh_three_channels": ()}
+"""What each side changes in the preset."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run: steps of each run, a saved policy each so many, and how often."""
+
+    steps: int
+    save_every: int
+    rounds: int
+    episodes: int
+    tries: Sequence[tuple[int, int]]
+    """TRL's threads and rows of a forward; the best one is kept."""
+
+
+FULL = Size(30, 3, 2, 200, [(t, r) for t in sorted({1, CORES}) for r in (16, 48)])
+QUICK = Size(7, 0, 1, 0, [(CORES, 48)])
+TRIED_STEPS = 5
+
+
+@dataclass
+class Side:
+    """What one side did, run by run."""
+
+    runs: list[Recorded] = field(default_factory=list)
+    successes: list[dict[int, float]] = field(default_factory=list)
+    """Held-out success of the saved policies of each run, by step."""
+
+    def tokens_per_s(self, size: Size) -> list[float]:
+        return [run.tokens_per_s(MARGIN, size.steps - MARGIN) for run in self.runs]
+
+    def to_goal(self) -> tuple[float, float] | None:
+        """Median seconds and steps up to the goal; None where a run did not come to it."""
+        found = []
+        for run, successes in zip(self.runs, self.successes, strict=True):
+            steps = [step for step, success in sorted(successes.items()) if success >= GOAL]
+            if not steps:
+                return None
+            found.append((run.trained_s(steps[0]), float(steps[0])))
+        seconds, steps_taken = zip(*found, strict=True)
+        return statistics.median(seconds), statistics.median(steps_taken)
+
+
+class Comparison:
+    """The runs of one comparison, in a folder of their own."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        self._size, self._folder, self._count = size, folder, 0
+        self.policy = prepare_policy(self.config("mesh"), make_task(self.config("mesh")))
+        self._best = size.tries[0]
+
+    def config(self, side: str, steps: int | None = None) -> Config:
+        """The run of a side."""
+        settings = [
+            f"run.steps={steps or self._size.steps}",
+            f"trainer.checkpoint_every={self._size.save_every}",
+            "eval.episodes=1",
+        ]
+        return load_config(PRESET, [*SIDES[side], *settings])
+
+    def choose(self) -> tuple[int, int]:
+        """TRL's best number of threads and rows of those to be tried."""
+        if len(self._size.tries) > 1:
+            found = {way: self._tried(way) for way in self._size.tries}
+            self._best = max(found, key=lambda way: found[way])
+        return self._best
+
+    def _tried(self, way: tuple[int, int]) -> float:
+        run = self.run("trl", TRIED_STEPS, way)
+        return run.tokens_per_s(MARGIN, TRIED_STEPS)
+
+    def run(
+        self, side: str, steps: int | None = None, way: tuple[int, int] | None = None
+    ) -> Recorded:
+        """One run of a side, from its own process to its end."""
+        self._count += 1
+        place = self._folder / f"{self._count}-{side}"
+        output, keep, file = place / "run", place / "policies", place / "config.toml"
+        keep.mkdir(parents=True)
+        file.write_text(dump_toml(self.config(side, steps)))
+        if side != "trl":
+            command = ["-m", "composer_mesh", "train", file, "--output", output]
+            return record(_python(command), output, {}, keep)
+        threads, rows = way or self._best
+        save_every = 0 if steps else self._size.save_every
+        command = [HERE / "vs_trl_peer.py", file, self.policy, output]
+        command += ["--save-every", save_every, "--rows", rows]
+        return record(_python(command), output, {"OMP_NUM_THREADS": str(threads)}, keep)
+
+    def successes(self, run: Recorded) -> dict[int, float]:
+        """Greedy held-out success of each policy that a run has saved."""
+        config = self.config("mesh")
+        task, tokenizer = make_task(config), load_tokenizer(self.policy)
+        player = Player(config, task, ChatFormat(tokenizer, task.tools))
+        episodes = [task.episode("heldout", index) for index in range(self._size.episodes)]
+        found = {}
+        for step, folder in sorted(run.policies.items()) if episodes else []:
+            greedy = Greedy(folder, config.generator.max_new_tokens, tokenizer)
+            found[step] = statistics.mean(one.success for one in player.play(episodes, greedy))
+        return found
+
+
+class Greedy:
+    """The most likely answers of a policy, by transformers' own generation."""
+
+    def __init__(self, folder: Path, longest: int, tokenizer: object) -> None:
+        self._model, self._longest = load_model(folder), longest
+        self._pad, self._stop = tokenizer.pad_token_id, tokenizer.eos_token_id  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def __call__(self, contexts: list[list[int]]) -> list[list[int]]:
+        width = max(map(len, contexts))
+        ids = torch.tensor([[self._pad] * (width - len(one)) + one for one in contexts])
+        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in contexts])
+        found = self._model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=self._longest,
+            pad_token_id=self._pad,
+            eos_token_id=self._stop,
+        )
+        return [self._until_stop(row) for row in found[:, width:].tolist()]
+
+    def _until_stop(self, row: list[int]) -> list[int]:
+        return row[: row.index(self._stop) + 1] if self._stop in row else row
+
+
+def _python(command: Sequence[object]) -> list[str]:
+    return [sys.executable, *map(str, command)]
+
+
+def compare(size: Size, peer: bool) -> tuple[dict[str, Side], tuple[int, int] | None]:
+    """Every side in turn, as often as the size says, and TRL's threads and rows."""
+    sides = {name: Side() for name in SIDES if peer or name != "trl"}
+    with tempfile.TemporaryDirectory(prefix="vs_trl-") as folder:
+        comparison = Comparison(size, Path(folder))
+        best = comparison.choose() if peer else None
+        for _ in range(size.rounds):
+            for name, side in sides.items():
+                side.runs.append(comparison.run(name))
+        for side in sides.values():
+            side.successes = [comparison.successes(run) for run in side.runs]
+    return sides, best
+
+
+def report_on(sides: Mapping[str, Side], best: tuple[int, int] | None, size: Size) -> Report:
+    report, rows = Report("vs_trl"), []
+    report.figures["cores"] = CORES
+    if best is not None:
+        report.figures |= {"trl_threads": best[0], "trl_rows": best[1]}
+    for name, side in sides.items():
+        speed, goal = statistics.median(side.tokens_per_s(size)), side.to_goal()
+        trained = statistics.median(run.trained_s(size.steps) for run in side.runs)
+        wall = statistics.median(run.wall_s for run in side.runs)
+        report.figures |= {
+            f"{name}_tokens_per_s": round(speed, 1),
+            f"{name}_trained_s": round(trained, 2),
+            f"{name}_wall_s": round(wall, 2),
+        }
+        if goal is not None:
+            report.figures |= {f"{name}_s_to_goal": round(goal[0], 2)}
+            report.figures |= {f"{name}_steps_to_goal": goal[1]}
+        if all(side.successes):
+            last = statistics.median(found[max(found)] for found in side.successes)
+            report.figures[f"{name}_success"] = round(last, 3)
+        to_goal = "-" if goal is None else f"{goal[0]:.1f} s, {goal[1]:.0f} steps"
+        rows.append([name, f"{speed:.0f}", to_goal, f"{trained:.1f} s", f"{wall:.1f} s"])
+    columns = ["", "tokens/s", f"to {GOAL} success", f"{size.steps} steps", "with start and end"]
+    report.print_table(f"Trained on {CORES} cores", columns, rows)
+    return report
+
+
+def add_ratios(report: Report, sides: Mapping[str, Side], size: Size) -> None:
+    """The mesh over TRL, run by run of the same round."""
+    for name in ("mesh", "mesh_three_channels"):
+        pairs = zip(sides[name].tokens_per_s(size), sides["trl"].tokens_per_s(size), strict=True)
+        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+        key = "tokens_per_s_over_trl" if name == "mesh" else f"{name}_over_trl"
+        report.ratios[key] = ratio
+    goals = sides["trl"].to_goal(), sides["mesh"].to_goal()
+    if goals[0] is not None and goals[1] is not None:
+        report.ratios["trl_time_to_goal_over_mesh"] = goals[0][0] / goals[1][0]
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    size = QUICK if options.quick else FULL
+    torch.set_num_threads(1)
+    peer = importlib.util.find_spec("trl") is not None
+    if not peer:
+        print("TRL is not installed, so there is nobody to compare with: pip install -e '.[bench]'")
+    sides, best = compare(size, peer)
+    report = report_on(sides, best, size)
+    if peer:
+        add_ratios(report, sides, size)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

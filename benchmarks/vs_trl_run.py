@@ -1,0 +1,99 @@
+"""One side of `vs_trl` as it is seen from outside: a process, its metrics and its checkpoints.
+
+Both sides write the same files, so both are watched by the same code and the same clock. Nothing
+here knows who trains.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POLL_S = 0.05
+WRITTEN_LATER = ("training_state.pt",)
+
+
+class SideFailed(RuntimeError):
+    """A process that trained has ended with an error."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step: the action tokens that it trained, and when it had ended (time.monotonic)."""
+
+    step: int
+    tokens: int
+    ended: float
+
+
+@dataclass
+class Recorded:
+    """What was seen of one run. `began` is when its first step did."""
+
+    launched: float
+    began: float = 0.0
+    ended: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    policies: dict[int, Path] = field(default_factory=dict)
+    """Copies of the policies that it saved, by step."""
+
+    def tokens_per_s(self, skip: int, last: int) -> float:
+        """Tokens a second from the end of step `skip` to the end of step `last`."""
+        tokens = sum(one.tokens for one in self.steps if skip < one.step <= last)
+        return tokens / (self._end_of(last) - (self._end_of(skip) if skip else self.began))
+
+    def trained_s(self, step: int) -> float:
+        """Seconds from the beginning of the first step to the end of this one."""
+        return self._end_of(step) - self.began
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start of the process to its end."""
+        return self.ended - self.launched
+
+    def _end_of(self, step: int) -> float:
+        return next(one.ended for one in self.steps if one.step == step)
+
+
+def record(command: Sequence[str], output: Path, env: dict[str, str], keep: Path) -> Recorded:
+    """Run a side to its end, and keep its policies. Raises `SideFailed` with its last words."""
+    log = keep.with_suffix(".log")
+    with log.open("w") as file:
+        found = Recorded(time.monotonic())
+        process = subprocess.Popen(
+            list(command), env=os.environ | env, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None:
+                _look(found, output, keep)
+                time.sleep(POLL_S)
+        finally:
+            process.terminate()
+            process.wait()
+    found.ended = time.monotonic()
+    _look(found, output, keep)
+    if process.returncode:
+        words = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise SideFailed(f"{command[1]} ended with status {process.returncode}:\n{words}")
+    return found
+
+
+def _look(found: Recorded, output: Path, keep: Path) -> None:
+    """Note what is new."""
+    metrics = output / "metrics.jsonl"
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    now = time.monotonic()
+    for line in map(json.loads, lines[len(found.steps) :]):
+        if not found.steps:
+            found.began = now - line["time/step_s"]
+        found.steps.append(Step(line["step"], line["tokens/trained"], now))
+    for folder in (output / "checkpoints").glob("step-*"):
+        step = int(folder.name.removeprefix("step-"))
+        if step not in found.policies:
+            copy = keep / folder.name
+            shutil.copytree(folder, copy, ignore=lambda *_: WRITTEN_LATER, dirs_exist_ok=True)
+            found.policies[step] = copy

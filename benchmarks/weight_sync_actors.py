@@ -1,0 +1,129 @@
+"""The two actors that `weight_sync.py` measures with: one has weights, the other takes them over.
+
+Times inside a process are taken here; everything else, and every table, is the benchmark's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import torch
+from monarch.actor import concurrent_endpoint
+from torch import Tensor
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.weights.checksums import checksum
+from composer_mesh.mesh.weights.choice import Transport
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.publisher import WeightPublisher
+from composer_mesh.mesh.weights.receiver import WeightReceiver
+
+TENSORS = 20
+KEY = "weights"
+
+
+def some_state(nbytes: int) -> dict[str, Tensor]:
+    """Float32 tensors of so many bytes in all, like the layers of a model."""
+    rows = max(1, nbytes // TENSORS // 4096)
+    return {f"layers.{place}.weight": torch.randn(rows, 1024) for place in range(TENSORS)}
+
+
+def use_async_controller() -> None:
+    """Let torchstore's own functions find a controller that Monarch 0.7 accepts."""
+    import torchstore.api
+
+    from composer_mesh.mesh.weights.carriers.torchstore_controller import AsyncController
+
+    torchstore.api.Controller = AsyncController
+
+
+class Source(MeshActor):
+    """Has the weights, and offers them in every way."""
+
+    kind: ClassVar[str] = "source"
+
+    @concurrent_endpoint
+    async def load(self, nbytes: int) -> int:
+        """Make the weights; returns their bytes."""
+        self._state = some_state(nbytes)
+        self._publishers: dict[str, WeightPublisher] = {}
+        return sum(tensor.nbytes for tensor in self._state.values())
+
+    @concurrent_endpoint
+    async def publish(self, way: str, transport: Transport, version: int) -> WeightsHandle:
+        """Offer the weights by a transport; ways that prove them are named so."""
+        if way not in self._publishers:
+            self._publishers[way] = WeightPublisher(
+                lambda: self._state, transport=transport, checksums=way.endswith("checksums")
+            )
+        return await self._publishers[way].publish(version)
+
+    @concurrent_endpoint
+    async def put(self) -> None:
+        """torchstore's own way."""
+        import torchstore
+
+        use_async_controller()
+        await torchstore.put_state_dict(self._state, KEY)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Give back what was offered."""
+        for publisher in self._publishers.values():
+            await publisher.close()
+        self._publishers.clear()
+
+
+class Target(MeshActor):
+    """Takes weights over, and drops them."""
+
+    kind: ClassVar[str] = "target"
+
+    @concurrent_endpoint
+    async def load(self, nbytes: int) -> None:
+        """Make room to copy in."""
+        self._one, self._other = torch.ones(2, nbytes // 4)
+        self._receivers: dict[str, WeightReceiver] = {}
+
+    @concurrent_endpoint
+    async def pull(self, way: str, handle: WeightsHandle) -> int:
+        """Receive a version; returns it."""
+        receiver = self._receivers.setdefault(way, WeightReceiver())
+        return (await receiver.receive(handle)).version
+
+    @concurrent_endpoint
+    async def get(self) -> int:
+        """torchstore's own way; returns how many tensors came."""
+        import torchstore
+
+        use_async_controller()
+        found: dict[str, Any] = await torchstore.get_state_dict(KEY)
+        return len(found)
+
+    @concurrent_endpoint
+    async def memcpy(self) -> float:
+        """Seconds that the same bytes take from memory to memory in this process."""
+        return _timed(lambda: self._other.copy_(self._one))
+
+    @concurrent_endpoint
+    async def compare(self) -> float:
+        """Seconds that it takes to find out that nothing has changed."""
+        self._other.copy_(self._one)
+        return _timed(lambda: torch.equal(self._one, self._other))
+
+    @concurrent_endpoint
+    async def prove(self) -> float:
+        """Seconds that a checksum of the same bytes takes."""
+        return _timed(lambda: checksum(self._one.view(torch.uint8)))
+
+    @concurrent_endpoint
+    async def forget(self) -> None:
+        """Give the staging memory back."""
+        self._receivers.clear()
+
+
+def _timed(work: Any) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

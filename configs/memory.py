@@ -1,0 +1,165 @@
+"""How much memory a process needs, as sums of named parts: arithmetic on a model's sizes.
+
+What is exact is counted (weights, gradients, moments, caches, buffers). What comes and goes is
+bounded by the widest layer and the tokens of one pass; what a process costs before it holds a model
+was measured on Linux with torch 2.13 (`docs/placement.md` has the figures). No config is read here
+and nothing is allocated.
+
+Symbols: P parameters, R trainer ranks, T tokens of one pass, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from composer_mesh.configs.model_sizes import ModelSizes
+
+MB, GB = 2**20, 2**30
+FLOAT, HALF = 4, 2
+"""Bytes of a number in float32 and in bfloat16."""
+
+LIGHT_PROCESS = 90 * MB
+"""An actor that imports Monarch and no torch."""
+MODEL_PROCESS = 350 * MB
+"""An actor that imports torch and transformers, before it loads a model."""
+VLLM_PROCESS = 650 * MB
+"""An actor that imports vLLM, before it loads a model."""
+CONTROLLER = 480 * MB
+"""The process that runs the command."""
+SHARED_CODE = 200 * MB
+"""Libraries that all processes of a host have in common; once for each host."""
+CUDA_PROCESS = 3 * GB
+"""Host memory of a process that opens a GPU: CUDA's libraries and pinned buffers. An allowance."""
+CUDA_CONTEXT = GB
+"""GPU memory of a process beside its tensors: context, workspaces, NCCL. An allowance."""
+SLACK = 0.25
+"""What an allocator holds beyond what comes and goes, as a share of it."""
+SCORE_BYTES = 16
+"""Of one score while tokens are drawn: the score, its log-prob, their sum in double precision."""
+
+# Rows of scores that the fused losses hold at once, in float32, with their gradients and a copy:
+# `losses.blocks` has 2**22 numbers on the CPU and 2**26 on an accelerator.
+SCORES_CPU, SCORES_GPU = 3 * FLOAT * 2**22, 3 * FLOAT * 2**26
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term of a sum."""
+
+    what: str
+    bytes: int
+
+
+Parts = tuple[Part, ...]
+
+
+def total(parts: Iterable[Part]) -> int:
+    """Bytes of all parts."""
+    return sum(part.bytes for part in parts)
+
+
+def in_gb(count: float) -> str:
+    """Bytes as a reader of a table wants them: `0.35`, `24.0`, `131`."""
+    value = count / GB
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def in_words(parts: Iterable[Part]) -> str:
+    """The sum as it is written down: `weights 1.84 + KV cache 0.75 = 2.59 GB`."""
+    parts = list(parts)
+    listed = [part for part in parts if part.bytes >= GB // 100]
+    if rest := total(parts) - total(listed):
+        listed.append(Part("others", rest))
+    terms = " + ".join(f"{part.what} {in_gb(part.bytes)}" for part in listed)
+    return f"{terms} = {in_gb(total(listed))} GB"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one trainer rank computes.
+
+    `sharded` is whether each of the `ranks` keeps only its part; `number` are the bytes of a number
+    in the forward pass; `trainable` are the parameters that an optimizer has moments of;
+    `longest` is the longest row where a mask tells attention who sees whom, 0 where it needs none.
+    """
+
+    ranks: int
+    tokens: int
+    trainable: int
+    number: int = FLOAT
+    sharded: bool = True
+    checkpointing: bool = False
+    frozen_copies: int = 0
+    longest: int = 0
+    on_gpu: bool = False
+
+
+def training_parts(sizes: ModelSizes, how: Training) -> Parts:
+    """What one trainer rank holds in a step, on the device that it computes on."""
+    shards = how.ranks if how.sharded else 1
+    states = FLOAT * how.trainable // shards
+    passing = _passing(sizes, how)
+    return (
+        Part("master weights", FLOAT * sizes.parameters // shards),
+        Part("gradients", states),
+        Part("Adam's moments", 2 * states),
+        Part("frozen copies", how.frozen_copies * FLOAT * sizes.parameters // shards),
+        Part("gathered for compute", _gathered(sizes, how)),
+        # The optimizer's own temporaries come when activations are gone.
+        Part("activations", max(passing, states)),
+        # As it is built, and once more in the dtype of the scores, which the kernels add it to.
+        Part("attention mask", (1 + how.number) * how.tokens * how.longest),
+        Part("blocks of scores", SCORES_GPU if how.on_gpu else SCORES_CPU),
+        Part("allocator's slack", int(SLACK * max(passing, states))),
+    )
+
+
+def activation_bytes(sizes: ModelSizes, number: int) -> int:
+    """What autograd keeps of one token in one layer, in bytes; attention keeps no scores.
+
+    Counted on transformers' decoders with its fused attention. Norms compute in float32 also where
+    the rest is in bfloat16.
+    """
+    norms_of_heads = sizes.model_type == "qwen3"
+    heads = sizes.query_width + sizes.key_width
+    if number == FLOAT:
+        widths = 6 * sizes.hidden_size + 4 * sizes.intermediate_size
+        return FLOAT * (widths + (4 if norms_of_heads else 2) * heads)
+    widths = 16 * sizes.hidden_size + 8 * sizes.intermediate_size
+    return widths + (10 if norms_of_heads else 4) * heads
+
+
+def _passing(sizes: ModelSizes, how: Training) -> int:
+    """What one forward and backward keeps: every layer's activations, or its input alone."""
+    layer, layers = activation_bytes(sizes, how.number), sizes.num_hidden_layers
+    kept = layers * sizes.hidden_size * how.number if how.checkpointing else (layers - 1) * layer
+    # The layer whose backward runs has its gradients beside its activations.
+    return how.tokens * (kept + 2 * layer + 3 * FLOAT * sizes.hidden_size)
+
+
+def _gathered(sizes: ModelSizes, how: Training) -> int:
+    """Whole weights, and their gradients, of the two layers at hand and of embedding and head."""
+    if how.number == FLOAT and (how.ranks == 1 or not how.sharded):
+        return 0
+    at_hand = sizes.embedding + 2 * sizes.layer
+    return 2 * how.number * at_hand
+
+
+def weight_parts(sizes: ModelSizes, number: int, copies: int = 1, split: int = 1) -> Parts:
+    """Weights that are only read: so many copies, each split over so many devices."""
+    return (Part("weights", copies * number * sizes.parameters // split),)
+
+
+def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> Parts:
+    """What comes and goes in a forward without gradients over so many tokens at once."""
+    widest = 3 * (sizes.hidden_size + sizes.intermediate_size)
+    working = number * tokens * widest
+    scores = SCORES_GPU if on_gpu else SCORES_CPU
+    return (
+        Part("forward", working + scores),
+        Part("allocator's slack", int(SLACK * (working + scores))),
+    )
+
+
+def cache_bytes(sizes: ModelSizes, number: int, rows: int, context: int, split: int = 1) -> int:
+    """A KV cache of so many conversations of so many tokens, on each of `split` devices."""
+    return number * sizes.cache_numbers * rows * context // split

@@ -1,0 +1,193 @@
+"""The memory that each kind of process needs in a run: from its config to the sums of `memory`.
+
+Reads what a config says of engines, precisions and buffers. How many processes there are is not
+asked, nor where they are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from composer_mesh.configs.memory import (
+    CUDA_CONTEXT,
+    CUDA_PROCESS,
+    FLOAT,
+    GB,
+    HALF,
+    LIGHT_PROCESS,
+    MODEL_PROCESS,
+    SCORE_BYTES,
+    VLLM_PROCESS,
+    Part,
+    Parts,
+    Training,
+    cache_bytes,
+    forward_parts,
+    training_parts,
+    weight_parts,
+)
+from composer_mesh.configs.model_sizes import ModelSizes
+from composer_mesh.configs.schema import Config
+
+BATCH_CPU, BATCH_GPU = 512, 8192
+"""Tokens of one pass after which engines admit no further prompt."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process needs of its host, and of each of its GPUs.
+
+    `takes` is the share of each GPU's memory that it takes in any case, 0 where only what it needs.
+    """
+
+    host: Parts
+    gpu: Parts = ()
+    takes: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A kind of process with a model: its parts on the device, and what else its host holds."""
+
+    device: Parts
+    host: Parts = ()
+    takes: float = 0.0
+    process: int = MODEL_PROCESS
+
+
+def memory_of(kind: str, config: Config, sizes: ModelSizes | None, number: int = 0) -> Memory:
+    """What a process of this kind needs; without sizes, what it needs without its model.
+
+    The first of a kind, number 0, may read or write for the others.
+    """
+    on_gpu = config.placement.gpus(kind) > 0
+    if kind != "trainer" and kind not in _MODELS:
+        return Memory((Part("process", LIGHT_PROCESS),))
+    if sizes is None:
+        base = Part("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
+        return Memory((base,), (Part("CUDA", CUDA_CONTEXT),) if on_gpu else ())
+    model = _trainer(config, sizes, number) if kind == "trainer" else _MODELS[kind](config, sizes)
+    if not on_gpu:
+        return Memory((Part("process", model.process), *model.device, *model.host))
+    host = (Part("process", max(CUDA_PROCESS, model.process)), *model.host)
+    return Memory(host, (Part("CUDA", CUDA_CONTEXT), *model.device), model.takes)
+
+
+def served_bytes(config: Config) -> int:
+    """Bytes of a number in the weights that generators serve."""
+    return HALF if config.generator.dtype == "bfloat16" else FLOAT
+
+
+def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
+    """Bytes of one version on its way, or of a part of it: half precision if all serve that."""
+    number = FLOAT if config.sdpo.has_own_actors else served_bytes(config)
+    return number * sizes.parameters // parts
+
+
+def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
+    trainer = config.trainer
+    inline = config.sdpo.on and config.sdpo.placement == "inline"
+    copies = int(_step_needs_reference(config)) + int(inline and config.sdpo.teacher != "live")
+    lora = trainer.lora
+    how = Training(
+        ranks=trainer.ranks,
+        tokens=trainer.microbatch_tokens,
+        trainable=sizes.adapters(lora.rank, lora.targets) if lora else sizes.parameters,
+        number=HALF if trainer.compute_dtype == "bfloat16" else FLOAT,
+        sharded=trainer.sharded,
+        checkpointing=trainer.activation_checkpointing,
+        frozen_copies=copies,
+        longest=config.policy.max_context if trainer.attention == "sdpa" else 0,
+        on_gpu=config.placement.trainer.gpus > 0,
+    )
+    parts = training_parts(sizes, how)
+    offers = trainer.sharded or rank == 0
+    spread = trainer.ranks if trainer.sharded else 1
+    offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
+    return _Model(parts, (offered, _reading(sizes, how, parts, rank)))
+
+
+def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int) -> Part:
+    """What a rank that reads the whole model has of it, beyond what a step needs there later."""
+    reads = rank == 0 or not how.sharded
+    later = 0 if how.on_gpu else sum(one.bytes for one in parts if one.what != "master weights")
+    kept = 0 if how.on_gpu or how.sharded else FLOAT * sizes.parameters
+    return Part("while it loads", max(0, FLOAT * sizes.parameters - kept - later) * reads)
+
+
+def _step_needs_reference(config: Config) -> bool:
+    own = getattr(config.loss, "reference", False)
+    return own is True or getattr(config.loss, "kl_beta", 0.0) > 0
+
+
+def _generator(config: Config, sizes: ModelSizes) -> _Model:
+    generator, number = config.generator, served_bytes(config)
+    arrived = (Part("weights that arrive", _arriving(config, sizes)),)
+    if generator.engine == "vllm":
+        return _vllm(config, sizes, arrived)
+    rows, context = generator.max_concurrent, config.policy.max_context
+    on_gpu = config.placement.generator.gpus > 0
+    tokens = (BATCH_GPU if on_gpu else BATCH_CPU) + context
+    device = (
+        *weight_parts(sizes, number),
+        Part("KV cache", cache_bytes(sizes, number, rows, context)),
+        Part("scores", SCORE_BYTES * rows * sizes.vocab_size),
+        *forward_parts(sizes, number, tokens, on_gpu),
+    )
+    return _Model(device, (*arrived, *_loading(sizes, on_gpu or number != FLOAT)))
+
+
+def _loading(sizes: ModelSizes, elsewhere: bool) -> Parts:
+    """A model is read into its host's memory in float32, before it goes elsewhere."""
+    return (Part("while it loads", FLOAT * sizes.parameters),) if elsewhere else ()
+
+
+def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
+    """On a GPU it takes its share; that must hold weights and one whole conversation at least.
+
+    Parts of a model are processes of their own: on a GPU each, or all on the host's CPU.
+    """
+    vllm, number = config.generator.vllm, served_bytes(config)
+    split, context, gpus = vllm.tensor_parallel, config.policy.max_context, config.placement.gpus
+    share = min(1.0, gpus("generator"))
+    rows = 1 if share else config.generator.max_concurrent + 1
+    cache = cache_bytes(sizes, number, rows, context, split)
+    if vllm.kv_cache_gb is not None:
+        cache = int(vllm.kv_cache_gb * GB)
+    batch = BATCH_GPU + context
+    device = (
+        *weight_parts(sizes, number, split=split),
+        Part("KV cache", cache),
+        *forward_parts(sizes, number, batch // split, bool(share)),
+    )
+    takes = 0.0 if vllm.kv_cache_gb is not None else vllm.gpu_memory_utilization * share
+    if not share and split > 1:
+        device = tuple(Part(part.what, part.bytes * split) for part in device)
+    workers = split + 1 if split > 1 else 1
+    return _Model(device, arrived, takes, (CUDA_PROCESS if share else VLLM_PROCESS) * workers)
+
+
+def _sdpo_teacher(config: Config, sizes: ModelSizes) -> _Model:
+    copies = 2 if config.sdpo.teacher == "trust_region" else 1
+    arrived = Part("weights that arrive", _arriving(config, sizes))
+    loading = _loading(sizes, config.placement.sdpo_teacher.gpus > 0)
+    return _Model(_frozen(config, sizes, "sdpo_teacher", copies), (arrived, *loading))
+
+
+def _reference(config: Config, sizes: ModelSizes) -> _Model:
+    loading = _loading(sizes, config.placement.reference.gpus > 0)
+    return _Model(_frozen(config, sizes, "reference", 1), loading)
+
+
+def _frozen(config: Config, sizes: ModelSizes, kind: str, copies: int) -> Parts:
+    tokens, on_gpu = config.trainer.microbatch_tokens, config.placement.gpus(kind) > 0
+    return (
+        *weight_parts(sizes, FLOAT, copies),
+        *forward_parts(sizes, FLOAT, tokens, on_gpu),
+    )
+
+
+_MODELS: dict[str, Callable[[Config, ModelSizes], _Model]] = {
+    "generator": _generator,
+    "sdpo_teacher": _sdpo_teacher,
+    "reference": _reference,
+}

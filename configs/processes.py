@@ -1,0 +1,193 @@
+"""Every process of a run: its name, what it is given, and the memory that it needs.
+
+Puts together the plan of the mesh, the section `[placement]` and the estimates of `needs`. Which
+host a process comes to is decided by `placing`.
+"""
+
+from dataclasses import dataclass
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.layout import ActorRow, plan_mesh
+from composer_mesh.configs.memory import CONTROLLER, GB, Part, in_gb, in_words, total
+from composer_mesh.configs.model_sizes import ModelSizes, read_sizes
+from composer_mesh.configs.needs import Memory, memory_of
+from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.configs.schema import Config
+
+WHOLE = 1000
+"""Thousandths of one GPU."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that a run starts; `gpus` counts thousandths, `given` bytes of the host.
+
+    `hosts` are those that may have it, all where empty; `relief` is what would make its model need
+    less. Processes that are `together` fill one host before the next, others go where there is
+    least to do.
+    """
+
+    name: str
+    kind: str
+    threads: int
+    memory: Memory
+    cores: int = 0
+    gpus: int = 0
+    hosts: tuple[str, ...] = ()
+    given: int | None = None
+    relief: str = ""
+    together: bool = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that is set aside for it."""
+        return total(self.memory.host) if self.given is None else self.given
+
+
+class UnfitPlace(ConfigError):
+    """What a process is given does not go with what it does."""
+
+
+def sizes_of(policy: PolicyConfig) -> ModelSizes:
+    """Sizes of the policy; raises `UnknownSizes` where nobody says them.
+
+    Those of a folder that is there must be those that the config declares.
+    """
+    if policy.path is None:
+        return _built_in(policy)
+    if policy.sizes is not None and not (policy.path / "config.json").is_file():
+        return policy.sizes
+    found = read_sizes(policy.path)
+    if policy.sizes not in (None, found):
+        raise UnfitPlace(
+            f"policy.sizes declares {_difference(policy.sizes, found)} of {policy.path}: correct "
+            "policy.sizes, or policy.path"
+        )
+    return found
+
+
+def _built_in(policy: PolicyConfig) -> ModelSizes:
+    return ModelSizes(
+        model_type="qwen3",
+        hidden_size=policy.hidden_size,
+        intermediate_size=policy.intermediate_size,
+        num_hidden_layers=policy.layers,
+        num_attention_heads=policy.heads,
+        num_key_value_heads=policy.kv_heads,
+        head_dim=policy.head_dim,
+        vocab_size=policy.vocab_size,
+        tie_word_embeddings=True,
+    )
+
+
+def _difference(declared: ModelSizes | None, found: ModelSizes) -> str:
+    assert declared is not None
+    pairs = zip(declared, found, strict=True)
+    return ", ".join(
+        f"{key} = {said} but it is {one}" for (key, said), (_, one) in pairs if said != one
+    )
+
+
+def processes_of(config: Config, sizes: ModelSizes | None) -> tuple[Process, ...]:
+    """The controller and every actor of a run; without sizes the memory of models is left out."""
+    place = config.placement.controller
+    controller = Process(
+        "controller",
+        "controller",
+        threads=1,
+        memory=Memory((Part("process", CONTROLLER),)),
+        cores=place.cores,
+        hosts=place.hosts,
+        given=_bytes(place.memory_gb),
+    )
+    rows = plan_mesh(config).actors
+    return (controller, *(one for row in rows for one in _processes(row, config, sizes)))
+
+
+def _processes(row: ActorRow, config: Config, sizes: ModelSizes | None) -> tuple[Process, ...]:
+    place, gpus = config.placement.of(row.kind), config.placement.gpus(row.kind)
+    _check(row, place.cores, gpus, config)
+    needs = [memory_of(row.kind, config, sizes, number) for number in range(row.replicas)]
+    _check_given(row.kind, max(needs, key=lambda one: total(one.host)), place.memory_gb)
+    return tuple(
+        Process(
+            name,
+            row.kind,
+            row.threads,
+            needs[number],
+            cores=place.cores,
+            gpus=round(gpus * WHOLE),
+            hosts=place.hosts,
+            given=_bytes(place.memory_gb),
+            relief=_relief(row.kind, config),
+            together=row.kind == "trainer" or gpus > 0,
+        )
+        for number, name in enumerate(row.names)
+    )
+
+
+def _check(row: ActorRow, cores: int, gpus: float, config: Config) -> None:
+    """Refuse what could never be used."""
+    kind, key = row.kind, f"placement.{row.kind}"
+    if 0 < cores < row.threads:
+        raise UnfitPlace(
+            f"{key}.cores is {cores} but its processes compute with {row.threads} threads each: "
+            f"raise {key}.cores, set it to 0, or lower {_threads_key(kind)}"
+        )
+    if kind == "generator" and config.generator.engine == "vllm":
+        parts = config.generator.vllm.tensor_parallel
+        if gpus and max(1.0, gpus) != parts:
+            raise UnfitPlace(
+                f"{key}.gpus is {gpus:g} but generator.vllm.tensor_parallel is {parts}, and each "
+                "part of the model needs a GPU of its own: set both to the same number"
+            )
+    elif gpus > 1:
+        raise UnfitPlace(
+            f"{key}.gpus is {gpus:g} but such a process computes on one GPU: set it to 1 or less"
+            f"{_MORE_GPUS[kind]}"
+        )
+
+
+def _relief(kind: str, config: Config) -> str:
+    """What would make a model of this kind need less, of what the config does not do yet."""
+    if kind == "trainer":
+        trainer, found = config.trainer, ["raise trainer.ranks", "lower trainer.microbatch_tokens"]
+        if not trainer.activation_checkpointing:
+            found.append("set trainer.activation_checkpointing to true")
+        if trainer.compute_dtype == "float32":
+            found.append("set trainer.compute_dtype to 'bfloat16'")
+        return ", ".join(found)
+    if kind == "generator" and config.generator.engine == "vllm":
+        return "raise generator.vllm.tensor_parallel, or lower policy.max_context"
+    if kind == "sdpo_teacher":
+        return "set sdpo.placement to 'inline', where the trainer's ranks share the teacher"
+    return _LESS.get(kind, "")
+
+
+_LESS = {
+    "generator": "lower generator.max_concurrent or policy.max_context, or take engine 'vllm'",
+    "reference": "lower trainer.microbatch_tokens, or take a replay.loss without a reference",
+}
+_MORE_GPUS = {
+    "trainer": ", and raise trainer.ranks to use more",
+    "generator": ", and raise generator.replicas, or take engine 'vllm', to use more",
+    "sdpo_teacher": ", and raise sdpo.replicas to use more",
+    "reference": "",
+}
+
+
+def _threads_key(kind: str) -> str:
+    return "sdpo.threads" if kind == "sdpo_teacher" else f"{kind}.threads"
+
+
+def _check_given(kind: str, memory: Memory, given_gb: float | None) -> None:
+    given, needed = _bytes(given_gb), total(memory.host)
+    if given is not None and needed > given:
+        raise UnfitPlace(
+            f"placement.{kind}.memory_gb is {given_gb:g} but such a process needs about "
+            f"{in_gb(needed)} GB ({in_words(memory.host)}): raise it"
+        )
+
+
+def _bytes(given_gb: float | None) -> int | None:
+    return None if given_gb is None else int(given_gb * GB)

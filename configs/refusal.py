@@ -1,0 +1,59 @@
+"""Why a process finds no host, the sums that show it, what would help: text, no decision."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from composer_mesh.configs.memory import GB, SHARED_CODE, in_gb, in_words
+from composer_mesh.configs.processes import WHOLE, Process
+from composer_mesh.configs.room import Host, Room
+
+
+def no_place(process: Process, processes: Sequence[Process], rooms: Sequence[Room]) -> str:
+    """Every host's reason, the sums and a repair."""
+    lines = [f"{process.name} fits on no host:"]
+    lines += [f"  {room.host.name} {room.why_not(process)}" for room in rooms]
+    lines += _sums(process, processes, [room.host for room in rooms])
+    return "\n  ".join([*lines, f"repair: {_repair(process, rooms)}"])
+
+
+def _sums(process: Process, processes: Sequence[Process], hosts: Sequence[Host]) -> Iterator[str]:
+    """The sums of what all ask for, and of what this one needs."""
+    yield f"{process.name} needs of its host: {in_words(process.memory.host)}"
+    if process.gpus:
+        yield f"{process.name} needs of each GPU: {in_words(process.memory.gpu)}"
+        yield _sum("GPUs", processes, lambda one: one.gpus / WHOLE, sum(h.gpus for h in hosts))
+    if any(one.cores for one in processes):
+        yield _sum("own cores", processes, lambda one: one.cores, sum(h.cores for h in hosts))
+    memory = sum(host.memory - SHARED_CODE for host in hosts) / GB
+    sum_of_memory = _sum("GB of memory", processes, lambda one: one.host_bytes / GB, memory)
+    yield f"{sum_of_memory}, after {in_gb(SHARED_CODE)} of each host for shared libraries"
+
+
+def _sum(
+    what: str, processes: Sequence[Process], ask: Callable[[Process], float], have: float
+) -> str:
+    terms = []
+    for (kind, asked), group in groupby(processes, key=lambda one: (one.kind, ask(one))):
+        count = len(list(group))
+        if asked:
+            times = f"{count} x " if count > 1 else ""
+            terms.append(f"{kind} {times}{_figure(asked)}")
+    return (
+        f"all {what}: {' + '.join(terms)} = {_figure(sum(map(ask, processes)))}, of {_figure(have)}"
+    )
+
+
+def _repair(process: Process, rooms: Sequence[Room]) -> str:
+    key = f"placement.{process.kind}"
+    if process.gpus and any("GB needed" in room.why_not(process) for room in rooms):
+        more = f", or raise {key}.gpus" if process.gpus < WHOLE else ""
+        return process.relief + more
+    if process.gpus:
+        return f"lower {key}.gpus, run fewer processes with GPUs, or describe more hosts"
+    if any("cores" in room.why_not(process) for room in rooms):
+        return f"lower {key}.cores, or set it to 0 to share what is left"
+    return "run fewer processes, a smaller model, or describe hosts with more memory"
+
+
+def _figure(value: float) -> str:
+    return f"{value:g}" if value == int(value) else f"{value:.2f}"

@@ -1,0 +1,152 @@
+"""One host: what it has, what is left of it, and whether a process finds room there.
+
+Which host a process tries first is `placing`'s; nothing here looks at a machine.
+"""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from composer_mesh.configs.memory import SHARED_CODE, in_gb, total
+from composer_mesh.configs.processes import WHOLE, Process
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a run may use of one host; memory in bytes, cores and GPUs counted from 0."""
+
+    name: str
+    cores: int
+    memory: int
+    gpus: int = 0
+    gpu_memory: int = 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A process and what it has of its host; without cores it may run on all of them.
+
+    `gpu_bytes` are set aside for it on each of its GPUs.
+    """
+
+    process: Process
+    host: str
+    cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+    gpu_bytes: int = 0
+
+    @property
+    def gpu_share(self) -> float:
+        """What part of its GPU belongs to it."""
+        return min(self.process.gpus, WHOLE) / WHOLE
+
+
+@dataclass
+class Room:
+    """What is left of a host."""
+
+    host: Host
+    alias: str
+    memory: int = field(init=False)
+    gpus: list[int] = field(init=False)
+    taken_cores: int = 0
+    threads: int = 0
+    floating: int = 0
+    kinds: set[tuple[int, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.memory = self.host.memory - SHARED_CODE
+        self.gpus = [WHOLE] * self.host.gpus
+
+    @property
+    def load(self) -> Fraction:
+        """Busy threads for each core."""
+        return Fraction(self.threads, self.host.cores)
+
+    @property
+    def free_cores(self) -> int:
+        return self.host.cores - self.taken_cores
+
+    @property
+    def shared_cores(self) -> tuple[int, ...]:
+        """Cores that nobody has for its own; none named where that is all of them."""
+        return tuple(range(self.taken_cores, self.host.cores)) if self.taken_cores else ()
+
+    def why_not(self, process: Process) -> str:
+        """Why a process cannot come here; empty where it can."""
+        if process.hosts and not {self.host.name, self.alias} & set(process.hosts):
+            return f"is not among placement.{process.kind}.hosts"
+        return self._no_gpus(process) or self._no_cores(process) or self._no_memory(process)
+
+    def take(self, process: Process) -> Placed:
+        """Give a process what it needs of this host."""
+        first, gpus = self.taken_cores, self._gpus_for(process)
+        self.taken_cores += process.cores
+        self.floating += not process.cores
+        self.threads += process.threads
+        self.memory -= process.host_bytes
+        for number in gpus:
+            self.gpus[number] -= min(process.gpus, WHOLE)
+            self.kinds.add((number, process.kind))
+        cores = tuple(range(first, self.taken_cores))
+        return Placed(process, self.host.name, cores, gpus, self._gpu_bytes(process))
+
+    def _no_gpus(self, process: Process) -> str:
+        if not process.gpus:
+            return ""
+        if not self.gpus:
+            return "has no GPU"
+        if why := self._no_gpu_memory(process):
+            return why
+        if self._gpus_for(process):
+            return ""
+        return f"has {self._free_gpus()} of its {len(self.gpus)} GPUs free, {_gpus(process)} wanted"
+
+    def _free_gpus(self) -> str:
+        whole = sum(left == WHOLE for left in self.gpus)
+        parts = [f"{left / WHOLE:g}" for left in self.gpus if 0 < left < WHOLE]
+        return f"{whole}" + (f" and parts of {', '.join(parts)}" if parts else "")
+
+    def _no_gpu_memory(self, process: Process) -> str:
+        share, needed = min(process.gpus, WHOLE) / WHOLE, total(process.memory.gpu)
+        share = process.memory.takes or share
+        may = int(share * self.host.gpu_memory)
+        if needed <= may:
+            return ""
+        own = f"{share:g} x {in_gb(self.host.gpu_memory)} = " if share < 1 else ""
+        return f"has GPUs of which it may use {own}{in_gb(may)} GB each, {in_gb(needed)} GB needed"
+
+    def _gpu_bytes(self, process: Process) -> int:
+        taken = int(process.memory.takes * self.host.gpu_memory)
+        return max(taken, total(process.memory.gpu)) if process.gpus else 0
+
+    def _gpus_for(self, process: Process) -> tuple[int, ...]:
+        """The first GPUs with room; several ranks of one kind of trainer never share one."""
+        count, share = max(1, process.gpus // WHOLE), min(process.gpus, WHOLE)
+        if not share:
+            return ()
+        alone = process.kind == "trainer"  # NCCL refuses two ranks on one GPU
+        found = [
+            number
+            for number, left in enumerate(self.gpus)
+            if left >= share and not (alone and (number, process.kind) in self.kinds)
+        ]
+        return tuple(found[:count]) if len(found) >= count else ()
+
+    def _no_cores(self, process: Process) -> str:
+        spare = self.free_cores - process.cores
+        if spare >= (0 if process.cores and not self.floating else 1):
+            return ""
+        wanted = f"{process.cores} wanted" if process.cores else "1 wanted to share"
+        kept = ", and 1 must stay for processes without" if process.cores and self.floating else ""
+        return f"has {self.free_cores} of {self.host.cores} cores without an owner, {wanted}{kept}"
+
+    def _no_memory(self, process: Process) -> str:
+        if process.host_bytes <= self.memory:
+            return ""
+        left = f"{in_gb(max(0, self.memory))} of {in_gb(self.host.memory)} GB"
+        return f"has {left} of memory left, {in_gb(process.host_bytes)} GB wanted"
+
+
+def _gpus(process: Process) -> str:
+    alone = " that no other rank has" if process.kind == "trainer" else ""
+    return f"{process.gpus / WHOLE:g}{alone}"

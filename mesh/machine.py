@@ -1,0 +1,122 @@
+"""This machine as a host of a run: the cores, memory and GPUs that this process may use.
+
+Reads what the kernel and NVIDIA's driver say, within the limits of a container or a batch system.
+Starts nothing and loads no CUDA: `check` asks too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from composer_mesh.configs.room import Host
+from composer_mesh.mesh.share import VISIBLE
+
+NAME = "localhost"
+NVML = "libnvidia-ml.so.1"
+ROOT = Path("/")
+
+
+def this_machine(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Host:
+    """What this process may use; `root` is where /proc and /sys are."""
+    gpus = visible(gpu_memories(), environ)
+    return Host(NAME, cores(root), memory(root), len(gpus), min(gpus, default=0))
+
+
+def cores(root: Path = ROOT) -> int:
+    """Cores that this process may run on, and no more than its group has time for."""
+    allowed = len(os.sched_getaffinity(0))
+    for group in _groups(root):
+        quota = _numbers(group / "cpu.max") or [
+            *_numbers(group / "cpu.cfs_quota_us"),
+            *_numbers(group / "cpu.cfs_period_us"),
+        ]
+        if len(quota) == 2 and quota[0] > 0:
+            allowed = min(allowed, math.ceil(quota[0] / quota[1]))
+    return allowed
+
+
+def memory(root: Path = ROOT) -> int:
+    """Bytes of memory that the machine has, and no more than this process's group may use."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    whole = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+    limits = (
+        number
+        for group in _groups(root)
+        for name in ("memory.max", "memory.limit_in_bytes")
+        for number in _numbers(group / name)
+    )
+    return min([whole, *limits])
+
+
+def gpu_memories() -> list[int]:
+    """Bytes of each NVIDIA GPU, by the driver; empty without a driver."""
+    try:
+        nvml = ctypes.CDLL(NVML)
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2():
+        return []
+    try:
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return [_gpu_memory(nvml, index) for index in range(count.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def visible(memories: list[int], environ: Mapping[str, str]) -> list[int]:
+    """Those that CUDA_VISIBLE_DEVICES lets a process see; named by id they count as the least."""
+    if VISIBLE not in environ:
+        return memories
+    found = []
+    for name in filter(None, (one.strip() for one in environ[VISIBLE].split(","))):
+        known = name.isdecimal() and int(name) < len(memories)
+        if known:
+            found.append(memories[int(name)])
+        elif not name.isdecimal() and memories:
+            found.append(min(memories))
+        else:  # CUDA itself stops at the first that is not there
+            break
+    return found
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def _gpu_memory(nvml: ctypes.CDLL, index: int) -> int:
+    device, about = ctypes.c_void_p(), _Memory()
+    nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+    nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(about))
+    return int(about.total)
+
+
+def _groups(root: Path) -> list[Path]:
+    """The control groups of this process and those around them, of both versions."""
+    found = []
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in controllers.split(","):
+                top = root / "sys/fs/cgroup" / name
+                own = top / path.lstrip("/")
+                within = [own, *own.parents]
+                found += within[: within.index(top) + 1] if top in within else [top]
+    return found
+
+
+def _numbers(file: Path) -> list[int]:
+    """The whole numbers of a file, empty where it has none."""
+    with suppress(OSError):
+        parts = file.read_text().split()
+        return [int(part) for part in parts if part.isdecimal()] if parts[0] != "max" else []
+    return []

@@ -1,0 +1,84 @@
+"""Which transport weights take: what the config says, as far as this machine is capable of it.
+
+The same config gives the same answer in every process of a run. How a part travels then is the
+carriers' work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.weights import WeightsConfig, WeightTransport
+from composer_mesh.mesh.weights.carriers import shm, torchstore
+from composer_mesh.mesh.weights.carriers.disk import DiskInlet, DiskOutlet
+from composer_mesh.mesh.weights.carriers.port import Inlet, Outlet, Shape
+from composer_mesh.mesh.weights.carriers.rdma import RdmaInlet, RdmaOutlet
+from composer_mesh.mesh.weights.errors import TransportUnavailable
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way that weights take, why it was chosen, and the folder of `disk`."""
+
+    name: WeightTransport
+    reason: str = "asked for"
+    folder: Path | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
+    """The transport of a run on so many hosts. Raises `TransportUnavailable` with the repair."""
+    name, reason = config.chosen(hosts)
+    lacks = shm.why_not()
+    if config.transport == "auto" and name == "shm" and lacks is not None:
+        name, reason = "rdma", lacks
+    if name == "shm" and hosts > 1:
+        raise TransportUnavailable("shm", f"the run has {hosts} hosts", shm.ELSEWHERE)
+    if name == "shm" and lacks is not None:
+        raise TransportUnavailable("shm", lacks, shm.ELSEWHERE)
+    if name == "torchstore":
+        torchstore.require()
+    return Transport(name, reason, config.folder)
+
+
+def published_dtype(config: Config) -> torch.dtype | None:
+    """What floating weights are published as; None leaves each tensor as the trainer has it.
+
+    Half precision where everybody who pulls serves it: teachers of their own follow in full.
+    """
+    if config.generator.dtype == "bfloat16" and not config.sdpo.has_own_actors:
+        return torch.bfloat16
+    return None
+
+
+def open_outlet(transport: Transport, shape: Shape) -> Outlet:
+    """The publisher's side."""
+    nbytes = shape.layout.nbytes
+    match transport.name:
+        case "shm":
+            return shm.ShmOutlet(nbytes)
+        case "rdma":
+            return RdmaOutlet(nbytes)
+        case "torchstore":
+            return torchstore.TorchstoreOutlet(nbytes)
+        case "disk":
+            return DiskOutlet(shape, transport.folder)
+
+
+def open_inlet(name: WeightTransport) -> Inlet:
+    """The receiver's side."""
+    match name:
+        case "shm":
+            return shm.ShmInlet()
+        case "rdma":
+            return RdmaInlet()
+        case "torchstore":
+            return torchstore.TorchstoreInlet()
+        case "disk":
+            return DiskInlet()

@@ -1,0 +1,74 @@
+"""One version of the weights that has arrived: to be applied to a model, or taken as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightManifest
+from composer_mesh.mesh.weights.marks import check_marks
+
+
+@dataclass(frozen=True, eq=False)
+class StagedWeights:
+    """Weights in the receiver's own memory, a run of bytes for each part of the handle.
+
+    Good until the receiver receives again; what is used after that raises `TornWeights`.
+    """
+
+    handle: WeightsHandle
+    memories: tuple[Tensor, ...]
+
+    @property
+    def version(self) -> int:
+        """The version that all of it belongs to."""
+        return self.handle.version
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """The tensors."""
+        return self.handle.manifest
+
+    def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Each whole tensor with all its names, in the publisher's order.
+
+        It is a view of the staged memory where one rank had all rows, and else a new tensor.
+        """
+        self._check()
+        pieces: dict[int, list[tuple[int, Tensor]]] = {}
+        for place, first, view in self._views():
+            pieces.setdefault(place, []).append((first, view))
+        for place, entry in enumerate(self.manifest.entries):
+            views = [view for _, view in sorted(pieces.get(place, []), key=lambda one: one[0])]
+            if not views:
+                views = [torch.empty(entry.shape, dtype=entry.dtype)]
+            yield entry.names, views[0] if len(views) == 1 else torch.cat(views)
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, rate: float = 1.0) -> None:
+        """Move a model's weights to these, in place, by a share of the way: 1 copies them.
+
+        Rows go to their places one rank after the other; no whole tensor is made on the way.
+        """
+        self._check()
+        places = self.manifest.places(model)
+        for entry, first, rows in self._views():
+            for place in places[entry]:
+                target = place.narrow(0, first, rows.shape[0]) if place.dim() else place
+                if rate == 1.0 or not target.is_floating_point():
+                    target.copy_(rows)
+                else:
+                    target.lerp_(rows.to(target), rate)
+
+    def _views(self) -> Iterator[tuple[int, int, Tensor]]:
+        for part, memory in zip(self.handle.parts, self.memories, strict=True):
+            for piece, view in part.layout.views(self.manifest, memory):
+                yield piece.entry, piece.first, view
+
+    def _check(self) -> None:
+        for part, memory in zip(self.handle.parts, self.memories, strict=True):
+            check_marks(memory, self.version, part.serial)

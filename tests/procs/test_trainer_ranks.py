@@ -1,0 +1,121 @@
+"""Two ranks with sharded weights and packed rows train what one rank trains with neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import learning
+import pytest
+import torch
+from torch.multiprocessing.spawn import start_processes
+from transformers import AutoModelForCausalLM
+
+from composer_mesh.actors.ranks import Ranks
+
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+
+
+class World:
+    """The policy, its batches, what two ranks made of them, and what one makes of them here."""
+
+    def __init__(self, root: Path) -> None:
+        torch.set_num_threads(1)
+        self.root, self.folder = root, root / "policy"
+        self.steps = learning.batches(learning.write_policy(self.folder))
+        self.one = self.alone()
+        meeting = root / "meeting"
+        multiprocessing.set_forkserver_preload(["learning"])
+        work = (meeting, self.folder, self.steps, root, HAS_PEFT)
+        start_processes(learning.both, work, nprocs=2, start_method="forkserver")
+        self.two: list[dict[str, Any]] = [
+            torch.load(root / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
+        ]
+
+    def alone(self) -> dict[str, Any]:
+        """The same work on one rank that neither shards nor packs."""
+        plain, ranks = learning.config(), Ranks()
+        of_one = self.root / "checkpoints" / "of-one"
+        return {
+            "five": learning.five_steps(plain, self.folder, ranks, self.steps),
+            "lost": learning.lost(plain, self.folder, ranks, self.steps[0], at=0),
+            "saved": learning.saved(plain, self.folder, ranks, self.steps, of_one),
+        }
+
+    def alone_from(self, name: str, **trainer: Any) -> learning.Weights:
+        """The weights of one rank that goes on from a checkpoint of two."""
+        settings, checkpoint = learning.config(trainer), self.root / "checkpoints" / name
+        return learning.gone_on(settings, self.folder, Ranks(), self.steps[2:], checkpoint)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("ranks"))
+
+
+def same(found: learning.Weights, expected: learning.Weights, bound: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    assert worst < bound
+
+
+def test_five_steps_have_the_losses_figures_and_gradient_norms_of_one_rank(world: World) -> None:
+    for two, one in zip(world.two[0]["five"]["metrics"], world.one["five"]["metrics"], strict=True):
+        off = {name for name, value in one.items() if value is None}
+        assert off == {name for name, value in two.items() if value is None}
+        found, expected = ({n: m[n] for n in m if n not in off} for m in (two, one))
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert {"loss/policy", "loss/sdpo", "loss/replay"} <= found.keys() | off
+
+
+def test_gradients_are_sums_over_ranks_the_tied_head_among_them(world: World) -> None:
+    found, expected = (one["five"]["gradients"] for one in (world.two[0], world.one))
+    assert float(expected["model.embed_tokens.weight"].abs().max()) > 0.01
+    same(found, expected)
+
+
+def test_five_steps_make_the_weights_of_one_rank_on_both(world: World) -> None:
+    for rank in world.two:
+        same(rank["five"]["last"], world.one["five"]["last"])
+
+
+def test_an_export_in_the_middle_of_a_step_is_the_version_before_it(world: World) -> None:
+    for one in (world.one, *world.two):
+        assert one["five"]["unmoved"]
+        assert all(one["five"]["unmoved"])
+
+
+def test_a_rank_that_loses_its_signals_lets_all_train_the_step_without_them(world: World) -> None:
+    for rank in world.two:
+        assert [one.get("sdpo/lost_steps") for one in rank["lost"]["metrics"]] == [1, None]
+        same(rank["lost"]["last"], world.one["lost"]["last"])
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(world: World) -> None:
+    same(world.alone_from("of-two"), world.two[0]["saved"]["last"])
+
+
+def test_a_checkpoint_of_one_rank_goes_on_with_two(world: World) -> None:
+    same(world.two[1]["gone on"], world.one["saved"]["last"])
+
+
+def test_a_saved_policy_is_what_transformers_loads(world: World) -> None:
+    folder = world.root / "checkpoints" / "of-two"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    same(loaded.state_dict(), world.two[0]["saved"]["saved"], 1e-9)
+
+
+def test_bfloat16_learns_and_keeps_float32_weights(world: World) -> None:
+    half = world.two[0]["half"]
+    assert half["computes"] == "torch.bfloat16"
+    assert half["keeps"] == {"torch.float32"}
+    losses = [one["loss/replay"] for one in half["metrics"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+@needs_peft
+def test_adapters_of_two_ranks_make_the_policy_that_those_of_one_make(world: World) -> None:
+    same(world.alone_from("adapted", **learning.ADAPTED), world.two[0]["adapted"]["last"])

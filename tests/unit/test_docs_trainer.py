@@ -1,0 +1,51 @@
+"""The page on the trainer shows the settings and defaults that are, and names what exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from guides import ROOT, Guide, as_a_run, names_in_code
+
+from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig, TrainerConfig
+
+PAGE = Guide.read("trainer.md")
+ROWS = dict(re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", PAGE.text, re.MULTILINE))
+SHOWN = {
+    name: value
+    for names, values in ROWS.items()
+    for name, value in zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
+}
+
+
+def test_every_name_on_the_page_exists() -> None:
+    procs = {path.stem for path in (ROOT / "tests" / "procs").glob("*.py")}
+    assert PAGE.names() - names_in_code() - procs == set()
+
+
+def test_the_example_is_a_run() -> None:
+    trainer = as_a_run(PAGE.blocks("toml")[0]).trainer
+    assert trainer.sharded
+    assert trainer.packing
+
+
+def test_every_file_and_link_on_the_page_exists() -> None:
+    for path in re.findall(r"`(tests/[\w/.]+)`", PAGE.text):
+        assert (ROOT / path).exists(), path
+    for link in PAGE.links():
+        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("name", [name for name in TrainerConfig.model_fields if name != "lora"])
+def test_each_setting_stands_there_with_its_default(name: str) -> None:
+    default = getattr(TrainerConfig(), name)
+    if isinstance(default, bool | str):
+        assert SHOWN[name] == str(default).lower()
+    else:
+        assert float(SHOWN[name]) == default
+
+
+def test_each_setting_of_adapters_stands_there_with_its_default() -> None:
+    for name in ("rank", "alpha", "dropout"):
+        assert f"`{name}` ({getattr(LoraConfig(), name):g})" in PAGE.text
+    assert len(PROJECTIONS) == 7

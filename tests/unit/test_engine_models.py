@@ -1,0 +1,125 @@
+"""Which Hugging Face models the embedded engine serves: rightly, or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine_requests import ask, assert_faithful, replayed, serve
+
+from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded_forward import ModelNotServed, PackedForward
+from composer_mesh.actors.engines.kv_cache import RowCache
+
+SIZES = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GRANITE = {"logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+
+
+def build(family: str, **settings: Any) -> Any:
+    """A tiny model of a family, its predictions sharp and dependent on context."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.normal_(std=0.3)
+    return model.eval()
+
+
+def requests_of(rng: random.Random) -> list[Any]:
+    header = [rng.randrange(120) for _ in range(12)]
+    prompts = [header + [rng.randrange(120) for _ in range(rng.randint(0, 9))] for _ in range(7)]
+    return [ask(f"r{n}", prompt, rng.randint(1, 9), n) for n, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "direct"),
+    [
+        ("Llama", {}, True),
+        ("Qwen2", {}, True),
+        ("Gemma", {"head_dim": 16}, True),
+        ("Phi3", {}, True),
+        ("Mixtral", {"num_local_experts": 4}, True),
+        ("Granite", GRANITE, False),
+        ("Cohere", {}, False),
+        ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, False),
+    ],
+)
+def test_a_model_is_called_layer_by_layer_only_where_that_is_all_its_forward_does(
+    rng: random.Random, family: str, settings: dict[str, Any], direct: bool
+) -> None:
+    model = build(family, **settings)
+    forward = PackedForward(model, RowCache(2, 1, 16))
+    assert forward.direct is direct
+    requests = requests_of(rng)
+    results = serve(Engine(model, 3, 64), requests)
+    for asked in requests:
+        assert_faithful(model, asked, results[asked.request_id])
+
+
+@pytest.mark.parametrize("family", ["Falcon", "StableLm"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_whose_attention_is_its_own_is_refused_with_the_repair(family: str) -> None:
+    with pytest.raises(
+        ModelNotServed, match=f'{family}ForCausalLM.*set generator.engine to "vllm"'
+    ):
+        Engine(build(family), 3, 64)
+
+
+def test_a_model_that_looks_back_less_than_a_row_is_refused() -> None:
+    model = build("Mistral", sliding_window=32)
+    Engine(model, 3, 32)
+    with pytest.raises(ModelNotServed, match="looks back 32 tokens but a row has 33"):
+        Engine(model, 3, 33)
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    cache = RowCache(2, 3, 8)
+    cache.aim(torch.tensor([[0], [0]]))
+    cache.write(0, torch.zeros(2, 1, 4), torch.zeros(2, 1, 4))
+    with pytest.raises(ValueError, match="layer 1 has 1 key heads of width 4 and layer 0 has 2 of"):
+        cache.write(1, torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+
+
+def test_a_served_model_answers_others_as_before(rng: random.Random) -> None:
+    model = build("Llama")
+    ids = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    with torch.inference_mode():
+        before = model(input_ids=ids, attention_mask=mask).logits
+        serve(Engine(model, 3, 64), requests_of(rng))
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+
+
+def test_bfloat16_weights_are_sampled_from_in_float32(rng: random.Random) -> None:
+    model = build("Qwen2").to(torch.bfloat16)
+    requests = requests_of(rng)
+    results = serve(Engine(model, 3, 64), requests)
+    for asked in requests:
+        result = results[asked.request_id]
+        away = torch.tensor(result.logprobs) - replayed(model, asked.prompt_ids, result.token_ids)
+        assert away.abs().max() < 0.2
+        assert torch.tensor(result.logprobs).bfloat16().tolist() != result.logprobs
+
+
+def test_a_refusal_travels_whole() -> None:
+    error = ModelNotServed("FalconForCausalLM", "its keys are its own")
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy.args == error.args
+    assert str(copy) == str(error)

@@ -1,0 +1,61 @@
+"""Drawing tokens: where a draw falls is the token, and the log-prob is that token's."""
+
+from __future__ import annotations
+
+import torch
+
+from composer_mesh.actors.engines.embedded_sampling import sample
+
+ALMOST_ONE = 1 - 2**-53
+
+
+def logits_of(*shares: float) -> torch.Tensor:
+    return torch.tensor([shares]).log()
+
+
+def test_a_draw_picks_the_token_on_whose_share_it_falls() -> None:
+    logits = logits_of(0.25, 0.5, 0.25)
+    picked = [sample(logits, [1.0], [draw])[0][0] for draw in (0, 0.24, 0.26, 0.74, 0.76)]
+    assert picked == [0, 0, 1, 1, 2]
+
+
+def test_no_draw_picks_a_token_of_no_probability() -> None:
+    logits = logits_of(0.0, 0.5, 0.0, 0.5, 0.0)
+    for draw, token in ((0.0, 1), (0.5, 3), (ALMOST_ONE, 3)):
+        tokens, logprobs = sample(logits, [1.0], [draw])
+        assert tokens == [token]
+        assert logprobs[0] == torch.tensor(0.5).log()
+
+
+def test_the_last_draw_picks_a_token_whatever_the_sum_rounds_to() -> None:
+    """The sum of many float32 shares may be below or above 1."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        logits = torch.randn(1, 997, generator=generator) * 3
+        tokens, logprobs = sample(logits, [1.0], [ALMOST_ONE])
+        assert tokens[0] >= 990
+        assert logprobs[0] > -40
+
+
+def test_a_row_does_not_depend_on_the_rows_and_temperatures_beside_it() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 50, generator=generator)
+    temperatures, draws = [1.0, 0.0, 0.3, 1.0, 2.0, 0.0], [0.1, 0.9, 0.5, 0.7, 0.2, 0.4]
+    together = sample(logits, temperatures, draws)
+    for row in range(6):
+        alone = sample(logits[row : row + 1], temperatures[row : row + 1], draws[row : row + 1])
+        assert alone == ([together[0][row]], [together[1][row]])
+
+
+def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
+    logits = logits_of(0.2, 0.5, 0.3)
+    tokens, logprobs = sample(logits, [0.0], [0.99])
+    assert tokens == [1]
+    torch.testing.assert_close(logprobs[0], float(torch.tensor(0.5).log()))
+
+
+def test_log_probs_are_those_of_the_temperature_sampled_at() -> None:
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    tokens, logprobs = sample(logits, [0.5], [0.999])
+    expected = torch.log_softmax(logits / 0.5, -1)[0, tokens[0]]
+    torch.testing.assert_close(logprobs[0], float(expected))

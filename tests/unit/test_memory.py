@@ -1,0 +1,142 @@
+"""Estimates of memory: their parts are what torch and the caches hold, and they add up."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from composer_mesh.configs.memory import (
+    FLOAT,
+    GB,
+    HALF,
+    Part,
+    Training,
+    activation_bytes,
+    cache_bytes,
+    in_words,
+    total,
+    training_parts,
+)
+from composer_mesh.configs.model_sizes import ModelSizes
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+SMALL = ModelSizes(model_type="qwen3", **SIZES)
+EIGHT_BILLION = ModelSizes(
+    model_type="qwen3",
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+)
+
+
+def training(sizes: ModelSizes = EIGHT_BILLION, **changes: Any) -> dict[str, int]:
+    how = replace(Training(ranks=4, tokens=16384, trainable=sizes.parameters), **changes)
+    return {part.what: part.bytes for part in training_parts(sizes, how)}
+
+
+def saved_bytes(kind: str, layers: int, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes that autograd holds after a forward of one sequence, without the weights."""
+    config = AutoConfig.for_model(kind, **SIZES | {"num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    held: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, FLOAT), (torch.bfloat16, HALF)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_layer_keeps_as_many_bytes_of_a_token_as_autograd_holds(
+    kind: str, dtype: torch.dtype, number: int
+) -> None:
+    tokens = 128
+    held = (saved_bytes(kind, 2, dtype, tokens) - saved_bytes(kind, 1, dtype, tokens)) / tokens
+    sizes = ModelSizes(model_type=kind, **SIZES)  # type: ignore[arg-type]
+    assert activation_bytes(sizes, number) == pytest.approx(held, rel=0.02)
+
+
+def test_weights_gradients_and_moments_are_sixteen_bytes_of_a_parameter() -> None:
+    parts = training(ranks=1, sharded=False)
+    states = parts["master weights"] + parts["gradients"] + parts["Adam's moments"]
+    assert states == 16 * EIGHT_BILLION.parameters
+
+
+def test_ranks_share_states_but_not_activations() -> None:
+    one, four = training(ranks=1, sharded=False), training(ranks=4)
+    for what in ("master weights", "gradients", "Adam's moments"):
+        assert four[what] == one[what] // 4
+    tokens = 1 << 18
+    assert training(ranks=1, tokens=tokens)["activations"] == training(tokens=tokens)["activations"]
+
+
+def test_ranks_that_do_not_shard_hold_all_of_it() -> None:
+    assert training(sharded=False)["master weights"] == FLOAT * EIGHT_BILLION.parameters
+    assert training(sharded=False)["gathered for compute"] == 0
+
+
+def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
+    kept, again = training()["activations"], training(checkpointing=True)["activations"]
+    per_layer = activation_bytes(EIGHT_BILLION, FLOAT)
+    inputs = 35 * 16384 * (per_layer - FLOAT * 4096)
+    assert kept - again == inputs - 16384 * FLOAT * 4096
+    assert again < kept / 8
+
+
+def test_adapters_need_no_gradients_of_the_rest() -> None:
+    adapters = EIGHT_BILLION.adapters(16, ("q_proj", "v_proj"))
+    parts = training(trainable=adapters)
+    assert parts["gradients"] == FLOAT * adapters // 4
+    assert parts["master weights"] == FLOAT * EIGHT_BILLION.parameters // 4
+
+
+def test_a_mask_has_a_row_of_the_longest_sequence_for_each_token() -> None:
+    assert training()["attention mask"] == 0
+    mask = torch.zeros(2, 1, 8192, 8192, dtype=torch.bool)
+    half = training(longest=8192, number=HALF)["attention mask"]
+    assert half == mask.numel() * (mask.element_size() + HALF)
+
+
+def test_scores_of_a_whole_microbatch_are_never_in_the_sum() -> None:
+    wide = EIGHT_BILLION.model_copy(update={"vocab_size": 8 * EIGHT_BILLION.vocab_size})
+    assert training(wide)["activations"] == training()["activations"]
+    assert training(wide)["blocks of scores"] == training()["blocks of scores"]
+
+
+def test_a_cache_is_as_large_as_the_tensors_of_the_model_in_it() -> None:
+    rows, context = 3, 40
+    config = AutoConfig.for_model("qwen3", **SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(rows, context, dtype=torch.long)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert cache_bytes(SMALL, FLOAT, rows, context) == held
+    assert cache_bytes(SMALL, HALF, rows, context, split=2) == held // 4
+
+
+def test_a_sum_is_written_with_its_terms_and_nothing_is_lost_in_it() -> None:
+    parts = (Part("weights", 2 * GB), Part("tiny", GB // 1000), Part("none", 0), Part("small", 9))
+    assert in_words(parts) == "weights 2.00 + others 0.00 = 2.00 GB"
+    assert total(parts) == 2 * GB + GB // 1000 + 9

@@ -1,0 +1,267 @@
+"""Every process gets what it asked for and nobody else has, or the run is refused with its sum."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.memory import GB, SHARED_CODE, Part, total
+from composer_mesh.configs.needs import Memory
+from composer_mesh.configs.placing import CannotPlace, Placed, Placement, place, place_processes
+from composer_mesh.configs.processes import WHOLE, Process, sizes_of
+from composer_mesh.configs.room import Host
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+KINDS = ("trainer", "generator", "environment", "sdpo_teacher")
+
+
+@st.composite
+def processes(draw: st.DrawFn) -> tuple[Process, ...]:
+    found = []
+    for number in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(KINDS))
+        gpus = draw(st.sampled_from([0, 0, 250, 333, 500, 700, 1000, 2000, 4000]))
+        gpus = 0 if kind == "environment" else gpus
+        on_gpu = (Part("weights", draw(st.integers(0, 12)) * GB),) if gpus else ()
+        takes = draw(st.sampled_from([0.0, 0.9])) * min(gpus, WHOLE) / WHOLE
+        found.append(
+            Process(
+                f"p-{number}",
+                kind,
+                threads=draw(st.integers(1, 4)),
+                memory=Memory((Part("process", draw(st.integers(0, 6)) * GB),), on_gpu, takes),
+                cores=draw(st.sampled_from([0, 0, 1, 2, 5])),
+                gpus=gpus,
+                hosts=draw(st.sampled_from([(), (), ("h0",), ("h1", "h2")])),
+                together=bool(gpus),
+            )
+        )
+    return tuple(found)
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> tuple[Host, ...]:
+    return tuple(
+        Host(
+            f"h{number}",
+            draw(st.integers(1, 12)),
+            draw(st.integers(1, 40)) * GB,
+            gpus := draw(st.sampled_from([0, 1, 4, 8])),
+            16 * GB if gpus else 0,
+        )
+        for number in range(draw(st.integers(1, 3)))
+    )
+
+
+def placed(run: tuple[Process, ...], on: tuple[Host, ...]) -> Placement | str:
+    try:
+        return place_processes(run, on)
+    except CannotPlace as refused:
+        return str(refused)
+
+
+def check_gpus(host: Host, there: tuple[Placed, ...]) -> None:
+    shares: Counter[int] = Counter()
+    memory: Counter[int] = Counter()
+    ranks: Counter[int] = Counter()
+    for one in there:
+        assert len(set(one.gpus)) == len(one.gpus) == -(-one.process.gpus // WHOLE)
+        for number in one.gpus:
+            shares[number] += min(one.process.gpus, WHOLE)
+            memory[number] += one.gpu_bytes
+            ranks[number] += one.process.kind == "trainer"
+            may_take = one.process.memory.takes * host.gpu_memory or one.gpu_bytes
+            assert total(one.process.memory.gpu) <= min(one.gpu_bytes, may_take)
+            assert one.gpu_bytes <= one.gpu_share * host.gpu_memory
+    assert all(number in range(host.gpus) for number in shares)
+    assert all(share <= WHOLE for share in shares.values())
+    assert all(held <= host.gpu_memory for held in memory.values())
+    assert all(count <= 1 for count in ranks.values())
+
+
+def check_cores(host: Host, there: tuple[Placed, ...]) -> None:
+    own = [core for one in there if one.process.cores for core in one.cores]
+    assert len(set(own)) == len(own) == sum(one.process.cores for one in there)
+    assert all(core in range(host.cores) for core in own)
+    for one in there:
+        if not one.process.cores and own:
+            assert one.cores
+            assert set(one.cores) == set(range(host.cores)) - set(own)
+        if not own:
+            assert one.cores == ()
+
+
+@given(processes(), hosts())
+def test_nothing_is_given_twice_and_everyone_is_placed_or_the_run_is_refused(
+    run: tuple[Process, ...], on: tuple[Host, ...]
+) -> None:
+    found = placed(run, on)
+    assert placed(run, on) == found
+    if isinstance(found, str):
+        assert any(f"{one.name} fits on no host" in found for one in run)
+        assert "all GB of memory" in found
+        assert "repair: " in found
+        assert all(host.name in found for host in on)
+        return
+    assert [one.process for one in found.placed] == list(run)
+    for one in found.placed:
+        assert not one.process.hosts or one.host in one.process.hosts
+    for host in on:
+        there = found.on(host.name)
+        check_gpus(host, there)
+        check_cores(host, there)
+        asked = sum(one.process.host_bytes for one in there)
+        assert not there or asked + SHARED_CODE <= host.memory
+
+
+@given(st.integers(1, 3), st.integers(0, 8), st.integers(1, 12))
+def test_whole_gpus_are_refused_only_when_there_are_fewer_than_asked_for(
+    count: int, gpus: int, ranks: int
+) -> None:
+    on = tuple(Host(f"h{n}", 4, 999 * GB, gpus, 16 * GB if gpus else 0) for n in range(count))
+    memory = Memory((), (Part("weights", GB),))
+    run = tuple(Process(f"t-{n}", "trainer", 1, memory, gpus=WHOLE) for n in range(ranks))
+    assert isinstance(placed(run, on), Placement) == (ranks <= count * gpus)
+
+
+def on(*described: Host, overrides: tuple[str, ...] = ()) -> Placement:
+    found = load_config(QUICKSTART, overrides)
+    return place(found, described, sizes_of(found.policy))
+
+
+LAPTOP = Host("laptop", 2, 4 * GB)
+SERVER = Host("server", 16, 64 * GB, 4, 24 * GB)
+
+
+def test_the_quickstart_fits_the_laptop_that_its_comment_names() -> None:
+    found = on(LAPTOP)
+    assert [one.process.name for one in found.placed][:3] == [
+        "controller",
+        "trainer",
+        "generator-0",
+    ]
+    assert all(one.cores == () and one.gpus == () for one in found.placed)
+
+
+def test_too_little_memory_is_refused_with_every_term_of_the_sum() -> None:
+    with pytest.raises(CannotPlace) as refused:
+        on(Host("tiny", 2, 2 * GB))
+    text = str(refused.value)
+    assert "of 2.00 GB of memory left" in text
+    for kind in ("controller", "trainer", "generator", "sdpo_teacher", "teacher_replay 2 x"):
+        assert kind in text.split("all GB of memory: ")[1]
+
+
+def test_a_model_that_no_gpu_holds_is_refused_with_its_parts() -> None:
+    with pytest.raises(
+        CannotPlace, match=r"may use 0\.01 x 24\.0 = 0\.24 GB each, 2\.\d+ GB"
+    ) as no:
+        on(SERVER, overrides=("placement.trainer.gpus=0.01",))
+    assert "trainer needs of each GPU: CUDA 1.00 + activations" in str(no.value)
+    assert "or raise placement.trainer.gpus" in str(no.value)
+
+
+def test_a_repair_names_only_what_the_run_does_not_do_yet() -> None:
+    tight = ("placement.trainer.gpus=0.01",)
+    with pytest.raises(CannotPlace, match=r"set trainer\.activation_checkpointing to true, set tr"):
+        on(SERVER, overrides=tight)
+    done = ("trainer.activation_checkpointing=true", "trainer.compute_dtype=bfloat16")
+    with pytest.raises(CannotPlace, match=r"lower trainer\.microbatch_tokens, or raise placement"):
+        on(SERVER, overrides=(*tight, *done))
+
+
+def test_ranks_fill_one_host_before_the_next_and_share_no_gpu() -> None:
+    two = (SERVER, Host("other", 16, 64 * GB, 4, 24 * GB))
+    found = on(*two, overrides=("trainer.ranks=6", "placement.trainer.gpus=0.5"))
+    ranks = [one for one in found.placed if one.process.kind == "trainer"]
+    assert [(one.host, one.gpus) for one in ranks] == [
+        *(("server", (number,)) for number in range(4)),
+        ("other", (0,)),
+        ("other", (1,)),
+    ]
+
+
+def test_shares_of_a_gpu_are_given_to_different_kinds() -> None:
+    shares = ("placement.trainer.gpus=0.6", "placement.generator.gpus=0.4")
+    found = on(Host("one", 4, 16 * GB, 1, 24 * GB), overrides=shares)
+    trainer, generator = found.named("trainer"), found.named("generator-0")
+    assert trainer is not None
+    assert generator is not None
+    assert (trainer.gpus, trainer.gpu_share) == ((0,), 0.6)
+    assert (generator.gpus, generator.gpu_share) == ((0,), 0.4)
+
+
+def test_cores_of_its_own_are_kept_free_of_those_who_share() -> None:
+    found = on(Host("one", 8, 16 * GB), overrides=("placement.trainer.cores=3",))
+    trainer = found.named("trainer")
+    assert trainer is not None
+    assert trainer.cores == (0, 1, 2)
+    others = {one.cores for one in found.placed if one.process.name != "trainer"}
+    assert others == {(3, 4, 5, 6, 7)}
+
+
+def test_a_core_stays_for_those_who_have_none_of_their_own() -> None:
+    overrides = ("placement.trainer.cores=2",)
+    with pytest.raises(
+        CannotPlace, match="has 2 of 2 cores without an owner, 2 wanted, and 1 must"
+    ):
+        on(LAPTOP, overrides=overrides)
+
+
+def test_processes_without_a_gpu_go_where_there_is_least_to_do() -> None:
+    two = (Host("a", 4, 64 * GB), Host("b", 8, 64 * GB))
+    found = on(*two, overrides=("environment.replicas=9",))
+    count = Counter(one.host for one in found.placed)
+    assert 0 < count["a"] < count["b"]
+
+
+HOSTS = (
+    'placement.hosts=[{name="n", count=2, cores=8, memory_gb=16}, '
+    '{name="m", cores=8, memory_gb=16}]'
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "where"), [("n", {"n-0", "n-1"}), ("n-1", {"n-1"}), ("m", {"m"})]
+)
+def test_hosts_are_named_one_by_one_or_all_that_are_alike(wanted: str, where: set[str]) -> None:
+    described = tuple(Host(name, 8, 16 * GB) for name in ("n-0", "n-1", "m"))
+    overrides = (HOSTS, f'placement.environment.hosts=["{wanted}"]', "environment.replicas=6")
+    found = on(*described, overrides=overrides)
+    assert {one.host for one in found.placed if one.process.kind == "environment"} == where
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        (
+            "placement.trainer.gpus=2",
+            "computes on one GPU: set it to 1 or less, and raise trainer.r",
+        ),
+        ("placement.trainer.gpus=1.5", "above 1 must be a whole number"),
+        ("placement.generator.cores=1", "cores is 1 but its processes compute with 2 threads each"),
+        ("placement.trainer.memory_gb=0.25", "memory_gb is 0.25 but such a process needs about 0"),
+        ('placement.trainer.hosts=["far"]', "names 'far' but .* describes none, so this machine"),
+        ('placement.hosts=[{name="a",cores=1,memory_gb=1,gpus=1}]', "a GPU without memory"),
+        (
+            'placement.hosts=[{name="a",cores=1,memory_gb=1},{name="a",cores=1,memory_gb=1}]',
+            "hosts has 'a' 2 times",
+        ),
+    ],
+)
+def test_what_could_never_be_is_refused_on_any_host(override: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        on(SERVER, overrides=("generator.threads=2", override))
+
+
+def test_memory_that_is_given_counts_in_place_of_the_estimate() -> None:
+    found = on(SERVER, overrides=("placement.trainer.memory_gb=40",))
+    trainer = found.named("trainer")
+    assert trainer is not None
+    assert trainer.process.host_bytes == 40 * GB
+    with pytest.raises(CannotPlace, match="trainer 40"):
+        on(SERVER, overrides=("placement.trainer.memory_gb=40", "placement.reference.memory_gb=40"))

@@ -1,0 +1,102 @@
+"""`check` accepts each shipped preset on any machine, says what it could not check, and refuses
+the same run on hosts that are too small, with the sum."""
+
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.processes import sizes_of
+from composer_mesh.services.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+REAL = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    """A GSM8K-format file of more rows than are held out."""
+    path = tmp_path / "problems.jsonl"
+    rows = [f'{{"question": "{n}+1?", "answer": "#### {n + 1}"}}\n' for n in range(20)]
+    path.write_text("".join(rows))
+    return path
+
+
+def checked(name: str, problems: Path, *overrides: str) -> int:
+    data = [f"data.path={problems}"] if 'kind = "gsm8k"' in preset(name).read_text() else []
+    given = [part for one in [*data, *overrides] for part in ("--set", one)]
+    return main(["check", str(preset(name)), *given])
+
+
+def preset(name: str) -> Path:
+    return CONFIGS / f"{name}.toml"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_check_accepts_every_preset(
+    name: str, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked(name, problems) == 0
+    shown = capsys.readouterr().out
+    assert "placement (memory in GB: estimated / available)" in shown
+    assert ("is not there: its sizes are policy.sizes" in shown) == (name in REAL)
+
+
+@pytest.mark.parametrize(("name", "parameters"), REAL.items())
+def test_a_preset_declares_the_sizes_of_the_model_that_it_names(
+    name: str, parameters: int, problems: Path
+) -> None:
+    config = load_config(preset(name), [f"data.path={problems}"], model_later=True)
+    assert sizes_of(config.policy).parameters == parameters
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_preset_is_not_trained_without_its_model(
+    name: str, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--set", f"data.path={problems}"]
+    assert main(["train", str(preset(name)), *given]) == 2
+    assert "must be a model folder that holds config.json" in capsys.readouterr().err
+
+
+SMALLER = {
+    "qwen2.5-0.5b": (
+        "gpu_memory_gb=8",
+        "master weights 1.84 + gradients 1.84 + Adam's moments 3.68",
+    ),
+    "qwen3-8b": ("gpu_memory_gb=40", "master weights 7.63 + gradients 7.63 + Adam's moments 15.3"),
+    "qwen3-32b": ("gpus=6", "all GPUs: trainer 16 x 1 + generator 3 x 4 = 28, of 24"),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_same_run_on_smaller_hosts_is_refused_with_the_sum(
+    name: str, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, expected = SMALLER[name]
+    assert checked(name, problems, f"placement.hosts.0.{change}") == 2
+    refused = capsys.readouterr()
+    assert expected in refused.err
+    assert "fits on no host" in refused.err
+    assert refused.out == ""
+
+
+def test_an_engine_that_takes_a_part_of_a_gpu_must_fit_into_that_part(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked("qwen2.5-0.5b", problems, "generator.vllm.gpu_memory_utilization=0.2") == 2
+    assert "generator-0 fits on no host" in (refused := capsys.readouterr().err)
+    assert "may use 0.07 x 23.5 = 1.64 GB each" in refused
+
+
+def test_the_8b_preset_leaves_no_gpu_idle_and_gives_none_twice(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked("qwen3-8b", problems) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " node " in line]
+    gpus = [row[4] for row in rows if row[0].startswith(("trainer", "generator", "sdpo"))]
+    assert sorted(gpus) == [str(number) for number in range(8)]

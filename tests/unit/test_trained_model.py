@@ -1,0 +1,191 @@
+"""A model is built for training as the config says, and exported as it came."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from step_batches import batch_of, largest_change, weights_of
+
+from composer_mesh.actors.export import export_state
+from composer_mesh.actors.learner import Learner
+from composer_mesh.actors.lora import LoraMissing, NoSuchLayers, OtherAdapters
+from composer_mesh.actors.moments import OtherWeights
+from composer_mesh.actors.policy import load_model, save_policy
+from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.sharding import UnknownLayers, decoder_layers
+from composer_mesh.actors.trained_model import trained_model
+from composer_mesh.configs.trainer import TrainerConfig
+
+ADAPTED = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture
+def folder(build_model: Any, tokenizer: Any, tmp_path: Path) -> Path:
+    save_policy(build_model(1), tokenizer, tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+@pytest.fixture
+def build(build_config: Any, folder: Path) -> Any:
+    """A model in training, by the keys of the trainer's section."""
+    return lambda **trainer: trained_model(build_config(trainer=trainer), folder, Ranks())
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft", exc_type=ModuleNotFoundError)
+
+
+def stirred(model: Any) -> Any:
+    """A model whose adapters do something."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.requires_grad:
+                weights.normal_(std=0.2, generator=generator)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(20)[None]).logits
+    return found
+
+
+def test_a_plain_model_is_exported_as_its_own_tensors(build: Any) -> None:
+    model = build()
+    state = export_state(model)
+    assert list(state) == list(model.state_dict())
+    assert all(one.data_ptr() == model.state_dict()[name].data_ptr() for name, one in state.items())
+    assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    assert not any(one.requires_grad for one in state.values())
+
+
+def test_adapters_alone_learn_and_change_nothing_at_first(
+    build: Any, folder: Path, peft: Any
+) -> None:
+    model, plain = build(lora=ADAPTED), load_model(folder)
+    learning = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert len(learning) == 2 * 2 * len(decoder_layers(model))
+    assert all("lora_" in name for name in learning)
+    assert torch.equal(logits(model), logits(plain))
+
+
+def test_an_export_with_adapters_is_the_model_that_computes(
+    build: Any, folder: Path, peft: Any
+) -> None:
+    model, other = stirred(build(lora=ADAPTED)), load_model(folder)
+    names = list(other.state_dict())
+    before = logits(other)
+    other.load_state_dict(export_state(model))
+    assert list(export_state(model)) == names
+    torch.testing.assert_close(logits(other), logits(model), rtol=1e-4, atol=1e-4)
+    assert float((logits(other) - before).abs().max()) > 0.1
+
+
+def test_adapters_go_on_from_a_checkpoint_whose_policy_has_them_merged(
+    build_config: Any, folder: Path, tmp_path: Path, peft: Any
+) -> None:
+    config = build_config(trainer={"lora": ADAPTED, "lr": 1e-2})
+    learner, rng = Learner(config, folder, Ranks()), random.Random(0)
+    batches = [batch_of(load_model(folder), rng) for _ in range(2)]
+    learner.train(batches[0], None)
+    learner.save(tmp_path / "step-1")
+    merged = load_model(tmp_path / "step-1")
+    assert largest_change(dict(merged.state_dict()), learner.export()) == 0
+    other = Learner(config, folder, Ranks())
+    other.restore(tmp_path / "step-1")
+    for one in (learner, other):
+        one.train(batches[1], None)
+    assert other.version == 2
+    assert largest_change(learner.export(), other.export()) == 0
+    wider = build_config(trainer={"lora": {**ADAPTED, "rank": 3}})
+    with pytest.raises(OtherAdapters, match=r"lora_A\.default\.weight of shape \(., "):
+        Learner(wider, folder, Ranks()).restore(tmp_path / "step-1")
+    with pytest.raises(OtherWeights, match=r"is only in the (checkpoint|model): go on with"):
+        Learner(build_config(), folder, Ranks()).restore(tmp_path / "step-1")
+
+
+def test_dropout_of_adapters_is_on_and_that_of_the_model_is_not(build: Any, peft: Any) -> None:
+    model = stirred(build(lora={**ADAPTED, "dropout": 0.5}))
+    assert not torch.equal(logits(model), logits(model))
+    assert torch.equal(logits(stirred(build(lora=ADAPTED))), logits(stirred(build(lora=ADAPTED))))
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nowhere_proj", "no layer is called nowhere_proj"),
+        ("embed_tokens", "embed_tokens is a Embedding"),
+        ("lm_head", "lm_head is the head, which losses read without adapters"),
+    ],
+)
+def test_layers_that_can_have_no_adapter_are_refused(
+    build: Any, peft: Any, target: str, why: str
+) -> None:
+    with pytest.raises(NoSuchLayers, match=f"{why}: name linear layers of the model"):
+        build(lora={"targets": ["q_proj", target]})
+
+
+def test_layers_that_are_computed_again_have_the_same_gradients(build: Any) -> None:
+    plain, wrapped = build(), build(activation_checkpointing=True)
+    for model in (plain, wrapped):
+        model(input_ids=torch.arange(20)[None]).logits.logsumexp(-1).sum().backward()
+    for one, two in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    assert weights_of(plain).keys() == weights_of(wrapped).keys()
+
+
+def test_a_model_without_a_list_of_layers_is_refused(build: Any) -> None:
+    model = build()
+    model.config.num_hidden_layers = 7
+    with pytest.raises(UnknownLayers, match="Qwen3ForCausalLM has no list of 7 decoder layers"):
+        decoder_layers(model)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnknownLayers("Model", 3),
+        NoSuchLayers(("q_proj",), "none"),
+        OtherAdapters("a.lora_A", (2, 3)),
+        OtherWeights("a.weight", "in the model"),
+        LoraMissing(),
+    ],
+)
+def test_refusals_cross_a_process(error: Exception) -> None:
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sharded"),
+    [
+        ({}, False),
+        ({"ranks": 2}, True),
+        ({"ranks": 2, "sharding": "none"}, False),
+        ({"compute_dtype": "bfloat16"}, True),
+        ({"sharding": "fsdp2"}, True),
+    ],
+)
+def test_auto_shards_where_ranks_are_several_or_halves_compute(
+    trainer: dict[str, Any], sharded: bool
+) -> None:
+    assert TrainerConfig(**trainer).sharded is sharded
+
+
+@pytest.mark.parametrize(
+    ("trainer", "repair"),
+    [
+        ({"compute_dtype": "bfloat16", "sharding": "none"}, "set sharding to 'auto'"),
+        ({"attention": "flash"}, "set compute_dtype to 'bfloat16' or attention to 'sdpa'"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(trainer: dict[str, Any], repair: str) -> None:
+    with pytest.raises(ValidationError, match=repair):
+        TrainerConfig(**trainer)

@@ -1,0 +1,139 @@
+"""The trainer actor: a version is copied beside the next step, and updated after the copy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.actors.trainer import TrainerActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import StepBatch
+
+LONG_ENOUGH_S = 0.05
+"""What something that should wait, and does not, is given to show it."""
+VERSION = 3
+
+
+class Script:
+    """A learner and a publisher that write down what they do, and wait where they are told to."""
+
+    version = VERSION
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.began, self.backward = threading.Event(), threading.Event()
+        self.copy = asyncio.Event()
+        self.backward.set()
+
+    def train(self, batch: StepBatch, source: Any, before_update: Callable[[], None]) -> Any:
+        self.began.set()
+        self.backward.wait()
+        self.log.append("backward")
+        before_update()
+        self.version += 1
+        self.log.append("update")
+        return {}
+
+    def save(self, folder: Path) -> None:
+        self.log.append(f"saved {folder}")
+
+    async def publish(self, version: int) -> str:
+        await self.copy.wait()
+        self.log.append(f"copied {version}")
+        return f"handle of {version}"
+
+
+class ScriptedTrainer(TrainerActor):
+    """A trainer at version 3 without a model."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script = script
+
+    def _build(self, config: Config, folder: Path) -> None:
+        self._config = config.sdpo
+        self._learner = self._publisher = self.script  # type: ignore[assignment]
+
+    def ask(self, endpoint: str, *args: Any) -> asyncio.Task[Any]:
+        """Call an endpoint as a message would, without a mesh."""
+        work = inspect.unwrap(getattr(TrainerActor, endpoint)._method)
+        return asyncio.create_task(work(self, *args))
+
+
+@pytest.fixture
+async def trainer(build_config: Any) -> ScriptedTrainer:
+    trainer = ScriptedTrainer(Script())
+    assert await trainer.ask("load", build_config(), Path()) == VERSION
+    return trainer
+
+
+def batch() -> StepBatch:
+    return StepBatch(VERSION, [], [], [])
+
+
+async def waits(task: asyncio.Task[Any]) -> bool:
+    await asyncio.wait([task], timeout=LONG_ENOUGH_S)
+    return not task.done()
+
+
+async def test_a_step_computes_beside_the_copy_of_its_version_and_updates_after_it(
+    trainer: ScriptedTrainer,
+) -> None:
+    script = trainer.script
+    assert await trainer.ask("hold") == VERSION
+    training = trainer.ask("train", batch())
+    publishing = trainer.ask("publish")
+    await asyncio.to_thread(script.began.wait)
+    assert await waits(training)
+    assert script.log == ["backward"]
+    script.copy.set()
+    await training
+    assert await publishing == f"handle of {VERSION}"
+    assert script.log == ["backward", f"copied {VERSION}", "update"]
+    assert trainer.policy_version == VERSION + 1
+
+
+async def test_a_version_that_is_held_is_published_however_late_it_is_asked_for(
+    trainer: ScriptedTrainer,
+) -> None:
+    script = trainer.script
+    script.copy.set()
+    await trainer.ask("hold")
+    training = trainer.ask("train", batch())
+    assert await waits(training)
+    assert await trainer.ask("publish") == f"handle of {VERSION}"
+    await training
+    assert script.log == ["backward", f"copied {VERSION}", "update"]
+
+
+async def test_without_a_hold_a_version_is_published_between_two_steps(
+    trainer: ScriptedTrainer,
+) -> None:
+    script = trainer.script
+    script.copy.set()
+    script.backward.clear()
+    training = trainer.ask("train", batch())
+    await asyncio.to_thread(script.began.wait)
+    publishing, holding = trainer.ask("publish"), trainer.ask("hold")
+    assert await waits(publishing)
+    script.backward.set()
+    await training
+    assert await publishing == f"handle of {VERSION + 1}"
+    assert await holding == VERSION + 1
+    assert script.log == ["backward", "update", f"copied {VERSION + 1}"]
+
+
+async def test_a_checkpoint_waits_for_the_copy(trainer: ScriptedTrainer) -> None:
+    script = trainer.script
+    publishing = trainer.ask("publish")
+    saving = trainer.ask("save", Path("step-3"))
+    assert await waits(saving)
+    script.copy.set()
+    await asyncio.gather(publishing, saving)
+    assert script.log == [f"copied {VERSION}", "saved step-3"]

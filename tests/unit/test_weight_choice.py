@@ -1,0 +1,76 @@
+"""Which transport weights take, and that a process which cannot use it says what helps."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_mesh.configs.weights import WeightsConfig
+from composer_mesh.mesh.weights.choice import choose, published_dtype
+from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.services.weight_transport import settled
+
+HOST = {"name": "h", "cores": 8, "memory_gb": 64.0}
+
+
+def test_auto_takes_shared_memory_on_one_host_and_one_sided_reads_elsewhere() -> None:
+    auto = WeightsConfig()
+    assert str(choose(auto)) == "shm (trainer and receivers share one host)"
+    assert str(choose(auto, 3)) == "rdma (the run has 3 hosts)"
+
+
+@pytest.mark.parametrize("name", ["shm", "rdma", "disk"])
+def test_what_is_asked_for_is_taken(name: Any) -> None:
+    assert str(choose(WeightsConfig(transport=name))) == f"{name} (as weights.transport says)"
+
+
+def test_shared_memory_of_several_hosts_is_refused_with_the_repair() -> None:
+    with pytest.raises(TransportUnavailable, match="the run has 2 hosts: set weights"):
+        choose(WeightsConfig(transport="shm"), 2)
+
+
+@pytest.mark.skipif(find_spec("torchstore") is not None, reason="torchstore is installed")
+def test_torchstore_that_is_missing_is_named_with_the_command_that_installs_it() -> None:
+    with pytest.raises(TransportUnavailable, match=r"not installed.*--no-deps torchstore==0\.1\.2"):
+        choose(WeightsConfig(transport="torchstore"))
+
+
+def test_half_precision_is_published_where_everybody_serves_it(build_config: Any) -> None:
+    def of(dtype: str, alpha: float) -> torch.dtype | None:
+        return published_dtype(build_config(generator={"dtype": dtype}, sdpo={"alpha": alpha}))
+
+    assert of("bfloat16", 0.0) is torch.bfloat16
+    assert of("bfloat16", 1.0) is None  # the SDPO teacher follows in full precision
+    assert of("float32", 0.0) is None
+
+
+def test_a_run_settles_on_one_transport_for_all_its_actors(
+    build_config: Any, tmp_path: Path
+) -> None:
+    with settled(build_config(), tmp_path) as (config, transport):
+        assert config.weights.transport == transport.name == "shm"
+        assert choose(config.weights).name == "shm"
+    two = build_config(placement={"hosts": ({**HOST, "count": 2},)})
+    with settled(two, tmp_path) as (config, _):
+        assert choose(config.weights).name == "rdma"
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_disk_leaves_goes_with_the_run(build_config: Any, tmp_path: Path, given: bool) -> None:
+    root, shared = tmp_path / "runs" / "one", tmp_path / "shared"
+    weights = {"transport": "disk", **({"folder": shared} if given else {})}
+    (shared / "other").mkdir(parents=True)
+    for _ in range(2):  # the second run finds what the first one left when it was killed
+        with settled(build_config(weights=weights), root) as (config, _):
+            folder = config.weights.folder
+            assert folder is not None
+            assert not folder.exists()
+            folder.mkdir(parents=True)
+        assert not folder.exists()
+        folder.mkdir(parents=True)
+    assert folder == (shared / "one" if given else root / "weights")
+    assert (shared / "other").is_dir()

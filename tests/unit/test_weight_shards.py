@@ -1,0 +1,214 @@
+"""A trainer of several ranks: each publishes its own rows, and receivers have whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from composer_mesh.mesh.weights.choice import Transport
+from composer_mesh.mesh.weights.errors import WeightsMismatch
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.publisher import WeightPublisher
+from composer_mesh.mesh.weights.receiver import WeightReceiver
+from composer_mesh.mesh.weights.shards import own_rows
+
+SHM = Transport("shm")
+
+
+@dataclass(frozen=True)
+class FakeMesh:
+    """A device mesh as one rank of several sees it, without the others."""
+
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    def size(self, dim: int) -> int:
+        return self.sizes[dim]
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return self.coordinate
+
+
+class FakeDTensor:
+    """One rank's rows of a tensor, split as torch splits it."""
+
+    def __init__(self, whole: Tensor, mesh: FakeMesh, placements: tuple[Any, ...]) -> None:
+        self.device_mesh, self.placements = mesh, placements
+        self.shape, self.dtype = whole.shape, whole.dtype
+        self.is_floating_point = whole.is_floating_point
+        local, offset = _compute_local_shape_and_global_offset(
+            whole.shape, mesh.sizes, mesh.coordinate, placements
+        )
+        index = tuple(slice(begin, begin + size) for begin, size in zip(offset, local, strict=True))
+        self.local = whole[index].clone()
+
+    def to_local(self) -> Tensor:
+        return self.local
+
+
+def shards(
+    state: Mapping[str, Tensor], sizes: tuple[int, ...], placements: tuple[Any, ...]
+) -> Iterator[dict[str, Any]]:
+    """The state of each rank; scalars are on all of them. Names of one tensor stay tied."""
+    for rank in range(math.prod(sizes)):
+        coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(rank), sizes))
+        made: dict[int, Any] = {}
+        yield {
+            name: made.setdefault(
+                id(whole),
+                FakeDTensor(whole, FakeMesh(sizes, coordinate), placements)
+                if whole.dim()
+                else whole,
+            )
+            for name, whole in state.items()
+        }
+
+
+Publish = Callable[[list[dict[str, Any]]], Awaitable[list[WeightsHandle]]]
+
+
+@pytest.fixture
+async def publish_all() -> AsyncIterator[Publish]:
+    """Publishes the states of all ranks; what they offer lasts until the end of the test."""
+    publishers: list[WeightPublisher] = []
+
+    async def publish(states: list[dict[str, Any]]) -> list[WeightsHandle]:
+        new = [
+            WeightPublisher(partial(dict, state), transport=SHM, rank=rank, ranks=len(states))
+            for rank, state in enumerate(states)
+        ]
+        publishers.extend(new)
+        return [await publisher.publish(3) for publisher in new]
+
+    yield publish
+    for publisher in publishers:
+        await publisher.close()
+
+
+def some_state() -> dict[str, Tensor]:
+    """Tensors that split evenly, unevenly, and into fewer rows than there are ranks."""
+    embedding = torch.randn(7, 3)
+    return {
+        "embed": embedding,
+        "even": torch.randn(8, 2).bfloat16(),
+        "few": torch.arange(2),
+        "one": torch.randn(1, 2, 2),
+        "none": torch.randn(0, 4),
+        "scalar": torch.tensor(4.5),
+        "head": embedding,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placements"),
+    [
+        ((1,), (Shard(0),)),
+        ((2,), (Shard(0),)),
+        ((3,), (Shard(0),)),
+        ((5,), (Shard(0),)),
+        ((3,), (Replicate(),)),
+        ((2, 3), (Replicate(), Shard(0))),
+        ((2, 2), (Shard(0), Shard(0))),
+    ],
+)
+async def test_the_parts_of_all_ranks_are_the_whole(
+    sizes: tuple[int, ...], placements: tuple[Any, ...], publish_all: Publish
+) -> None:
+    state = some_state()
+    handles = await publish_all(list(shards(state, sizes, placements)))
+    staged = await WeightReceiver().receive(WeightsHandle.joined(handles))
+    found = {name: tensor for names, tensor in staged.tensors() for name in names}
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert sum(1 for names, _ in staged.tensors() if len(names) > 1) == 1
+    target = nn.Module()
+    for name, tensor in state.items():
+        target.register_buffer(name, torch.zeros_like(tensor))
+    staged.apply(target)
+    for name, tensor in state.items():
+        assert torch.equal(target.state_dict()[name], tensor), name
+
+
+async def test_no_byte_is_published_twice(publish_all: Publish) -> None:
+    state = {"a": torch.randn(9, 5), "b": torch.randn(4)}
+    handles = await publish_all(list(shards(state, (2, 2), (Replicate(), Shard(0)))))
+    pieces = [piece for handle in handles for part in handle.parts for piece in part.layout.pieces]
+    assert sum(piece.count for piece in pieces) == 9 + 4
+    assert [len(handle.parts) for handle in handles] == [1, 1, 0, 0]
+
+
+async def test_plain_tensors_are_published_by_the_first_rank_only(publish_all: Publish) -> None:
+    handles = await publish_all([some_state(), some_state()])
+    assert [len(handle.parts) for handle in handles] == [1, 0]
+    (await WeightReceiver().receive(WeightsHandle.joined(handles)))._check()
+
+
+async def test_parts_that_are_not_the_whole_are_refused_before_anything_is_read(
+    publish_all: Publish,
+) -> None:
+    state = {"a": torch.randn(5, 2), "b": torch.randn(4)}
+    first, second = await publish_all(list(shards(state, (2,), (Shard(0),))))
+    for handles in ([first], [second], [first, first], [first, second, second]):
+        with pytest.raises(WeightsMismatch, match=r"a has 5 rows, but the parts of ranks"):
+            WeightsHandle.joined(handles)
+    with pytest.raises(WeightsMismatch, match="join the handles of all ranks"):
+        await WeightReceiver().receive(first)
+    with pytest.raises(WeightsMismatch, match="rank 1 published version 4 but rank 0 version 3"):
+        WeightsHandle.joined([first, replace(second, version=4)])
+    (other,) = await publish_all([{"a": torch.randn(5, 3)}])
+    with pytest.raises(WeightsMismatch, match=r"rank 1 published a: .* \(5, 3\) where rank 0 has"):
+        WeightsHandle.joined([first, other])
+
+
+async def test_only_rows_are_published_in_parts(publish_all: Publish) -> None:
+    for placements in ((Shard(1),), (Shard(0), Shard(1))):
+        sizes = (2,) * len(placements)
+        states = list(shards({"wide": torch.randn(4, 4)}, sizes, placements))
+        with pytest.raises(WeightsMismatch, match=r"wide is placed as .* call full_tensor"):
+            await publish_all(states)
+    mesh = FakeMesh((2,), (0,))
+    odd = FakeDTensor(torch.randn(5, 2), mesh, (Shard(0),))
+    odd.local = odd.local[:1]
+    with pytest.raises(WeightsMismatch, match="odd has 1 rows on rank 0, but an even spread of 5"):
+        own_rows({"odd": odd}, 0, None)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(-1, 1), (1, 1), (2, 2)])
+def test_a_rank_is_one_of_the_ranks(rank: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"rank is {rank} of {ranks} ranks"):
+        WeightPublisher(dict, transport=SHM, rank=rank, ranks=ranks)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+async def test_a_model_that_fsdp_shards_arrives_whole_with_its_tied_head() -> None:
+    model = nn.Sequential(OrderedDict(embed=nn.Embedding(7, 4), head=nn.Linear(4, 7, bias=False)))
+    model.head.weight = model.embed.weight
+    expected = model.embed.weight.detach().clone()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    publisher = WeightPublisher(model.state_dict, transport=SHM, dtype=torch.bfloat16)
+    staged = await WeightReceiver().receive(await publisher.publish(1))
+    [(names, tensor)] = staged.tensors()
+    assert names == ("embed.weight", "head.weight")
+    assert torch.equal(tensor, expected.bfloat16())
