@@ -34,10 +34,15 @@ from composer_mesh.configs.trainer import TrainerConfig
 def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     """The model that learns, on the rank's device.
 
-    Raises `UnsupportedHead` and `UnsupportedPacking` for one that the losses cannot train, and
-    what adapters and sharding refuse.
+    Raises `UnsupportedHead` and `UnsupportedPacking` for one that the losses cannot train,
+    ValueError for attention that the device cannot, and what adapters and sharding refuse.
     """
     trainer = config.trainer
+    if trainer.attention != "sdpa" and ranks.device.type == "cpu":
+        raise ValueError(
+            f"trainer.attention is {trainer.attention!r} but the trainer computes on a CPU, where "
+            "only sdpa has a backward: set it to 'sdpa', or placement.trainer.gpus to 1"
+        )
     source, model = _read(folder, trainer, ranks)
     if source is not None:
         LanguageModel(source).check_head()

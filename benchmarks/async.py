@@ -51,7 +51,7 @@ class Mean:
 def main() -> int:
     """Simulate and measure; returns 1 where a claim does not hold."""
     given = arguments(__doc__.splitlines()[0]).parse_args()
-    steps, seeds, real_steps = (16, 1, 6) if given.quick else (60, 3, 14)
+    steps, seeds, real_steps = (32, 1, 5) if given.quick else (60, 3, 14)
     report = Report("async")
 
     def run(max_lag: int, durations: Durations | None = None, **how: object) -> Mean:

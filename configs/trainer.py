@@ -62,7 +62,8 @@ class TrainerConfig(Section):
     """Whether several sequences share a row of a microbatch, so that less of it is padding."""
 
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
-    """What computes attention: torch's kernels, its compiled ones, or the package flash-attn."""
+    """What computes attention: torch's kernels, or on a GPU its compiled ones ("flex") or those of
+    the package flash-attn ("flash")."""
 
     sharding: Literal["auto", "none", "fsdp2"] = "auto"
     """"none": whole copies on every rank; "fsdp2": each rank keeps rows of every weight; "auto":

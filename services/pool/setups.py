@@ -14,7 +14,7 @@ from composer_mesh.services.pool.replicas import Call, Replica
 
 LOAD = "load"
 """The call that takes long and holds for good."""
-TELL_S = 5.0
+TELL_S = 3.0
 """How long the end of an actor may take to be known after reading its memory has failed.
 
 Longer than Monarch is given to say why a process ended, because such a read may fail at once."""

@@ -13,6 +13,7 @@ from step_batches import Make, batch_of, weights_of
 
 from composer_mesh.actors.held_version import HeldVersion
 
+PATIENCE_S = 10.0
 LONG_ENOUGH_S = 0.05
 """What a thread that should be blocked, and is not, is given to show it."""
 
@@ -23,7 +24,7 @@ class Updating:
     def __init__(self, held: HeldVersion) -> None:
         self.log: list[str] = []
         self._held = held
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -35,7 +36,7 @@ class Updating:
         return self._thread.is_alive()
 
     def end(self) -> list[str]:
-        self._thread.join()
+        self._thread.join(PATIENCE_S)
         return self.log
 
 

@@ -142,6 +142,11 @@ def test_layers_that_are_computed_again_have_the_same_gradients(build: Any) -> N
     assert weights_of(plain).keys() == weights_of(wrapped).keys()
 
 
+def test_attention_without_a_backward_on_the_device_is_refused(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"attention is 'flex' but .* only sdpa has a backward"):
+        build(attention="flex")
+
+
 def test_a_model_without_a_list_of_layers_is_refused(build: Any) -> None:
     model = build()
     model.config.num_hidden_layers = 7

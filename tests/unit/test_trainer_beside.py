@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,13 @@ class ScriptedTrainer(TrainerActor):
 
 
 @pytest.fixture
-async def trainer(build_config: Any) -> ScriptedTrainer:
+async def trainer(build_config: Any) -> AsyncIterator[ScriptedTrainer]:
     trainer = ScriptedTrainer(Script())
     assert await trainer.ask("load", build_config(), Path()) == VERSION
-    return trainer
+    yield trainer
+    # So that no thread of a test that failed waits for ever.
+    trainer.script.backward.set()
+    trainer.script.copy.set()
 
 
 def batch() -> StepBatch:

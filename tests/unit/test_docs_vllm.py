@@ -1,0 +1,30 @@
+"""The page about vLLM names what exists, and its settings and its list of head widths are real."""
+
+from __future__ import annotations
+
+from guides import ROOT, Guide, as_a_run, names_in_code
+
+from composer_mesh.actors.engines.vllm_checks import CPU_HEAD_DIMS, check_vllm_fits
+
+PAGE = Guide.read("vllm.md")
+
+
+def test_every_name_on_the_page_exists() -> None:
+    assert PAGE.names() - names_in_code() == set()
+
+
+def test_every_link_on_the_page_leads_somewhere() -> None:
+    for link in PAGE.links():
+        assert (ROOT / "docs" / link).exists(), link
+
+
+def test_the_settings_on_the_page_are_a_run_that_vllm_can_serve() -> None:
+    (toml,) = PAGE.blocks("toml")
+    run = as_a_run(toml)
+    assert run.generator.engine == "vllm"
+    check_vllm_fits(run)
+
+
+def test_the_head_widths_on_the_page_are_those_that_are_checked() -> None:
+    *most, last = map(str, CPU_HEAD_DIMS)
+    assert f"{', '.join(most)} and {last}, which" in PAGE.text.replace("\n", " ")
