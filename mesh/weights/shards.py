@@ -35,7 +35,9 @@ def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) 
     """
     shared: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state.items():
-        key = (*identity(_local(tensor)), tuple(tensor.shape))
+        local = _local(tensor)
+        # All empty memory is at one address; a tied tensor is one object in the trainer's state.
+        key = (*identity(local), tuple(tensor.shape), 0 if local.numel() else id(tensor))
         shared.setdefault(key, []).append(name)
     return [_rows(tuple(names), state[names[0]], rank, dtype) for names in shared.values()]
 

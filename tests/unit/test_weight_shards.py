@@ -194,6 +194,12 @@ def test_a_rank_is_one_of_the_ranks(rank: int, ranks: int) -> None:
         WeightPublisher(dict, transport=SHM, rank=rank, ranks=ranks)
 
 
+def test_empty_tensors_are_tied_only_where_they_are_one() -> None:
+    tied = torch.empty(0, 4)
+    rows = own_rows({"a": torch.empty(0, 4), "b": tied, "c": tied}, 0, None)
+    assert [one.entry.names for one in rows] == [("a",), ("b", "c")]
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
