@@ -24,6 +24,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.weights.choice import Transport
+from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tasks import Task, make_task
@@ -163,6 +164,9 @@ class Run:
             raise
         except MeshError as error:
             self.failure = failure_line(error, MeshHost.name)
+            return FAILED
+        except TransportUnavailable as error:
+            self.failure = str(error)
             return FAILED
         except Exception as error:  # noqa: BLE001  supervision boundary: what is done is kept
             self.failure = "".join(traceback.format_exception(error)).rstrip()
