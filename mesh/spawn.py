@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
-MONARCH_S = 2.0
-"""How long Monarch, which knows why a process ended, is given to say so itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,12 +175,12 @@ class MeshHost:
     async def _watch_process(self, spawned: SpawnedActor) -> None:
         """Tell the supervisor when the process is gone, and how it ended.
 
-        Monarch tells too, but only when it asks next, and then it may need half a minute.
+        Monarch tells too, but only when it asks next, and then it may need half a minute. Where it
+        has collected the process first, how it ended is not known.
         """
         reason = await processes.end_of_child(spawned.pid)
         if reason is None:
             await processes.wait_gone(spawned.pid, math.inf)
-            await asyncio.sleep(MONARCH_S)
         self.lost(spawned, reason or f"its process {spawned.pid} has ended")
 
     async def _start(

@@ -17,7 +17,7 @@ LOAD = "load"
 TELL_S = 3.0
 """How long the end of an actor may take to be known after reading its memory has failed.
 
-Longer than Monarch is given to say why a process ended, because such a read may fail at once."""
+Such a read may fail at once, and on a busy machine the news of a process's end may be later."""
 
 
 class Setups:
