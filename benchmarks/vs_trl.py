@@ -53,6 +53,25 @@ SIDES: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True)
+class Way:
+    """How TRL is run.
+
+    With `spin` its threads wait busily for each other, as they do by default: fastest alone on a
+    machine, and in their own way beside others.
+    """
+
+    threads: int
+    rows: int
+    """Sequences of one forward and backward."""
+    spin: bool = False
+
+    @property
+    def env(self) -> dict[str, str]:
+        found = {"OMP_NUM_THREADS": str(self.threads)}
+        return found if self.spin else found | {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@dataclass(frozen=True)
 class Size:
     """How much is run: steps of each run, a saved policy each so many, and how often."""
 
@@ -60,13 +79,14 @@ class Size:
     save_every: int
     rounds: int
     episodes: int
-    tries: Sequence[tuple[int, int]]
-    """TRL's threads and rows of a forward; the best one is kept."""
+    tries: Sequence[Way]
+    """Ways to run TRL; the best one is kept."""
 
 
-FULL = Size(30, 3, 2, 200, [(t, r) for t in sorted({1, CORES}) for r in (16, 48)])
-QUICK = Size(7, 0, 1, 0, [(CORES, 48)])
-TRIED_STEPS = 5
+FULL = Size(30, 3, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
+QUICK = Size(7, 0, 1, 0, [Way(1, 48)])
+TRIED_STEPS, TRIED_S = 5, 90.0
+"""Length of a try, and the seconds after which it is given up."""
 
 
 @dataclass
@@ -109,20 +129,18 @@ class Comparison:
         ]
         return load_config(PRESET, [*SIDES[side], *settings])
 
-    def choose(self) -> tuple[int, int]:
-        """TRL's best number of threads and rows of those to be tried."""
+    def choose(self) -> Way:
+        """TRL's best way of those to be tried."""
         if len(self._size.tries) > 1:
             found = {way: self._tried(way) for way in self._size.tries}
             self._best = max(found, key=lambda way: found[way])
         return self._best
 
-    def _tried(self, way: tuple[int, int]) -> float:
+    def _tried(self, way: Way) -> float:
         run = self.run("trl", TRIED_STEPS, way)
-        return run.tokens_per_s(MARGIN, TRIED_STEPS)
+        return run.tokens_per_s(1, TRIED_STEPS) if len(run.steps) == TRIED_STEPS else 0.0
 
-    def run(
-        self, side: str, steps: int | None = None, way: tuple[int, int] | None = None
-    ) -> Recorded:
+    def run(self, side: str, steps: int | None = None, way: Way | None = None) -> Recorded:
         """One run of a side, from its own process to its end."""
         self._count += 1
         place = self._folder / f"{self._count}-{side}"
@@ -132,11 +150,11 @@ class Comparison:
         if side != "trl":
             command = ["-m", "composer_mesh", "train", file, "--output", output]
             return record(_python(command), output, {}, keep)
-        threads, rows = way or self._best
-        save_every = 0 if steps else self._size.save_every
+        patience_s = None if way is None else TRIED_S
+        save_every, way = 0 if way else self._size.save_every, way or self._best
         command = [HERE / "vs_trl_peer.py", file, self.policy, output]
-        command += ["--save-every", save_every, "--rows", rows]
-        return record(_python(command), output, {"OMP_NUM_THREADS": str(threads)}, keep)
+        command += ["--save-every", save_every, "--rows", way.rows]
+        return record(_python(command), output, way.env, keep, patience_s)
 
     def successes(self, run: Recorded) -> dict[int, float]:
         """Greedy held-out success of the policies that a run has saved, up to the goal and last."""
@@ -183,8 +201,8 @@ def _python(command: Sequence[object]) -> list[str]:
     return [sys.executable, *map(str, command)]
 
 
-def compare(size: Size, peer: bool) -> tuple[dict[str, Side], tuple[int, int] | None]:
-    """Every side in turn, as often as the size says, and TRL's threads and rows."""
+def compare(size: Size, peer: bool) -> tuple[dict[str, Side], Way | None]:
+    """Every side in turn, as often as the size says, and the way TRL was run."""
     sides = {name: Side() for name in SIDES if peer or name != "trl"}
     with tempfile.TemporaryDirectory(prefix="vs_trl-") as folder:
         comparison = Comparison(size, Path(folder))
@@ -197,11 +215,11 @@ def compare(size: Size, peer: bool) -> tuple[dict[str, Side], tuple[int, int] | 
     return sides, best
 
 
-def report_on(sides: Mapping[str, Side], best: tuple[int, int] | None, size: Size) -> Report:
+def report_on(sides: Mapping[str, Side], best: Way | None, size: Size) -> Report:
     report, rows = Report("vs_trl"), []
     report.figures["cores"] = CORES
     if best is not None:
-        report.figures |= {"trl_threads": best[0], "trl_rows": best[1]}
+        report.figures |= {"trl_threads": best.threads, "trl_rows": best.rows}
     for name, side in sides.items():
         speed, goal = statistics.median(side.tokens_per_s(size)), side.to_goal()
         trained = statistics.median(run.trained_s(size.steps) for run in side.runs)

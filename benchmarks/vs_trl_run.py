@@ -59,8 +59,17 @@ class Recorded:
         return next(one.ended for one in self.steps if one.step == step)
 
 
-def record(command: Sequence[str], output: Path, env: dict[str, str], keep: Path) -> Recorded:
-    """Run a side to its end, and keep its policies. Raises `SideFailed` with its last words."""
+def record(
+    command: Sequence[str],
+    output: Path,
+    env: dict[str, str],
+    keep: Path,
+    patience_s: float | None = None,
+) -> Recorded:
+    """Run a side to its end, or as long as the patience lasts, and keep its policies.
+
+    Raises `SideFailed` with its last words.
+    """
     log = keep.with_suffix(".log")
     with log.open("w") as file:
         found = Recorded(time.monotonic())
@@ -69,6 +78,8 @@ def record(command: Sequence[str], output: Path, env: dict[str, str], keep: Path
         )
         try:
             while process.poll() is None:
+                if patience_s is not None and time.monotonic() > found.launched + patience_s:
+                    return found
                 _look(found, output, keep)
                 time.sleep(POLL_S)
         finally:
