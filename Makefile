@@ -5,12 +5,14 @@
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
 #   PYTEST_ARGS further arguments for the tests
 #   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
+#   RUN_JOBS    whole runs that are tested side by side (default: 2)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
+RUN_JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ STAMPS := $(VENV)/.stamps
 .PHONY: help quickstart vllm test check clean
 
 help:
-	@sed -n '1,2p;4,7p' Makefile
+	@sed -n '1,2p;4,8p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -30,7 +32,7 @@ vllm: $(STAMPS)/vllm
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit -n $(TEST_JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/procs $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/procs -n $(RUN_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
