@@ -68,20 +68,30 @@ class SpawnedActor:
         return answer
 
 
-async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T]) -> T:
+async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s: float = 0.0) -> T:
     """Work that also ends, by `ActorDied`, with an actor whose memory others may be reading.
 
-    A read from a process that is gone is not refused but hangs.
+    A read from a process that is gone may hang, or fail before the end of the process is known:
+    that long is an error of the work held back to see whether it comes of such an end.
     """
-    task = asyncio.ensure_future(work)
-    either: list[asyncio.Future[Any]] = [task, *([actor.death] if actor.death else [])]
+    task, death = asyncio.ensure_future(work), actor.death
+    either: list[asyncio.Future[Any]] = [task, *([death] if death else [])]
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if actor.death is not None and not task.done():
-            raise ActorDied(*actor.death.result().args)
+        doubtful = bool(news_s) and task.done() and _may_come_of_a_death(task)
+        if death is not None and doubtful:
+            await asyncio.wait([death], timeout=news_s)
+        if death is not None and death.done() and (doubtful or not task.done()):
+            raise ActorDied(*death.result().args)
         return task.result()
     finally:
         await cancel_and_wait([task])
+
+
+def _may_come_of_a_death(task: asyncio.Future[Any]) -> bool:
+    """Whether work has failed, and not for a death that is known."""
+    failed = None if task.cancelled() else task.exception()
+    return failed is not None and not isinstance(failed, ActorDied)
 
 
 class MeshHost:

@@ -35,6 +35,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+from composer_mesh.services.pool.setups import TELL_S
 from composer_mesh.services.seats import Envs
 from composer_mesh.services.step_signals import Request, StepWork, requests_for
 
@@ -210,7 +211,7 @@ class SdpoTeachers:
     ) -> int | None:
         pulling = teacher.call("pull", handle, deadline_s=self._deadline_s)
         try:
-            version: int = await (while_alive(source, pulling) if source else pulling)
+            version: int = await (while_alive(source, pulling, TELL_S) if source else pulling)
         except Exception as error:  # supervision boundary: judged by _end_of
             died = self._end_of(teacher, error)
             if died is None:
