@@ -10,8 +10,9 @@ with several numbers of threads and rows, and keeps the best.
 
 A token counts where the policy sampled it and the loss saw it. Tokens a second leave out start-up,
 the first two steps and the last two, in which the mesh samples no more. Time to success is training
-time up to the first saved policy that solves 0.8 of the held-out episodes, greedily, by one
-evaluator for all. TRL comes from the extra `bench`; without it, its figures and ratio are missing.
+time up to the first policy that solves 0.8 of the held-out episodes, greedily, by one evaluator for
+all; and, because that comes within a few steps, up to the step whose sampled rollouts do (mean of
+three steps). TRL comes from the extra `bench`; without it, its figures and ratio are missing.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,10 +82,11 @@ class Size:
     episodes: int
     tries: Sequence[Way]
     """Ways to run TRL; the best one is kept."""
+    sides: Sequence[str] = tuple(SIDES)
 
 
-FULL = Size(30, 3, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
-QUICK = Size(7, 0, 1, 0, [Way(1, 48)])
+FULL = Size(30, 1, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
+QUICK = Size(12, 0, 1, 0, [Way(1, 48)], ("trl", "mesh"))
 TRIED_STEPS, TRIED_S = 5, 90.0
 """Length of a try, and the seconds after which it is given up."""
 
@@ -100,16 +102,29 @@ class Side:
     def tokens_per_s(self, size: Size) -> list[float]:
         return [run.tokens_per_s(MARGIN, size.steps - MARGIN) for run in self.runs]
 
-    def to_goal(self) -> tuple[float, float] | None:
-        """Median seconds and steps up to the goal; None where a run did not come to it."""
-        found = []
-        for run, successes in zip(self.runs, self.successes, strict=True):
-            steps = [step for step, success in sorted(successes.items()) if success >= GOAL]
-            if not steps:
-                return None
-            found.append((run.trained_s(steps[0]), float(steps[0])))
-        seconds, steps_taken = zip(*found, strict=True)
-        return statistics.median(seconds), statistics.median(steps_taken)
+    def greedy(self) -> list[int | None]:
+        """The first saved policy of each run that came to the goal."""
+        return [
+            next((step for step, success in sorted(found.items()) if success >= GOAL), None)
+            for found in self.successes
+        ]
+
+    def sampled(self) -> list[int | None]:
+        """The step of each run whose own rollouts came to the goal."""
+        return [run.sampled(GOAL) for run in self.runs]
+
+    def time_to(self, steps: Sequence[int | None]) -> float | None:
+        """Median seconds of training up to these steps; None where a run did not come to it."""
+        pairs = zip(self.runs, steps, strict=True)
+        seconds = [None if step is None else run.trained_s(step) for run, step in pairs]
+        known = [one for one in seconds if one is not None]
+        return statistics.median(known) if len(known) == len(seconds) and known else None
+
+
+GOALS: Mapping[str, Callable[[Side], list[int | None]]] = {
+    "greedy": Side.greedy,
+    "sampled": Side.sampled,
+}
 
 
 class Comparison:
@@ -203,7 +218,7 @@ def _python(command: Sequence[object]) -> list[str]:
 
 def compare(size: Size, peer: bool) -> tuple[dict[str, Side], Way | None]:
     """Every side in turn, as often as the size says, and the way TRL was run."""
-    sides = {name: Side() for name in SIDES if peer or name != "trl"}
+    sides = {name: Side() for name in size.sides if peer or name != "trl"}
     with tempfile.TemporaryDirectory(prefix="vs_trl-") as folder:
         comparison = Comparison(size, Path(folder))
         best = comparison.choose() if peer else None
@@ -221,37 +236,43 @@ def report_on(sides: Mapping[str, Side], best: Way | None, size: Size) -> Report
     if best is not None:
         report.figures |= {"trl_threads": best.threads, "trl_rows": best.rows}
     for name, side in sides.items():
-        speed, goal = statistics.median(side.tokens_per_s(size)), side.to_goal()
-        trained = statistics.median(run.trained_s(size.steps) for run in side.runs)
-        wall = statistics.median(run.wall_s for run in side.runs)
-        report.figures |= {
-            f"{name}_tokens_per_s": round(speed, 1),
-            f"{name}_trained_s": round(trained, 2),
-            f"{name}_wall_s": round(wall, 2),
-        }
-        if goal is not None:
-            report.figures |= {f"{name}_s_to_goal": round(goal[0], 2)}
-            report.figures |= {f"{name}_steps_to_goal": goal[1]}
-        if all(side.successes):
-            last = statistics.median(found[max(found)] for found in side.successes)
-            report.figures[f"{name}_success"] = round(last, 3)
-        to_goal = "-" if goal is None else f"{goal[0]:.1f} s, {goal[1]:.0f} steps"
-        rows.append([name, f"{speed:.0f}", to_goal, f"{trained:.1f} s", f"{wall:.1f} s"])
-    columns = ["", "tokens/s", f"to {GOAL} success", f"{size.steps} steps", "with start and end"]
-    report.print_table(f"Trained on {CORES} cores", columns, rows)
+        figures = figures_of(side, size)
+        report.figures |= {f"{name}_{key}": round(value, 3) for key, value in figures.items()}
+        shown = ("tokens_per_s", "s_to_greedy", "s_to_sampled", "trained_s", "wall_s")
+        rows.append([name, *(f"{figures[key]:.1f}" if key in figures else "-" for key in shown)])
+    columns = ["", "tokens/s", f"s to {GOAL}, greedy", "sampled", f"s of {size.steps} steps"]
+    report.print_table(f"Trained on {CORES} cores", [*columns, "with start and end"], rows)
     return report
+
+
+def figures_of(side: Side, size: Size) -> dict[str, float]:
+    """Medians over the runs of a side."""
+    found = {
+        "tokens_per_s": statistics.median(side.tokens_per_s(size)),
+        "trained_s": statistics.median(run.trained_s(size.steps) for run in side.runs),
+        "wall_s": statistics.median(run.wall_s for run in side.runs),
+    }
+    for name, steps_of in GOALS.items():
+        steps = steps_of(side)
+        known = [step for step in steps if step is not None]
+        if (seconds := side.time_to(steps)) is not None:
+            found |= {f"s_to_{name}": seconds, f"steps_to_{name}": statistics.median(known)}
+    if all(side.successes):
+        found["success"] = statistics.median(one[max(one)] for one in side.successes)
+    return found
 
 
 def add_ratios(report: Report, sides: Mapping[str, Side], size: Size) -> None:
     """The mesh over TRL, run by run of the same round."""
-    for name in ("mesh", "mesh_three_channels"):
+    for name in sides.keys() - {"trl"}:
         pairs = zip(sides[name].tokens_per_s(size), sides["trl"].tokens_per_s(size), strict=True)
         ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         key = "tokens_per_s_over_trl" if name == "mesh" else f"{name}_over_trl"
         report.ratios[key] = ratio
-    goals = sides["trl"].to_goal(), sides["mesh"].to_goal()
-    if goals[0] is not None and goals[1] is not None:
-        report.ratios["trl_time_to_goal_over_mesh"] = goals[0][0] / goals[1][0]
+    for name, steps_of in GOALS.items():
+        theirs, ours = (sides[s].time_to(steps_of(sides[s])) for s in ("trl", "mesh"))
+        if theirs is not None and ours is not None:
+            report.ratios[f"trl_time_to_{name}_goal_over_mesh"] = theirs / ours
 
 
 def main() -> None:

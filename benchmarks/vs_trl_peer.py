@@ -11,6 +11,7 @@ order, rewards, loss, optimizer and rates. Episodes have several turns, so they 
 import argparse
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from vs_trl_episodes import Player
+from vs_trl_episodes import Played, Player
 
 from composer_mesh.actors.policy import load_model, load_tokenizer
 from composer_mesh.actors.schedules import learning_rate
@@ -40,8 +41,7 @@ class Rollouts:
         self._task = make_task(config)
         chat = ChatFormat(tokenizer, self._task.tools)
         self._player = Player(config, self._task, chat)
-        self.tokens = 0
-        self.reward = 0.0
+        self.played: list[Played] = []
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         def sample(contexts: list[list[int]]) -> list[list[int]]:
@@ -50,8 +50,7 @@ class Rollouts:
 
         episodes = [self._task.episode("train", int(prompt)) for prompt in prompts]
         played = self._player.play(episodes, sample)
-        self.tokens = sum(sum(one.mask) for one in played)
-        self.reward = sum(one.reward for one in played) / len(played)
+        self.played = played
         return {
             "prompt_ids": [one.prompt_ids for one in played],
             "completion_ids": [one.ids for one in played],
@@ -78,10 +77,12 @@ class Recorder(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **given: Any) -> None:
+        played = self._rollouts.played
         line = {
             "step": state.global_step,
-            "tokens/trained": self._rollouts.tokens,
-            "reward/mean": self._rollouts.reward,
+            "tokens/trained": sum(sum(one.mask) for one in played),
+            "reward/mean": statistics.mean(one.reward for one in played),
+            "reward/success": statistics.mean(one.success for one in played),
             "time/step_s": time.perf_counter() - self._began,
         }
         with (self._output / "metrics.jsonl").open("a") as file:

@@ -4,9 +4,11 @@ Both sides write the same files, so both are watched by the same code and the sa
 here knows who trains.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 POLL_S = 0.05
-WRITTEN_LATER = ("training_state.pt",)
+LEFT_OUT = ("training_state.pt",)
+SMOOTHED = 3
+"""Steps over which the success of sampled rollouts is taken."""
 
 
 class SideFailed(RuntimeError):
@@ -23,11 +27,15 @@ class SideFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """A step: the action tokens that it trained, and when it had ended (time.monotonic)."""
+    """A step: the action tokens that it trained, and when it had ended (time.monotonic).
+
+    `success` is the share of its own rollouts that were solved.
+    """
 
     step: int
     tokens: int
     ended: float
+    success: float
 
 
 @dataclass
@@ -49,6 +57,13 @@ class Recorded:
     def trained_s(self, step: int) -> float:
         """Seconds from the beginning of the first step to the end of this one."""
         return self._end_of(step) - self.began
+
+    def sampled(self, goal: float) -> int | None:
+        """The first step whose rollouts and those of the two before it came to the goal."""
+        for last in range(SMOOTHED, len(self.steps) + 1):
+            if statistics.mean(one.success for one in self.steps[last - SMOOTHED : last]) >= goal:
+                return self.steps[last - 1].step
+        return None
 
     @property
     def wall_s(self) -> float:
@@ -101,10 +116,11 @@ def _look(found: Recorded, output: Path, keep: Path) -> None:
     for line in map(json.loads, lines[len(found.steps) :]):
         if not found.steps:
             found.began = now - line["time/step_s"]
-        found.steps.append(Step(line["step"], line["tokens/trained"], now))
+        tokens, success = line["tokens/trained"], line["reward/success"]
+        found.steps.append(Step(line["step"], tokens, now, success))
     for folder in (output / "checkpoints").glob("step-*"):
-        step = int(folder.name.removeprefix("step-"))
+        step, copy = int(folder.name.removeprefix("step-")), keep / folder.name
         if step not in found.policies:
-            copy = keep / folder.name
-            shutil.copytree(folder, copy, ignore=lambda *_: WRITTEN_LATER, dirs_exist_ok=True)
-            found.policies[step] = copy
+            with contextlib.suppress(OSError):  # it was old, and is removed while it is copied
+                shutil.copytree(folder, copy, ignore=lambda *_: LEFT_OUT, dirs_exist_ok=True)
+                found.policies[step] = copy

@@ -56,9 +56,10 @@ async def test_episodes_played_at_once_are_those_of_a_run(
 
 
 def test_tokens_a_second_leave_out_the_steps_at_both_ends() -> None:
-    steps = [runs.Step(n, 100 * n, 10.0 + 2 * n) for n in range(1, 8)]
+    steps = [runs.Step(n, 100 * n, 10.0 + 2 * n, 0.1 * n) for n in range(1, 8)]
     run = runs.Recorded(launched=0.0, began=3.0, ended=40.0, steps=steps)
     assert run.tokens_per_s(2, 5) == pytest.approx((300 + 400 + 500) / 6)
     assert run.tokens_per_s(0, 2) == pytest.approx(300 / (14.0 - 3.0))
     assert run.trained_s(3) == 13.0
     assert run.wall_s == 40.0
+    assert (run.sampled(0.45), run.sampled(0.55), run.sampled(0.65)) == (6, 7, None)
