@@ -158,8 +158,10 @@ class Busy:
         self.most = max(self.most, self.now)
         if self.now == 3:
             self.full.set()
-        await self.gate.wait()
-        self.now -= 1
+        try:
+            await self.gate.wait()
+        finally:  # also where the asker has given it up
+            self.now -= 1
         return said("x")
 
 
