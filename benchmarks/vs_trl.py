@@ -5,8 +5,8 @@
 Both train the quickstart's tiny Qwen3, from the same warm start, on the same episodes of the
 toolbox task, several turns each, with the same rewards, loss, batch, optimizer and rates. TRL plays
 them by its `rollout_func` and samples by its own generation; the mesh is `composer-mesh train` with
-GRPO alone, and once more with all three channels. The sides take turns; before that TRL is tried
-with several numbers of threads and rows, and keeps the best.
+GRPO alone, and once more with all three channels. The sides take turns, each at its best settings:
+TRL is tried with several numbers of threads and rows before.
 
 A token counts where the policy sampled it and the loss saw it. Tokens a second leave out start-up,
 the first two steps and the last two, in which the mesh samples no more. Time to success is training
@@ -43,12 +43,14 @@ MARGIN = 2
 """Steps at both ends that tokens a second leave out."""
 GOAL = 0.8
 ALONE = ("sdpo.alpha=0.0", "replay.beta=0.0")
-SHORT = "trainer.microbatch_tokens=1024"
-"""The mesh sorts by length, so that short microbatches hold little padding; TRL's are its rows."""
+MESH = ("trainer.microbatch_tokens=1024", "schedule.max_lag=2")
+"""The mesh's own best settings: it sorts by length, so that short microbatches hold little padding,
+and with a lag of two nobody waits for the turns of an episode, which follow each other.
+"""
 SIDES: Mapping[str, Sequence[str]] = {
     "trl": ALONE,
-    "mesh": (*ALONE, SHORT),
-    "mesh_three_channels": (SHORT,),
+    "mesh": (*ALONE, *MESH),
+    "mesh_three_channels": MESH,
 }
 """What each side changes in the preset."""
 
@@ -86,8 +88,8 @@ class Size:
 
 
 FULL = Size(30, 1, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
-QUICK = Size(12, 0, 1, 0, [Way(1, 48)], ("trl", "mesh"))
-TRIED_STEPS, TRIED_S = 5, 90.0
+QUICK = Size(9, 0, 1, 0, [Way(1, 48), Way(CORES, 48, spin=True)], ("trl", "mesh"))
+TRIED_STEPS, TRIED_S = 3, 60.0
 """Length of a try, and the seconds after which it is given up."""
 
 
