@@ -12,7 +12,9 @@ A token counts where the policy sampled it and the loss saw it. Tokens a second 
 the first two steps and the last two, in which the mesh samples no more. Time to success is training
 time up to the first policy that solves 0.8 of the held-out episodes, greedily, by one evaluator for
 all; and, because that comes within a few steps, up to the step whose sampled rollouts do (mean of
-three steps). TRL comes from the extra `bench`; without it, its figures and ratio are missing.
+three steps). Policies are saved in runs of their own, because a checkpoint of a run holds more than
+TRL's folder of weights, and is written through to the disk. TRL comes from the extra `bench`;
+without it, its figures and ratio are missing.
 """
 
 import importlib.util
@@ -76,19 +78,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run: steps of each run, a saved policy each so many, and how often."""
+    """How much is run: steps of each run, how often, and how its policies are looked at."""
 
     steps: int
-    save_every: int
     rounds: int
     episodes: int
+    """Held-out episodes that saved policies play; 0 saves none."""
     tries: Sequence[Way]
     """Ways to run TRL; the best one is kept."""
     sides: Sequence[str] = tuple(SIDES)
 
 
-FULL = Size(30, 1, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
-QUICK = Size(9, 0, 1, 0, [Way(1, 48), Way(CORES, 48, spin=True)], ("trl", "mesh"))
+FULL = Size(30, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
+QUICK = Size(9, 1, 0, [Way(1, 48), Way(CORES, 48, spin=True)], ("trl", "mesh"))
 TRIED_STEPS, TRIED_S = 3, 60.0
 """Length of a try, and the seconds after which it is given up."""
 
@@ -98,18 +100,21 @@ class Side:
     """What one side did, run by run."""
 
     runs: list[Recorded] = field(default_factory=list)
+    saved: list[Recorded] = field(default_factory=list)
+    """The same runs again, each step's policy saved, which takes time."""
     successes: list[dict[int, float]] = field(default_factory=list)
-    """Held-out success of the saved policies of each run, by step."""
+    """Held-out success of the policies of each saved run, by step."""
 
     def tokens_per_s(self, size: Size) -> list[float]:
         return [run.tokens_per_s(MARGIN, size.steps - MARGIN) for run in self.runs]
 
     def greedy(self) -> list[int | None]:
-        """The first saved policy of each run that came to the goal."""
-        return [
+        """The step of each saved run whose policy first came to the goal."""
+        firsts = [
             next((step for step, success in sorted(found.items()) if success >= GOAL), None)
             for found in self.successes
         ]
+        return firsts or [None] * len(self.runs)
 
     def sampled(self) -> list[int | None]:
         """The step of each run whose own rollouts came to the goal."""
@@ -137,11 +142,11 @@ class Comparison:
         self.policy = prepare_policy(self.config("mesh"), make_task(self.config("mesh")))
         self._best = size.tries[0]
 
-    def config(self, side: str, steps: int | None = None) -> Config:
+    def config(self, side: str, steps: int | None = None, saves: bool = False) -> Config:
         """The run of a side."""
         settings = [
             f"run.steps={steps or self._size.steps}",
-            f"trainer.checkpoint_every={self._size.save_every}",
+            f"trainer.checkpoint_every={int(saves)}",
             "eval.episodes=1",
         ]
         return load_config(PRESET, [*SIDES[side], *settings])
@@ -157,20 +162,22 @@ class Comparison:
         run = self.run("trl", TRIED_STEPS, way)
         return run.tokens_per_s(1, TRIED_STEPS) if len(run.steps) == TRIED_STEPS else 0.0
 
-    def run(self, side: str, steps: int | None = None, way: Way | None = None) -> Recorded:
+    def run(
+        self, side: str, steps: int | None = None, way: Way | None = None, saves: bool = False
+    ) -> Recorded:
         """One run of a side, from its own process to its end."""
         self._count += 1
         place = self._folder / f"{self._count}-{side}"
         output, keep, file = place / "run", place / "policies", place / "config.toml"
         keep.mkdir(parents=True)
-        file.write_text(dump_toml(self.config(side, steps)))
+        file.write_text(dump_toml(self.config(side, steps, saves)))
         if side != "trl":
             command = ["-m", "composer_mesh", "train", file, "--output", output]
             return record(_python(command), output, {}, keep)
         patience_s = None if way is None else TRIED_S
-        save_every, way = 0 if way else self._size.save_every, way or self._best
+        way = way or self._best
         command = [HERE / "vs_trl_peer.py", file, self.policy, output]
-        command += ["--save-every", save_every, "--rows", way.rows]
+        command += ["--save-every", int(saves), "--rows", way.rows]
         return record(_python(command), output, way.env, keep, patience_s)
 
     def successes(self, run: Recorded) -> dict[int, float]:
@@ -179,7 +186,7 @@ class Comparison:
         task, tokenizer = make_task(config), load_tokenizer(self.policy)
         player = Player(config, task, ChatFormat(tokenizer, task.tools))
         episodes = [task.episode("heldout", index) for index in range(self._size.episodes)]
-        steps, found = sorted(run.policies) if episodes else [], dict[int, float]()
+        steps, found = sorted(run.policies), dict[int, float]()
         for step in steps:
             if step == steps[-1] or max(found.values(), default=0.0) < GOAL:
                 greedy = Greedy(run.policies[step], config.generator.max_new_tokens, tokenizer)
@@ -227,8 +234,9 @@ def compare(size: Size, peer: bool) -> tuple[dict[str, Side], Way | None]:
         for _ in range(size.rounds):
             for name, side in sides.items():
                 side.runs.append(comparison.run(name))
-        for side in sides.values():
-            side.successes = [comparison.successes(run) for run in side.runs]
+        for name, side in sides.items():
+            side.saved = [comparison.run(name, saves=True) for _ in side.runs if size.episodes]
+            side.successes = [comparison.successes(run) for run in side.saved]
     return sides, best
 
 
@@ -259,7 +267,7 @@ def figures_of(side: Side, size: Size) -> dict[str, float]:
         known = [step for step in steps if step is not None]
         if (seconds := side.time_to(steps)) is not None:
             found |= {f"s_to_{name}": seconds, f"steps_to_{name}": statistics.median(known)}
-    if all(side.successes):
+    if side.successes and all(side.successes):
         found["success"] = statistics.median(one[max(one)] for one in side.successes)
     return found
 
