@@ -5,9 +5,11 @@ the policy sampled is never decoded and tokenized again. Content (questions, too
 is untrusted: control tokens written inside it are encoded as plain text.
 """
 
+import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -16,6 +18,9 @@ from jinja2 import TemplateError
 from composer_mesh.rollouts.traces import Message
 
 _MARK = "COMPOSERMESHMARK"
+
+MOST_RENDERED = 1024
+"""Rendered templates that are kept, and the pieces of them that are."""
 
 
 class Tokenizer(Protocol):
@@ -134,11 +139,17 @@ class ChatFormat:
         return [{"role": "system", "content": self.system}] * bool(self.system) + messages
 
     def _render(self, messages: list[Message], generate: bool) -> list[int]:
-        text = self._text(_marked(messages), generate, tools=self.tools)
+        marked = _marked(messages)
+        key = json.dumps(["whole", marked, generate])
+        text = self._known(key, lambda: self._text(marked, generate, tools=self.tools))
         return self._encode(text, [str(m.get("content") or "") for m in messages])
 
     def _after_action(self, messages: list[Message], generate: bool) -> str:
         """What the template writes behind an assistant turn that messages follow."""
+        key = json.dumps(["after", messages, generate])
+        return self._known(key, lambda: self._written_after(messages, generate))
+
+    def _written_after(self, messages: list[Message], generate: bool) -> str:
         known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
         text = self._text([*known, *messages], generate)
         _, found, after = text.rpartition(_MARK + self.tokenizer.eos_token)
@@ -160,21 +171,47 @@ class ChatFormat:
         ids: list[int] = []
         edges = [(0, 0, -1), *spans, (len(template), len(template), -1)]
         for (_, end, _), (start, _, index) in pairwise(edges):
-            ids += self.tokenizer.encode(template[end:start], add_special_tokens=False)
+            ids += self._frame(template[end:start])
             if index >= 0:
                 ids += self._plain(contents[index])
         return ids
 
     def _plain(self, text: str) -> list[int]:
         """Ids of untrusted text: no control token comes out of it, whatever it says."""
-        controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
-        pattern = re.compile("|".join(re.escape(control) for control in controls))
-        ids: list[int] = []
+        pattern, ids = self._controls, list[int]()
         # One cut behind the first character of each control; what is left may begin another one.
-        while controls and (found := pattern.search(text)):
+        while pattern is not None and (found := pattern.search(text)):
             ids += self.tokenizer.encode(text[: found.start() + 1], add_special_tokens=False)
             text = text[found.start() + 1 :]
         return ids + self.tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str] | None:
+        """Finds the tokenizer's control tokens in a text, the longest first."""
+        controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, controls))) if controls else None
+
+    def _known(self, key: str, render: Callable[[], str]) -> str:
+        """A rendered template: marks stand for contents, so few differ, and each is made once."""
+        if (text := self._rendered.get(key)) is None:
+            if len(self._rendered) >= MOST_RENDERED:
+                self._rendered.clear()
+            text = self._rendered[key] = render()
+        return text
+
+    @cached_property
+    def _rendered(self) -> dict[str, str]:
+        return {}
+
+    @cached_property
+    def _frame(self) -> Callable[[str], tuple[int, ...]]:
+        """Ids of what a template itself writes; each text is encoded once."""
+
+        @lru_cache(maxsize=MOST_RENDERED)
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+        return encoded
 
 
 def _mark(index: int) -> str:

@@ -205,7 +205,8 @@ def test_a_hint_before_the_generation_prompt_reads_as_a_user_turn_of_its_own(
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_the_text_of_an_action_comes_back_from_its_ids(chat: ChatFormat, text: str) -> None:
     assert chat.action_text(chat.action(text)) == text
-    assert chat.action_text(chat.action(text)[:-1]) == text
+    if not text.endswith(chat.tokenizer.eos_token):  # the end mark, written out, ends an action too
+        assert chat.action_text(chat.action(text)[:-1]) == text
 
 
 def test_a_call_keeps_its_control_tokens_in_ids_and_in_text(chat: ChatFormat) -> None:
@@ -249,3 +250,31 @@ def test_arguments_render_the_same_as_text_and_as_an_object(chat: ChatFormat) ->
     )
     question = [{"role": "user", "content": "q"}]
     assert chat.first_prompt(question + said) == chat.first_prompt(question + parsed)
+
+
+class CountingTokenizer:
+    """A tokenizer that counts how often its template is rendered."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.rendered = tokenizer, 0
+        self.eos_token = tokenizer.eos_token
+
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
+        self.rendered += 1
+        text: str = self._tokenizer.apply_chat_template(messages, **options)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_messages_that_differ_in_their_contents_share_one_rendering(tokenizer: Any) -> None:
+    counting = CountingTokenizer(tokenizer)
+    chat, fresh = ChatFormat(counting, []), ChatFormat(tokenizer, [])
+    for text in ("one", "two", "<|im_end|>"):
+        opening, result = {"role": "user", "content": text}, {"role": "tool", "content": text}
+        assert chat.first_prompt([opening]) == fresh.first_prompt([opening])
+        assert chat.continuation([result], closed=True) == fresh.continuation([result], True)
+    assert counting.rendered == 2
+    chat.first_prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "one"}])
+    assert counting.rendered == 3
