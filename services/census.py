@@ -20,14 +20,32 @@ class Pool(Protocol):
     def status(self) -> list[dict[str, Any]]: ...
 
 
-def census(actors: Sequence[ActorStatus], pools: Mapping[str, Pool]) -> tuple[ActorStatus, ...]:
-    """The actors that were asked, and the replicas that could not be, each kind together."""
+def census(
+    actors: Sequence[ActorStatus],
+    pools: Mapping[str, Pool],
+    before: Sequence[ActorStatus] = (),
+) -> tuple[ActorStatus, ...]:
+    """The actors that were asked, and those that could not be, each kind together.
+
+    Pools know who is missing. Of other kinds it is whoever was there `before` without a successor.
+    """
     lines = [(kind, line) for kind, pool in pools.items() for line in pool.status()]
     of_pools = {line["name"]: line for _, line in lines}
     known = [_joined(actor, of_pools.get(actor.name)) for actor in actors]
     names = {actor.name for actor in known}
     unheard = [_unheard(kind, line) for kind, line in lines if line["name"] not in names]
-    return tuple(_by_kind([*known, *unheard]))
+    return tuple(_by_kind([*known, *unheard, *_gone(known, pools, before)]))
+
+
+def _gone(
+    known: Sequence[ActorStatus], pools: Mapping[str, Pool], before: Sequence[ActorStatus]
+) -> list[ActorStatus]:
+    places = {_place(actor)[:2] for actor in known}
+    return [
+        replace(actor, state="dead", pid=None, policy_version=None, activity="")
+        for actor in before
+        if actor.kind not in pools and _place(actor)[:2] not in places
+    ]
 
 
 def _joined(actor: ActorStatus, line: Mapping[str, Any] | None) -> ActorStatus:

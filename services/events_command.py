@@ -79,14 +79,14 @@ class Printer:
         self._console = console
 
     def __call__(self, line: str) -> None:
-        event = _event(line)
+        event = event_of(line)
         if event is not None:
             self._console.print(event_line(event), soft_wrap=True)
 
 
 def print_json(line: str) -> None:
     """An event as the object that it is in the file."""
-    if _event(line) is not None:
+    if event_of(line) is not None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
@@ -113,7 +113,7 @@ def _further(event: dict[str, Any]) -> str:
     return "".join(f"  {plain_text(str(k))}={plain_text(str(v), LONGEST)}" for k, v in new)
 
 
-def _event(line: str) -> dict[str, Any] | None:
+def event_of(line: str) -> dict[str, Any] | None:
     """The object of a line; None for one that was cut off when its writer died."""
     try:
         event = json.loads(line)

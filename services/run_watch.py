@@ -91,9 +91,11 @@ class RunWatch:
             self._record("no_commands", "", f"there is no control socket: {error}")
 
     async def _watch(self, mesh: LookedAt) -> None:
+        shown: tuple[ActorStatus, ...] = ()
         while True:
             with suppress(MeshError):  # a dead actor ends the run through the supervisor
-                self._show(census(await mesh.describe(), mesh.pools))
+                shown = census(await mesh.describe(), mesh.pools, shown)
+                self._show(shown)
             await asyncio.sleep(STATUS_EVERY_S)
 
     def _show(self, actors: Sequence[ActorStatus]) -> None:

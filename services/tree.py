@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from rich.console import Console
 from rich.live import Live
 
 from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, read_mesh
-from composer_mesh.services.live_run import live_run, status_of
+from composer_mesh.services.events_command import Lines, event_of
+from composer_mesh.services.live_run import EVENTS_FILE, live_run, status_of
 from composer_mesh.services.mesh_view import Usage, merge, pids_of
 from composer_mesh.services.status import RunStatus, read_status
 from composer_mesh.services.tree_page import MeshPage
@@ -26,6 +28,10 @@ from composer_mesh.services.usage import CpuMeter, resident_bytes
 REFRESH_S = 1.0
 FIRST_LOOK_S = 0.25
 """Over which CPU is measured before the first picture."""
+LATELY = 8
+"""Events that are shown below the mesh."""
+TOLD = ("_died", "_hung", "_given_up", "_failed", "_lost", "_poisoned", "_restarted", "_resized")
+"""How the kinds of events end that say what has become of the mesh."""
 
 
 def tree_command(run: Path | None, as_json: bool = False, watch: bool = False) -> int:
@@ -36,10 +42,10 @@ def tree_command(run: Path | None, as_json: bool = False, watch: bool = False) -
     time.sleep(FIRST_LOOK_S)
     try:
         if not watch:
-            _print(viewer.look(), console, as_json)
+            _print(viewer, viewer.look(), console, as_json)
         elif as_json or not console.is_terminal:
             for about in _views(viewer):
-                _print(about, console, as_json)
+                _print(viewer, about, console, as_json)
         else:
             _watch(viewer, console)
     except KeyboardInterrupt:
@@ -53,11 +59,21 @@ class Viewer:
     def __init__(self, run: Path) -> None:
         self.run = run
         self._meter = CpuMeter()
+        self._lines = Lines(run / EVENTS_FILE)
+        self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
 
     def look(self) -> dict[str, Any]:
         """The run and its mesh as one plain object. Waits for the admin server."""
         status = status_of(self.run)
         return merge(self.run.name, status, _mesh(status), self._usage(status))
+
+    def lately(self) -> list[dict[str, Any]]:
+        """The last events that say what died, and what was done about it, the newest last."""
+        for line in self._lines.new():
+            event = event_of(line)
+            if event is not None and str(event.get("event", "")).endswith(TOLD):
+                self._lately.append(event)
+        return list(self._lately)
 
     def _usage(self, status: RunStatus) -> Usage:
         pids = pids_of(status)
@@ -72,18 +88,18 @@ def _mesh(status: RunStatus) -> MeshTree | None:
         return None
 
 
-def _print(about: dict[str, Any], console: Console, as_json: bool) -> None:
+def _print(viewer: Viewer, about: dict[str, Any], console: Console, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(about) + "\n")
         sys.stdout.flush()
     else:
-        console.print(MeshPage(about))
+        console.print(MeshPage(about, viewer.lately()))
 
 
 def _watch(viewer: Viewer, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for about in _views(viewer):
-            live.update(MeshPage(about), refresh=True)
+            live.update(MeshPage(about, viewer.lately()), refresh=True)
 
 
 def _views(viewer: Viewer) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ never wraps; no text is interpreted as markup or reaches the terminal as a contr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from composer_mesh.services.events_command import event_line
 from composer_mesh.services.page import STATE_STYLES, plain_text
 
 WIDE, WIDEST = 120, 160
@@ -62,6 +63,8 @@ class MeshPage:
     """A run and its mesh, drawn for whatever width it is given."""
 
     about: Mapping[str, Any]
+    lately: Sequence[Mapping[str, Any]] = ()
+    """Events of the run, the newest last."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST)
@@ -75,12 +78,16 @@ class MeshPage:
             yield _line("the admin server does not answer: this is the run's own word", "yellow")
         if missing and len(hosts) != 1:
             yield _table(missing, width)
+        if self.lately:
+            yield _line("lately", "bold")
+        for event in self.lately:
+            yield _event_line(event, width)
 
     def _header(self) -> Text:
         about = self.about
         rest = (
             f"  step {about['step']}/{about['steps']}  policy v{about['policy_version']}"
-            f"  transport {plain_text(about['transport'])}  restarts {about['restarts']}"
+            f"  restarts {about['restarts']}  transport {plain_text(about['transport'])}"
         )
         state = (plain_text(about["state"]), "bold cyan")
         return Text.assemble(
@@ -90,6 +97,14 @@ class MeshPage:
 
 def _line(text: str, style: str) -> Text:
     return Text(plain_text(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _event_line(event: Mapping[str, Any], width: int) -> Text:
+    """An event in one line; what programs read of it is for wide pages."""
+    shown = dict(event) if width >= WIDE else {**event, "fields": None}
+    line = Text.assemble("  ", event_line(shown))
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
 
 
 def _table(processes: list[dict[str, Any]], width: int) -> Table:

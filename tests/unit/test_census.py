@@ -31,6 +31,16 @@ def test_an_actor_outside_the_pools_is_as_it_said() -> None:
     assert census([trainer], {}) == (trainer,)
 
 
+def test_an_actor_outside_the_pools_is_shown_as_dead_until_its_successor_is_there() -> None:
+    before = [ActorStatus("trainer", "trainer", 1, "busy", 3, "forward", restarts=0)]
+    (gone,) = census([], {}, before)
+    assert (gone.name, gone.state, gone.pid) == ("trainer", "dead", None)
+    assert census([], {}, [gone]) == (gone,)
+    (one,) = census([ActorStatus("trainer.2", "trainer", 2)], {}, [gone])
+    assert (one.name, one.state, one.restarts) == ("trainer.2", "ready", 1)
+    assert census([], {"trainer": FakePool()}, before) == ()
+
+
 def test_a_replica_that_answers_tells_what_it_does_and_its_pool_how_much_it_has() -> None:
     said = ActorStatus("w-0.3", "w", 7, "busy", 2, "work")
     (one,) = census([said], {"w": FakePool(line("w-0.3", outstanding=5))})

@@ -23,7 +23,7 @@ from composer_mesh.services.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.tree import tree_command
+from composer_mesh.services.tree import Viewer, tree_command
 from composer_mesh.services.tree_page import MeshPage
 
 GUIDE = Path(__file__).parents[2] / "docs" / "tree.md"
@@ -148,7 +148,7 @@ def test_a_process_of_another_machine_is_not_taken_for_one_of_this_machine() -> 
 
 def test_a_wide_page_says_all_of_a_process() -> None:
     lines = drawn(merge("quick", WITH_ONE_TO_COME, MESH, Usage({11: 97.4}, {11: 2 << 20})))
-    assert lines[0] == "quick  training  step 3/20  policy v3  transport tcp  restarts 2"
+    assert lines[0] == "quick  training  step 3/20  policy v3  restarts 2  transport tcp"
     titles = "process state policy restarts memory cpu queue calls messages pid"
     assert lines[2].split() == titles.split()
     assert cells(lines, "trainer") == [
@@ -188,6 +188,42 @@ def test_no_text_of_a_run_is_markup_or_a_control_code(text: str) -> None:
     lines = drawn(merge(text, status, None))
     assert len(lines) == 4
     assert all(line.isprintable() for line in lines)
+
+
+DIED = {
+    "time": 0,
+    "event": "actor_died",
+    "actor": "generator-0",
+    "detail": "[bold]killed[/]\x1b[2J",
+    "fields": {"host": "localhost", "rank": 0},
+}
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_what_died_lately_stands_below_the_mesh_in_one_line_each(width: int) -> None:
+    console = Console(width=width, file=StringIO(), color_system=None)
+    console.print(MeshPage(merge("quick", STATUS, MESH), [DIED, {**DIED, "detail": "x" * 300}]))
+    assert isinstance(console.file, StringIO)
+    *_, title, first, second = console.file.getvalue().splitlines()
+    assert title == "lately"
+    assert "actor_died" in first
+    assert "[bold]killed[/]" in first
+    assert first.isprintable()
+    assert ("rank=0" in first) == (width == 200)
+    assert len(second) <= width
+    assert second.endswith("…")
+
+
+def test_a_viewer_keeps_the_last_events_that_tell_of_a_death_or_a_repair(tmp_path: Path) -> None:
+    viewer = Viewer(tmp_path)
+    assert viewer.lately() == []
+    kinds = ["run_started", *["rollout_retried", "actor_died", "trainer_restarted"] * 5]
+    lines = [json.dumps({"event": kind, "time": time}) for time, kind in enumerate(kinds)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + '\n{"event": "actor_d')
+    assert [event["time"] for event in viewer.lately()] == [5, 6, 8, 9, 11, 12, 14, 15]
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('ied", "time": 16}\n')
+    assert [event["time"] for event in viewer.lately()][-2:] == [15, 16]
 
 
 def test_without_an_admin_server_the_runs_own_word_is_drawn() -> None:
