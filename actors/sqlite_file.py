@@ -9,11 +9,12 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 BUSY_S = 30.0
 """How long a process waits for the others' transactions; each lasts milliseconds."""
@@ -39,7 +40,8 @@ class FileKind:
     """What a file is for, how it is recognised, and what to do where it cannot be used.
 
     FULL writes each transaction through to the disk; NORMAL may lose the last ones, but never
-    the file, when the power fails.
+    the file, when the power fails. `migrations` has, by version, what makes a file of it one of
+    the next.
     """
 
     purpose: str
@@ -48,18 +50,25 @@ class FileKind:
     version: int
     tables: tuple[str, ...]
     synchronous: Literal["FULL", "NORMAL"] = "NORMAL"
+    migrations: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 class SqliteFile:
-    """Safe to use from several threads; None is a database in memory, for this object alone."""
+    """Safe to use from several threads; None is a database in memory, for this object alone.
 
-    def __init__(self, path: Path | None, kind: FileKind) -> None:
+    A file that is opened `read_only` must be there, of this version, and is left as it is.
+    """
+
+    def __init__(self, path: Path | None, kind: FileKind, read_only: bool = False) -> None:
         self._kind, self._lock = kind, threading.RLock()
         self._name = "the memory" if path is None else str(path)
         with self._errors_named():
-            self._rows = _connected(path)
+            self._rows = _reading(path) if read_only and path else _connected(path)
             try:
-                self._prepare(in_memory=path is None)
+                if read_only:
+                    self._recognise()
+                else:
+                    self._prepare(in_memory=path is None)
             except BaseException:
                 self._rows.close()
                 raise
@@ -97,18 +106,28 @@ class SqliteFile:
     def _errors_named(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             raise self.error(str(error)) from None
 
     def _roll_back(self) -> None:
         if self._rows.in_transaction:  # some errors have ended it already
             self._rows.execute("ROLLBACK")
 
+    def check(self) -> None:
+        """Raise StoreError where the file's structure is damaged. Reads all of it."""
+        with self.reading() as rows:
+            found = _value(rows, "PRAGMA quick_check(1)")
+        if found != "ok":
+            raise self.error(f"it is damaged: {found}")
+
     def _prepare(self, in_memory: bool) -> None:
         with self.transaction() as rows:
             if _value(rows, "SELECT COUNT(*) FROM sqlite_master") == 0:
                 self._make(rows)
-        self._recognise(self._rows)
+        if self._version() < self._kind.version:
+            self._migrate()
+        self._recognise()
+        self.check()
         if not in_memory:  # only now: a file of another kind is left as it is
             _write_ahead(self._rows)
             self._rows.execute(f"PRAGMA synchronous = {self._kind.synchronous}")
@@ -119,14 +138,24 @@ class SqliteFile:
         for table in self._kind.tables:
             rows.execute(table)
 
-    def _recognise(self, rows: sqlite3.Connection) -> None:
-        if _value(rows, "PRAGMA application_id") != self._kind.application_id:
+    def _migrate(self) -> None:
+        """Bring an older file to this version, step by step: all the way, or not at all."""
+        with self.transaction() as rows:
+            for version in range(self._version(), self._kind.version):
+                for statement in self._kind.migrations.get(version, ()):
+                    rows.execute(statement)
+                if version in self._kind.migrations:
+                    rows.execute(f"PRAGMA user_version = {version + 1}")
+
+    def _version(self) -> int:
+        """The version of the file; raises StoreError where it is of another kind."""
+        if _value(self._rows, "PRAGMA application_id") != self._kind.application_id:
             raise self.error("it is a database of another kind")
-        version = _value(rows, "PRAGMA user_version")
-        if version != self._kind.version:
+        return int(_value(self._rows, "PRAGMA user_version"))
+
+    def _recognise(self) -> None:
+        if (version := self._version()) != self._kind.version:
             raise self.error(f"its version is {version}, not {self._kind.version}")
-        if (found := _value(rows, "PRAGMA quick_check(1)")) != "ok":
-            raise self.error(f"it is damaged: {found}")
 
 
 def _connected(path: Path | None) -> sqlite3.Connection:
@@ -135,12 +164,55 @@ def _connected(path: Path | None) -> sqlite3.Connection:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _make_private(path)
-        return sqlite3.connect(
-            ":memory:" if path is None else path,
-            timeout=BUSY_S,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        return _opened(":memory:" if path is None else path.absolute().as_uri())
+
+
+def _reading(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, beside the writers of the file."""
+    place = f"{path.absolute().as_uri()}?mode=ro"
+    rows = _opened(place)
+    try:
+        rows.execute("PRAGMA schema_version")
+    except sqlite3.OperationalError:  # beside a log it needs a file of its own, or no log
+        rows.close()
+        log = path.with_name(f"{path.name}-wal")
+        if log.exists() and log.stat().st_size:
+            raise
+        rows = _opened(f"{place}&immutable=1")
+    return rows
+
+
+def _opened(place: str) -> sqlite3.Connection:
+    rows = sqlite3.connect(
+        place, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
+    )
+    rows.create_function("seal_of", -1, seal_of, deterministic=True)
+    rows.text_factory = _text
+    return rows
+
+
+def _text(value: bytes) -> str:
+    """A text of which no byte is lost, also where a damaged one is no UTF-8."""
+    return value.decode("utf-8", "surrogateescape")
+
+
+def seal_of(*values: object) -> int:
+    """The CRC-32 of a row's values, for tables that keep one beside them; a function in SQL too."""
+    seal = 0
+    for value in values:
+        content = value if isinstance(value, bytes) else repr(value).encode()
+        seal = zlib.crc32(content, zlib.crc32(b"%d," % len(content), seal))
+    return seal
+
+
+def damage_of(path: Path) -> str:
+    """What is wrong with the structure of a SQLite file, whatever it holds; empty where nothing."""
+    try:
+        with closing(_reading(path)) as rows:
+            found = str(_value(rows, "PRAGMA integrity_check(1)"))
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # damaged text may be quoted in an error
+        return str(error)
+    return "" if found == "ok" else found
 
 
 def _make_private(path: Path) -> None:
@@ -163,5 +235,5 @@ def _write_ahead(rows: sqlite3.Connection) -> None:
         time.sleep(0.01)
 
 
-def _value(rows: sqlite3.Connection, statement: str) -> object:
+def _value(rows: sqlite3.Connection, statement: str) -> Any:
     return rows.execute(statement).fetchone()[0]

@@ -19,7 +19,9 @@ from chaos_run import LiveRun
 from chaos_schedule import Planned
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.rollouts.traces import Trace, trace_from_json
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import StoreMissing
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,11 @@ def _seconds(one: Outcome) -> dict[str, float | None]:
 
 
 def stored_traces(root: Path) -> list[Trace]:
-    path = root / "traces" / "traces.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [trace_from_json(line) for line in lines]
+    try:
+        with RunReader(root) as reader:
+            return list(reader.all_traces())
+    except StoreMissing:
+        return []
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

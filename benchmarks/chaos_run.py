@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -78,6 +79,33 @@ class Tail:
         return False
 
 
+class StoredTraces:
+    """The ids of the rollouts in a run's database; remembers them, to tell whether they stayed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: set[str] = set()
+
+    def read(self) -> list[str]:
+        """The ids that are new."""
+        fresh = [one for one in self._ids() if one not in self._seen]
+        self._seen.update(fresh)
+        return fresh
+
+    @property
+    def intact(self) -> bool:
+        """Whether every rollout that was ever there still is."""
+        return self._seen.issubset(self._ids())
+
+    def _ids(self) -> list[str]:
+        place = f"{self._path.absolute().as_uri()}?mode=ro"
+        try:
+            with contextlib.closing(sqlite3.connect(place, uri=True)) as rows:
+                return [one for (one,) in rows.execute("SELECT trace_id FROM traces")]
+        except sqlite3.OperationalError:  # it has not begun
+            return []
+
+
 @dataclass
 class LiveRun:
     """A `train` command, and what its directory has told so far."""
@@ -96,13 +124,9 @@ class LiveRun:
     def __post_init__(self) -> None:
         self._tails = {
             name: Tail(self.root / name)
-            for name in (
-                "events.jsonl",
-                "metrics.jsonl",
-                "evaluations.jsonl",
-                "traces/traces.jsonl",
-            )
+            for name in ("events.jsonl", "metrics.jsonl", "evaluations.jsonl")
         }
+        self._traces = StoredTraces(self.root / "run.sqlite")
         self.began = time.monotonic()
 
     @property
@@ -112,20 +136,21 @@ class LiveRun:
 
     def poll(self) -> None:
         """Read what is new. Traces before metrics, so that none is taken for older than it is."""
-        traces = self._tails["traces/traces.jsonl"].read()
+        traces = self._traces.read()
         self.events += self._tails["events.jsonl"].read()
         for name, kept in (("metrics", self.metrics), ("evaluations", self.evaluations)):
             fresh = self._tails[f"{name}.jsonl"].read()
             kept += fresh
             self.progress += [time.monotonic()] * len(fresh)
-        for trace in traces:
-            self.first_seen.setdefault(trace["trace_id"], len(self.metrics))
+        for trace_id in traces:
+            self.first_seen.setdefault(trace_id, len(self.metrics))
         self._keep_policies()
 
     @property
     def rewritten(self) -> list[str]:
-        """Files that lost lines which had been in them."""
-        return [name for name, tail in self._tails.items() if not tail.intact]
+        """Files that lost what had been in them."""
+        tails = {**self._tails, "run.sqlite": self._traces}
+        return [name for name, tail in tails.items() if not tail.intact]
 
     @property
     def ended(self) -> bool:

@@ -29,8 +29,9 @@ from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import make_task
-from composer_mesh.rollouts.traces import Trace, trace_from_json
+from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.hint_writing import verified_answer
+from composer_mesh.services.store.reading import RunReader
 
 KEPT = (1, 4, 16, 64)
 FULL, TOPK = "sdpo.signal=full", "sdpo.signal=topk"
@@ -88,8 +89,8 @@ class Sample:
 
 def rollouts(run: Path) -> list[Trace]:
     """The training rollouts of a run, the last ones first."""
-    lines = (run / "traces" / "traces.jsonl").read_bytes().splitlines()
-    found = [trace_from_json(line) for line in lines]
+    with RunReader(run) as reader:
+        found = list(reader.all_traces())
     return [trace for trace in reversed(found) if trace.split == "train"]
 
 

@@ -23,6 +23,7 @@ from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.tasks import Task, make_task
 from composer_mesh.services.offline.config import offline_config
 from composer_mesh.services.offline.desk import Desk
+from composer_mesh.services.offline.index import TraceIndex
 from composer_mesh.services.offline.job import OfflineJob, plan_job
 from composer_mesh.services.offline.options import ReplayOptions
 from composer_mesh.services.offline.output import (
@@ -42,7 +43,7 @@ from composer_mesh.services.offline.report import (
     report_page,
 )
 from composer_mesh.services.offline.session import opened_panel, priced_teachers
-from composer_mesh.services.offline.traces import TraceIndex, index_traces
+from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.offline.view import ReplayView
 from composer_mesh.services.page import plain_text
 

@@ -19,8 +19,8 @@ from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.offline.desk import Desk, Stopped
 from composer_mesh.services.offline.figures import ReplayFigures
+from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
-from composer_mesh.services.offline.traces import TraceFileError
 from composer_mesh.services.ports import Teachers
 from composer_mesh.services.replay.asking import Replay, Replayed
 

@@ -1,28 +1,25 @@
 """The traces that an offline replay reads: found, checked line by line, then read group by group.
 
-A trace file may be larger than the memory: only the places of its groups are kept. Which states of
-a group are worth asking about is not decided here.
+A run keeps them in its store (`stored`); here are .jsonl files, which runs of before have and
+`composer-mesh traces RUN export` makes. Which states of a group are worth asking about is not
+decided here.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from composer_mesh.rollouts.traces import Trace, trace_from_json
-from composer_mesh.services.offline.options import ReplayRefused
+from composer_mesh.services.offline.index import TraceFileError, TraceIndex
+from composer_mesh.services.offline.stored import index_store, store_of
 
 CONFIG_FILE = "config.toml"
 
 
-class TraceFileError(ReplayRefused):
-    """Traces that cannot be replayed: which file and line, why, and what to do."""
-
-
 @dataclass(frozen=True, slots=True)
-class Place:
+class Line:
     """Where one trace stands."""
 
     path: Path
@@ -30,29 +27,18 @@ class Place:
     offset: int
     length: int
 
-
-@dataclass
-class TraceIndex:
-    """The groups of some trace files by `group_id`, and which run wrote them, where one is known.
-
-    `mark` stays the same while traces are only added. `cut` counts last lines that were left out
-    because their writer did not finish them.
-    """
-
-    run: Path | None
-    mark: str = ""
-    task: str = ""
-    traces: int = 0
-    cut: int = 0
-    places: dict[int, list[Place]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def groups(self) -> Iterator[list[Trace]]:
-        """Each group's traces, in the order of the ids; one group is in memory at a time."""
-        for group_id in sorted(self.places):
-            yield [_read(place) for place in self.places[group_id]]
+    def read(self) -> list[Trace]:
+        """The trace; raises TraceFileError where the file has changed."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            line = file.read(self.length)
+        try:
+            return [trace_from_json(line)]
+        except ValidationError:
+            raise TraceFileError(
+                f"{self.path} line {self.line} is no longer the trace that it was: let no one "
+                "rewrite the file during a replay"
+            ) from None
 
 
 def index_traces(source: Path) -> TraceIndex:
@@ -61,8 +47,10 @@ def index_traces(source: Path) -> TraceIndex:
     Held-out traces are left out, as in a run. Raises `TraceFileError` for anything that is no
     trace, before the caller has asked anybody.
     """
+    if (run := store_of(source)) is not None:
+        return index_store(run)
     files = _files(source)
-    index, seen = TraceIndex(_run_of(files[0])), dict[str, Place]()
+    index, seen = TraceIndex(_run_of(files[0])), dict[str, Line]()
     for path in files:
         _index_file(path, index, seen)
     if not index.traces:
@@ -98,12 +86,12 @@ def _run_of(file: Path) -> Path | None:
     return run if (run / CONFIG_FILE).is_file() else None
 
 
-def _index_file(path: Path, index: TraceIndex, seen: dict[str, Place]) -> None:
+def _index_file(path: Path, index: TraceIndex, seen: dict[str, Line]) -> None:
     offset = 0
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                place = Place(path, number, offset, len(line))
+                place = Line(path, number, offset, len(line))
                 offset += len(line)
                 if line.strip():
                     _add(index, seen, place, line)
@@ -113,7 +101,7 @@ def _index_file(path: Path, index: TraceIndex, seen: dict[str, Place]) -> None:
         ) from None
 
 
-def _add(index: TraceIndex, seen: dict[str, Place], place: Place, line: bytes) -> None:
+def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> None:
     try:
         trace = trace_from_json(line)
     except ValidationError as error:
@@ -140,16 +128,3 @@ def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else str(first["msg"])[:200]
-
-
-def _read(place: Place) -> Trace:
-    with place.path.open("rb") as file:
-        file.seek(place.offset)
-        line = file.read(place.length)
-    try:
-        return trace_from_json(line)
-    except ValidationError:
-        raise TraceFileError(
-            f"{place.path} line {place.line} is no longer the trace that it was: let no one "
-            "rewrite the file during a replay"
-        ) from None

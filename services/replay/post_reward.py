@@ -3,13 +3,15 @@
 What the run makes of it is `late_rewards`. Loads no torch: it is a command of its own.
 """
 
-import json
 import math
+import time
 from contextlib import closing
 from pathlib import Path
 
+from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.load import load_config
-from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.store.rows import StoreMissing, Where
+from composer_mesh.services.store.schema import KIND, STORE_FILE
 
 
 class LateRewardError(Exception):
@@ -19,7 +21,8 @@ class LateRewardError(Exception):
 def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> None:
     """Post a reward for a rollout of a run; raises LateRewardError where the run takes none.
 
-    Durable when it returns; the run reads it before its next step.
+    Durable when it returns; the run reads it before its next step. The last one for a rollout
+    counts.
     """
     if not math.isfinite(reward):
         raise LateRewardError(f"the reward is {reward} but must be finite: post a number")
@@ -31,17 +34,24 @@ def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> No
             f"{run} takes no late rewards, late_rewards.max_age is 0: start the run with the steps "
             "that a rollout may wait for its reward"
         )
-    if not _stored(run / "traces" / "traces.jsonl", trace_id):
+    if not _stored(run, trace_id):
         raise LateRewardError(
-            f"{run} has no rollout {trace_id!r}: take a trace_id of its traces/traces.jsonl"
+            f"{run} has no rollout {trace_id!r}: take a trace_id that composer-mesh traces {run} "
+            "lists"
         )
-    with closing(LateStore(run / LATE_FILE)) as store:
-        store.post_reward(trace_id, reward, source)
+    with closing(SqliteFile(run / STORE_FILE, KIND)) as file, file.transaction() as rows:
+        rows.execute(
+            "INSERT INTO rewards (trace_id, reward, source, posted) VALUES (?, ?, ?, ?)",
+            (trace_id, reward, source, time.time()),
+        )
 
 
-def _stored(file: Path, trace_id: str) -> bool:
-    if not file.is_file():
-        return False
-    mark = json.dumps(trace_id)
-    with file.open() as lines:
-        return any(mark in line and json.loads(line)["trace_id"] == trace_id for line in lines)
+def _stored(run: Path, trace_id: str) -> bool:
+    # Loads NumPy, which no other command has to wait for.
+    from composer_mesh.services.store.reading import RunReader
+
+    try:
+        with RunReader(run) as reader:
+            return any(reader.rows(Where(trace_id=trace_id)))
+    except StoreMissing as error:
+        raise LateRewardError(str(error)) from None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from guides import QUICKSTART, ROOT, Guide, as_a_run, names_in_code
-from offline_runs import BUILTIN, replay_section, traces_of, write_run
+from offline_runs import BUILTIN, replay_section, traces_of, write_run, write_traces
 from pytest_httpserver import HTTPServer
 
 from composer_mesh.actors.provider import errors as provider_errors
@@ -109,13 +109,16 @@ def place(
 
 
 def test_every_command_of_the_page_can_be_typed(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    toolbox: ToolboxTask,
 ) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     lines = re.findall(r"^    composer-mesh (replay .+?)(?:  #.*)?$", PAGE.text, re.MULTILINE)
     assert len(lines) == 4
     (place / "teachers.toml").write_text(TEACHERS)
-    (place / "traces.jsonl").write_bytes(Path("runs/quickstart/traces/traces.jsonl").read_bytes())
+    write_traces(place / "traces.jsonl", traces_of(toolbox, 3))
     places = [line.replace("pairs.jsonl", f"{n}.jsonl") for n, line in enumerate(lines)]
     assert [main(shlex.split(line)) for line in places] == [0, 2, 2, 2]
     said = capsys.readouterr().err

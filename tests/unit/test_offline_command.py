@@ -25,8 +25,8 @@ from scripted_provider import KEY, ScriptedProvider
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.offline.command import replay_command
+from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
-from composer_mesh.services.offline.traces import TraceFileError
 
 STATES, QUESTIONS = 16, 48
 WHOLE = QUESTIONS * COST
@@ -243,8 +243,8 @@ def test_contradicting_traces_are_refused_before_a_question_is_sent(
 ) -> None:
     traces = traces_of(toolbox, 3)
     traces[-1].messages[:] = traces[-1].messages[:1]
-    write_traces(tmp_path / "run" / "traces" / "traces.jsonl", traces)
+    file = write_traces(tmp_path / "run" / "traces" / "traces.jsonl", traces)
     provider = ScriptedProvider()
     with pytest.raises(TraceFileError, match="group 2 cannot be replayed"):
-        run(options, provider)
+        run(replace(options, traces=file), provider)
     assert provider.requests == []

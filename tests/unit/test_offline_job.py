@@ -18,8 +18,8 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.offline.desk import Desk
+from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.job import OfflineJob, selections
-from composer_mesh.services.offline.traces import TraceFileError
 from composer_mesh.services.replay.asking import Replay
 
 REST_S = 0.01

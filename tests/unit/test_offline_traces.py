@@ -6,17 +6,51 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offline_runs import BUILTIN, play, replay_section, traces_of, write_run, write_traces
+from offline_runs import (
+    BUILTIN,
+    play,
+    replay_section,
+    traces_of,
+    write_older_run,
+    write_run,
+    write_traces,
+)
 
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import trace_to_json
-from composer_mesh.services.offline.traces import TraceFileError, index_traces
+from composer_mesh.services.offline.index import TraceFileError
+from composer_mesh.services.offline.traces import index_traces
+from composer_mesh.services.store.group_files import path_of
 
 
 @pytest.fixture
 def run(tmp_path: Path, build_config, toolbox: ToolboxTask) -> Path:
     config = build_config(replay=replay_section(BUILTIN))
-    return write_run(tmp_path / "run", config, traces_of(toolbox, 3))
+    return write_older_run(tmp_path / "run", config, traces_of(toolbox, 3))
+
+
+@pytest.fixture
+def stored(tmp_path: Path, build_config, toolbox: ToolboxTask) -> Path:
+    config = build_config(replay=replay_section(BUILTIN))
+    return write_run(tmp_path / "stored", config, traces_of(toolbox, 3))
+
+
+@pytest.mark.parametrize("place", [".", "traces"])
+def test_a_store_has_the_same_groups_and_mark_as_a_file_of_its_traces(
+    run: Path, stored: Path, place: str
+) -> None:
+    index, older = index_traces(stored / place), index_traces(run)
+    assert index.run == stored
+    assert (len(index), index.traces, index.task) == (3, 9, "toolbox")
+    assert list(index.groups()) == list(older.groups())
+    assert index.mark == older.mark
+
+
+def test_a_damaged_group_of_a_store_is_refused_before_anybody_is_asked(stored: Path) -> None:
+    path = path_of(stored, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TraceFileError, match=r"000001\.safetensors is damaged"):
+        index_traces(stored)
 
 
 @pytest.mark.parametrize("place", [".", "traces", "traces/traces.jsonl"])

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
 from step_batches import ALL_ON, batch_of
 
+from composer_mesh.actors.checkpoint_manifest import write_manifest
 from composer_mesh.actors.inbox import SignalsLost
 from composer_mesh.actors.language_model import LanguageModel
 from composer_mesh.actors.learner import Learner
@@ -173,12 +174,21 @@ def lost(settings: Config, folder: Path, ranks: Ranks, batch: StepBatch, at: int
 
 def gone_on(
     settings: Config, folder: Path, ranks: Ranks, steps: Sequence[StepBatch], checkpoint: Path
-) -> Weights:
-    """The weights after steps from a checkpoint."""
+) -> Any:
+    """Metrics of steps from a checkpoint, and the weights after them."""
     learner = Learner(settings, folder, ranks)
     learner.restore(checkpoint)
-    train(learner, steps)
-    return weights_of(learner)
+    return {"metrics": train(learner, steps), "last": weights_of(learner)}
+
+
+def save(learner: Learner, ranks: Ranks, checkpoint: Path) -> None:
+    """Write a checkpoint beside nothing, each rank its part. All ranks together."""
+    if ranks.rank == 0:
+        checkpoint.mkdir(parents=True)
+    learner.copy()
+    files = ranks.gather(learner.write(checkpoint))
+    if ranks.rank == 0:
+        write_manifest(checkpoint, learner.version, [one for own in files for one in own])
 
 
 def saved(
@@ -187,10 +197,10 @@ def saved(
     """Save after two steps and go on; the weights then and after the rest."""
     learner = Learner(settings, folder, ranks)
     train(learner, steps[:2])
-    learner.save(checkpoint)
+    save(learner, ranks, checkpoint)
     found = {"saved": weights_of(learner)}
-    train(learner, steps[2:])
-    return found | {"last": weights_of(learner)}
+    metrics = train(learner, steps[2:])
+    return found | {"metrics": metrics, "last": weights_of(learner)}
 
 
 def half(folder: Path, ranks: Ranks, steps: Sequence[StepBatch]) -> Any:
@@ -219,7 +229,8 @@ def both(
         "five": five_steps(sharded, folder, ranks, steps),
         "lost": lost(sharded, folder, ranks, steps[0], at=1),
         "saved": saved(sharded, folder, ranks, steps, root / "checkpoints" / "of-two"),
-        "gone on": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-one"),
+        "from one": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-one"),
+        "from two": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-two"),
         "half": half(folder, ranks, steps),
     }
     if adapters:

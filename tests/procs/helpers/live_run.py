@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_mesh.mesh.processes import is_alive
-from composer_mesh.rollouts.traces import Trace, trace_from_json
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.store.reading import RunReader
 
 T = TypeVar("T")
 
@@ -89,7 +91,14 @@ class LiveRun:
         return [json.loads(line) for line in self.lines(name)]
 
     def traces(self) -> list[Trace]:
-        return [trace_from_json(line) for line in self.lines("traces/traces.jsonl")]
+        """The rollouts that are stored, group by group."""
+        with RunReader(self.root) as reader:
+            return list(reader.all_traces())
+
+    def pairs(self) -> list[PreferencePair]:
+        """The pairs that are stored, in the order in which they came."""
+        with RunReader(self.root) as reader:
+            return [pair_from_json(row.body) for row in reader.pairs()]
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.root / "summary.json").read_text())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_to_json
+from composer_mesh.services.store.records import RunRecords
 
 COST = 0.0001
 BUILTIN: list[dict[str, Any]] = [
@@ -98,7 +101,20 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> Path:
 
 def write_run(root: Path, config: Config, traces: Iterable[Trace]) -> Path:
     """A run directory as `train` leaves it, as far as an offline replay reads it."""
+    root.mkdir(parents=True, exist_ok=True)
+    with closing(RunRecords(root)) as records:
+        for group_id, group in groupby(traces, lambda trace: trace.group_id):
+            records.add_group(group_id, list(group))
+    return _with_config(root, config)
+
+
+def write_older_run(root: Path, config: Config, traces: Iterable[Trace]) -> Path:
+    """A run directory of before the store."""
     write_traces(root / "traces" / "traces.jsonl", traces)
+    return _with_config(root, config)
+
+
+def _with_config(root: Path, config: Config) -> Path:
     policy = config.policy.model_copy(update={"cache_dir": root.parent / "cache"})
     config = config.model_copy(update={"policy": policy})
     (root / "config.toml").write_text(dump_toml(config), encoding="utf-8")

@@ -1,0 +1,225 @@
+"""The file of a group: the token arrays of its traces, and one JSON body for the rest.
+
+    traces/000/000012.safetensors     ids: every trace's ids in order, contexts and actions
+                                      logprobs: of the sampled ids, in the same order
+                                      versions, runs: their policy versions, run by run
+                                      body: JSON; lengths and stop reasons of turns, messages, ...
+
+Everything comes back bit for bit: log-probs are kept in 32 bits where that is exact, and in 64
+where it is not. A file is written under another name and renamed once it is on disk. Which groups
+there are, and what the CRC-32 of a file must be, is in `run.sqlite`.
+"""
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
+from composer_mesh.services.store.rows import DamagedRecord
+
+FOLDER = "traces"
+SUFFIX = ".safetensors"
+GROUPS_IN_A_FOLDER = 1000
+FORMAT = "composer-mesh group 1"
+REPAIR = "train --resume moves it to quarantine/ and goes on without it"
+
+
+@with_config(ConfigDict(ser_json_inf_nan="constants"))
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A trace without its token arrays; `turns` are lengths of context and action, and the stop."""
+
+    trace_id: str
+    group_id: int
+    sample: int
+    task: str
+    split: Split
+    index: int
+    turns: list[tuple[int, int, StopReason]]
+    messages: list[Message]
+    reward: float
+    success: bool
+    error_sites: list[ErrorSite]
+
+
+_HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
+
+
+def path_of(root: Path, group_id: int) -> Path:
+    """Where a run keeps the traces of a group."""
+    folder = f"{group_id // GROUPS_IN_A_FOLDER:03}"
+    return root / FOLDER / folder / f"{group_id:06}{SUFFIX}"
+
+
+def group_of(path: Path) -> int | None:
+    """The group whose file this would be, None where the name is none of ours."""
+    return int(path.stem) if path.suffix == SUFFIX and path.stem.isdecimal() else None
+
+
+def group_bytes(traces: Sequence[Trace]) -> bytes:
+    """The content of a group's file."""
+    turns = [turn for trace in traces for turn in trace.turns]
+    ids = _joined(part for turn in turns for part in (turn.context_ids, turn.action_ids))
+    versions, runs = _runs(_joined(turn.versions for turn in turns))
+    body = b"[%s]" % b",".join(_HEAD.dump_json(_head(trace)) for trace in traces)
+    tensors = {
+        "ids": _narrow(ids),
+        "logprobs": _exact([turn.logprobs for turn in turns]),
+        "versions": versions,
+        "runs": runs,
+        "body": np.frombuffer(body, np.uint8),
+    }
+    return bytes(save(tensors, {"format": FORMAT}))
+
+
+def traces_of(content: bytes) -> list[Trace]:
+    """The traces of a file's content; raises ValueError where it is no group's."""
+    try:
+        tensors = load(content)
+        heads = _HEADS.validate_json(tensors["body"].tobytes())
+        versions = np.repeat(tensors["versions"], tensors["runs"]).tolist()
+        arrays = (tensors["ids"].tolist(), tensors["logprobs"].tolist(), versions)
+    except (SafetensorError, ValidationError, KeyError) as error:
+        raise ValueError(f"it is no group's file: {error}") from error
+    ids, logprobs, versions = map(iter, arrays)
+    return [_trace(head, ids, logprobs, versions) for head in heads]
+
+
+def write_group(root: Path, group_id: int, traces: Sequence[Trace]) -> tuple[int, int]:
+    """Put a group's file on the disk; returns its size in bytes and its CRC-32.
+
+    An earlier file of the group is replaced. Raises OSError, and then leaves no file.
+    """
+    content, path = group_bytes(traces), path_of(root, group_id)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent.parent)
+    write_whole(path, content)
+    return len(content), zlib.crc32(content)
+
+
+def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
+    """The traces of a group; raises DamagedRecord where its file is not what was written."""
+    path = path_of(root, group_id)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedRecord(str(path), f"cannot be read: {error.strerror}", REPAIR) from None
+    if len(content) != size:
+        why = f"it has {len(content)} bytes, and {size} were written"
+        raise DamagedRecord(str(path), why, REPAIR)
+    if (found := zlib.crc32(content)) != crc:
+        why = f"its CRC-32 is {found:08x}, and {crc:08x} was written"
+        raise DamagedRecord(str(path), why, REPAIR)
+    try:
+        return traces_of(content)
+    except ValueError as error:
+        raise DamagedRecord(str(path), str(error), REPAIR) from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file as a whole; it is on the disk when this returns."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _head(trace: Trace) -> _Head:
+    turns = [(len(t.context_ids), len(t.action_ids), t.stop_reason) for t in trace.turns]
+    return _Head(
+        trace.trace_id,
+        trace.group_id,
+        trace.sample,
+        trace.task,
+        trace.split,
+        trace.index,
+        turns,
+        trace.messages,
+        trace.reward,
+        trace.success,
+        trace.error_sites,
+    )
+
+
+def _trace(
+    head: _Head, ids: Iterator[int], logprobs: Iterator[float], versions: Iterator[int]
+) -> Trace:
+    turns = [
+        Turn(
+            list(islice(ids, context)),
+            list(islice(ids, action)),
+            list(islice(logprobs, action)),
+            list(islice(versions, action)),
+            stop,
+        )
+        for context, action, stop in head.turns
+    ]
+    return Trace(
+        head.trace_id,
+        head.group_id,
+        head.sample,
+        head.task,
+        head.split,
+        head.index,
+        turns,
+        head.messages,
+        head.reward,
+        head.success,
+        head.error_sites,
+    )
+
+
+def _joined(parts: Iterable[list[int]]) -> NDArray[np.int64]:
+    """One array of many lists, each converted alone: a long call would hold up the event loop."""
+    arrays = [np.array(part, np.int64) for part in parts]
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+
+
+def _narrow(values: NDArray[np.int64]) -> NDArray[np.generic]:
+    """The same whole numbers in the fewest bytes."""
+    top, bottom = (int(values.max()), int(values.min())) if values.size else (0, 0)
+    for kind in (np.uint16, np.int32):
+        if bottom >= np.iinfo(kind).min and top <= np.iinfo(kind).max:
+            return values.astype(kind)
+    return values
+
+
+def _exact(parts: Sequence[list[float]]) -> NDArray[np.floating]:
+    """The same numbers in 32 bits, as engines compute them, or in 64 where one needs them."""
+    arrays = [np.array(part, np.float64) for part in parts]
+    values = np.concatenate(arrays) if arrays else np.empty(0)
+    with np.errstate(over="ignore"):
+        short = values.astype(np.float32)
+    return short if np.array_equal(short, values) else values
+
+
+def _runs(values: NDArray[np.int64]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    """The values of runs of equal ones, and how long each run is."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    return _narrow(values[starts]), _narrow(np.diff(starts, append=len(values)))

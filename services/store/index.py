@@ -1,0 +1,53 @@
+"""The index of rollouts as SQL: which columns there are, and what a `Where` asks of them."""
+
+from composer_mesh.services.store.rows import Where
+from composer_mesh.services.store.schema import whole
+
+COLUMNS = {
+    "trace_id": "traces.trace_id",
+    "group_id": "traces.group_id",
+    "sample": "sample",
+    "task": "task",
+    "split": "split",
+    "index": "number",
+    "reward": "reward",
+    "success": "success",
+    "turns": "turns",
+    "tokens": "tokens",
+    "length": "length",
+    "error_kinds": "error_kinds",
+    "oldest_version": "oldest_version",
+    "newest_version": "newest_version",
+    "state": "groups.state",
+}
+"""In the order of a TraceRow's fields."""
+SORTED = COLUMNS | {"error_sites": "json_array_length(error_kinds)"}
+
+TESTS = {
+    "trace_id": "traces.trace_id = ?",
+    "group_id": "traces.group_id = ?",
+    "step": "groups.trained = ? + 1",
+    "split": "split = ?",
+    "state": "groups.state = ?",
+    "min_reward": "reward >= ?",
+    "max_reward": "reward <= ?",
+    "success": "success = ?",
+    "error": "EXISTS (SELECT 1 FROM json_each(error_kinds) WHERE value = ?)",
+}
+
+
+def index_query(
+    where: Where, sort: str, descending: bool, limit: int | None
+) -> tuple[str, tuple[object, ...]]:
+    """The statement and its values; raises ValueError where `sort` is no field."""
+    if sort not in SORTED:
+        raise ValueError(f"sort is {sort!r} but must be one of {', '.join(SORTED)}")
+    asked = {name: value for name in TESTS if (value := getattr(where, name)) is not None}
+    tests = " AND ".join(TESTS[name] for name in asked) or "TRUE"
+    direction = "DESC" if descending else "ASC"
+    statement = (
+        f"SELECT {', '.join(COLUMNS.values())}, {whole('traces')} "
+        "FROM traces JOIN groups USING (group_id) "
+        f"WHERE {tests} ORDER BY {SORTED[sort]} {direction}, traces.group_id, sample LIMIT ?"
+    )
+    return statement, (*asked.values(), -1 if limit is None else limit)

@@ -1,0 +1,239 @@
+"""What is written into `run.sqlite`, each thing in one transaction, and the files of groups.
+
+Blocks until all is on the disk: `writing` calls it from its thread. What the rows are read for is
+`reading`; bodies are made and understood by whoever wrote them.
+"""
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json, pair_to_json
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.store.group_files import read_group, write_group
+from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE
+
+UPSERT_GROUP = (
+    "INSERT INTO groups (group_id, state, entered, finished_at, traces, bytes, crc) "
+    "VALUES (:group_id, 'finished', :entered, :finished_at, :traces, :bytes, :crc) "
+    "ON CONFLICT (group_id) DO UPDATE SET state = 'finished', finished_at = :finished_at, "
+    "traces = :traces, bytes = :bytes, crc = :crc"
+)
+SUPERSEDE = (
+    "UPDATE steps SET state = 'superseded' WHERE step >= ?",
+    "UPDATE evaluations SET state = 'superseded' WHERE step > ?",
+    "UPDATE groups SET state = 'finished', trained = NULL WHERE state = 'trained' AND trained > ?",
+    "UPDATE groups SET state = 'in_flight', trained = NULL WHERE state = 'damaged' AND trained > ?",
+    "UPDATE pairs SET state = 'waiting', step = NULL WHERE state IN ('trained', 'expired') "
+    "AND step >= ?",
+    "UPDATE rewards SET state = 'waiting', step = NULL WHERE state != 'waiting' AND step >= ?",
+)
+FORGET_GROUP = (
+    "UPDATE groups SET finished_at = NULL, traces = 0, bytes = 0, crc = 0, worded = NULL, "
+    "state = iif(state = 'trained', 'damaged', 'in_flight') WHERE group_id = ?",
+    "DELETE FROM traces WHERE group_id = ?",
+    "DELETE FROM asked WHERE group_id = ?",
+    "UPDATE pairs SET state = 'superseded' WHERE state = 'waiting' AND group_id = ?",
+)
+
+
+class RunRecords:
+    """The one writer of a run's groups, pairs and steps; other processes may post rewards."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.file = SqliteFile(root / STORE_FILE, KIND)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def enter(self, group_id: int, version: int) -> None:
+        """A group enters the window, for the first time or again."""
+        with self.file.transaction() as rows:
+            rows.execute(
+                "INSERT INTO groups (group_id, state, entered) VALUES (?, 'in_flight', ?) "
+                "ON CONFLICT (group_id) DO UPDATE SET entered = excluded.entered "
+                "WHERE state = 'in_flight'",
+                (group_id, version),
+            )
+
+    def stored(self, group_id: int) -> list[Trace] | None:
+        """The traces that are kept of a group, None where it has none yet."""
+        with self.file.reading() as rows:
+            row = rows.execute(
+                "SELECT bytes, crc, traces FROM groups WHERE group_id = ? AND state != 'in_flight'",
+                (group_id,),
+            ).fetchone()
+        if row is None:
+            return None
+        return read_group(self._root, group_id, *row[:2]) if row[2] else []
+
+    def add_group(self, group_id: int, traces: Sequence[Trace]) -> int:
+        """Keep a group's traces: the file first, then the rows; returns the bytes of the file."""
+        try:
+            size, crc = write_group(self._root, group_id, traces) if traces else (0, 0)
+        except OSError as error:
+            raise StoreError(str(self._root), KIND.purpose, str(error), KIND.repair) from None
+        versions = [v for trace in traces for turn in trace.turns for v in turn.versions]
+        values = {
+            "group_id": group_id,
+            "entered": min(versions, default=0),
+            "finished_at": time.time(),
+            "traces": len(traces),
+            "bytes": size,
+            "crc": crc,
+        }
+        with self.file.transaction() as rows:
+            rows.execute(UPSERT_GROUP, values)
+            self.index(group_id, traces)
+        return size
+
+    def index(self, group_id: int, traces: Sequence[Trace]) -> None:
+        """Make the rows of a group's traces in the index."""
+        insert = f"INSERT INTO traces ({COLUMNS['traces']}) VALUES ({', '.join('?' * 14)})"
+        with self.file.transaction() as rows:
+            rows.execute("DELETE FROM traces WHERE group_id = ?", (group_id,))
+            rows.executemany(insert, [index_row(trace) for trace in traces])
+
+    def add_worded(self, group_id: int, worded: bytes) -> None:
+        with self.file.transaction() as rows:
+            done = rows.execute(
+                "UPDATE groups SET worded = ? WHERE group_id = ?", (worded, group_id)
+            )
+            _one(done, f"group {group_id} has not entered, so its hints cannot be kept")
+
+    def add_asked(
+        self, group_id: int | None, body: bytes, pairs: Sequence[PreferencePair]
+    ) -> list[PreferencePair]:
+        """What asking about a group came to; returns the pairs that were not there before."""
+        insert = (
+            "INSERT OR IGNORE INTO pairs (pair_id, group_id, version, body) VALUES (?, ?, ?, ?)"
+        )
+        fresh: list[PreferencePair] = []
+        with self.file.transaction() as rows:
+            if group_id is not None:
+                rows.execute(
+                    "INSERT OR IGNORE INTO asked (group_id, body) VALUES (?, ?)", (group_id, body)
+                )
+            for pair in pairs:
+                values = (pair.pair_id, group_id, pair.rejected_version, pair_to_json(pair))
+                if rows.execute(insert, values).rowcount:
+                    fresh.append(pair)
+        return fresh
+
+    def take_pairs(self, step: int, max_age: int, limit: int) -> tuple[list[PreferencePair], int]:
+        """The oldest waiting pairs that are young enough, and how many are too old."""
+        with self.file.reading() as rows:
+            expired = rows.execute(
+                "SELECT COUNT(*) FROM pairs WHERE state = 'waiting' AND ? - version > ?",
+                (step, max_age),
+            ).fetchone()[0]
+            found = rows.execute(
+                "SELECT body FROM pairs WHERE state = 'waiting' AND ? - version <= ? "
+                "ORDER BY place LIMIT ?",
+                (step, max_age, limit),
+            ).fetchall()
+        return [pair_from_json(body) for (body,) in found], int(expired)
+
+    def plan_step(
+        self,
+        step: int,
+        groups: Sequence[int],
+        recipe: bytes,
+        pairs: Sequence[str],
+        max_age: int | None,
+        rewards: Mapping[int, str],
+    ) -> None:
+        """Write down what a step is made of, before it is trained: all of it, or nothing."""
+        with self.file.transaction() as rows:
+            rows.execute(
+                "INSERT INTO steps (step, state, recipe) VALUES (?, 'planned', ?)", (step, recipe)
+            )
+            for group_id in groups:
+                done = rows.execute(
+                    "UPDATE groups SET state = 'trained', trained = ? "
+                    "WHERE group_id = ? AND state = 'finished'",
+                    (step + 1, group_id),
+                )
+                _one(done, f"group {group_id} is not finished, so step {step} cannot train it")
+            for pair_id in pairs:
+                done = rows.execute(
+                    "UPDATE pairs SET state = 'trained', step = ? "
+                    "WHERE pair_id = ? AND state = 'waiting'",
+                    (step, pair_id),
+                )
+                _one(done, f"pair {pair_id} does not wait, so step {step} cannot train it")
+            if max_age is not None:
+                rows.execute(
+                    "UPDATE pairs SET state = 'expired', step = ? "
+                    "WHERE state = 'waiting' AND ? - version > ?",
+                    (step, step, max_age),
+                )
+            rows.executemany(
+                "UPDATE rewards SET state = ?, step = ? WHERE place = ?",
+                [(str(state), step, place) for place, state in rewards.items()],
+            )
+
+    def end_step(self, step: int, metrics: bytes) -> bool:
+        """The metrics of a planned step; False where it has some, which stay."""
+        with self.file.transaction() as rows:
+            states = rows.execute(
+                "SELECT state FROM steps WHERE step = ? AND state != 'superseded'", (step,)
+            ).fetchall()
+            if not states:
+                raise ValueError(f"step {step} was not planned, so it has no metrics: plan it")
+            done = rows.execute(
+                "UPDATE steps SET state = 'done', metrics = ? WHERE step = ? AND state = 'planned'",
+                (metrics, step),
+            )
+            return bool(done.rowcount)
+
+    def supersede(self, step: int) -> None:
+        """This step and later ones count no more; what they took waits again."""
+        with self.file.transaction() as rows:
+            for statement in SUPERSEDE:
+                rows.execute(statement, (step,))
+
+    def forget_group(self, group_id: int) -> None:
+        """A group's file is gone: it is sampled again, unless it was trained before."""
+        with self.file.transaction() as rows:
+            for statement in FORGET_GROUP:
+                rows.execute(statement, (group_id,))
+
+    def add_evaluation(self, step: int, body: bytes) -> None:
+        with self.file.transaction() as rows:
+            rows.execute("INSERT INTO evaluations (step, body) VALUES (?, ?)", (step, body))
+
+    def add_poisoned(self, body: bytes) -> None:
+        with self.file.transaction() as rows:
+            rows.execute("INSERT INTO poisoned (body) VALUES (?)", (body,))
+
+
+def index_row(trace: Trace) -> tuple[object, ...]:
+    """A trace's row in the table `traces`, in the order of its columns."""
+    versions = [version for turn in trace.turns for version in turn.versions]
+    sampled = trace.action_tokens()
+    return (
+        trace.trace_id,
+        trace.group_id,
+        trace.sample,
+        trace.task,
+        trace.split,
+        trace.index,
+        trace.reward,
+        trace.success,
+        len(trace.turns),
+        sampled,
+        sampled + sum(len(turn.context_ids) for turn in trace.turns),
+        json.dumps([site.error_kind for site in trace.error_sites]),
+        min(versions, default=None),
+        max(versions, default=None),
+    )
+
+
+def _one(done: sqlite3.Cursor, otherwise: str) -> None:
+    if done.rowcount != 1:
+        raise ValueError(otherwise)

@@ -1,0 +1,85 @@
+"""Rows of `run.sqlite` that are not as they were written: found, and moved out of the way.
+
+What is moved is kept in `quarantine/rows.jsonl`. The run makes up for it: it samples the group
+again, asks again, or does without a figure; a row of the index is made again from its group's file.
+A step has nothing that could stand for it, so there the run is not opened.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.sqlite_file import SqliteFile
+from composer_mesh.services.store.lines import Lines
+from composer_mesh.services.store.quarantine import FOLDER
+from composer_mesh.services.store.rows import DamagedRecord
+from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE, whole
+
+WHY = "its seal is that of another row"
+SCHEMA = "its tables are not those that were made"
+REPAIR = "take run.sqlite from a copy of the run, or begin a new run from one of its checkpoints"
+ROWS_FILE = "rows.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRow:
+    """A row that is not as it was written."""
+
+    table: str
+    rowid: int
+
+    def __str__(self) -> str:
+        return f"{STORE_FILE}, table {self.table}, row {self.rowid}"
+
+
+def schema_is_whole(file: SqliteFile) -> bool:
+    """Whether tables, indexes and triggers are those that were made."""
+    with file.reading() as rows:
+        found = rows.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    return {sql for (sql,) in found} == set(KIND.tables)
+
+
+def damaged_rows(file: SqliteFile) -> Iterator[DamagedRow]:
+    """All of them, table by table. Reads the whole file."""
+    for table in COLUMNS:
+        with file.reading() as rows:
+            select = f"SELECT rowid FROM {table} WHERE NOT ({whole(table)})"
+            found = [rowid for (rowid,) in rows.execute(select)]
+        yield from (DamagedRow(table, rowid) for rowid in found)
+
+
+def set_rows_aside(root: Path, file: SqliteFile) -> list[DamagedRow]:
+    """Move damaged rows to quarantine; raises DamagedRecord where one is a step's
+    or where the tables themselves are damaged."""
+    if not schema_is_whole(file):
+        raise DamagedRecord(STORE_FILE, SCHEMA, REPAIR)
+    damaged = list(damaged_rows(file))
+    for row in damaged:
+        if row.table == "steps":
+            raise DamagedRecord(str(row), WHY, REPAIR)
+    if damaged:
+        _keep(root, file, damaged)
+        with file.transaction() as rows:
+            for row in damaged:
+                rows.execute(f"DELETE FROM {row.table} WHERE rowid = ?", (row.rowid,))
+            rows.execute("DELETE FROM traces WHERE group_id NOT IN (SELECT group_id FROM groups)")
+    return damaged
+
+
+def _keep(root: Path, file: SqliteFile, damaged: list[DamagedRow]) -> None:
+    (root / FOLDER).mkdir(exist_ok=True)
+    kept = Lines(root / FOLDER)
+    for row in damaged:
+        select = f"SELECT * FROM {row.table} WHERE rowid = ?"
+        with file.reading() as rows:
+            values = rows.execute(select, (row.rowid,)).fetchone()
+        kept.add(ROWS_FILE, json.dumps([str(row), *map(_text, values)]).encode())
+    kept.sync()
+    kept.close()
+
+
+def _text(value: Any) -> Any:
+    """A value as JSON: bytes as text in which no byte is lost."""
+    return value.decode("latin-1") if isinstance(value, bytes) else value

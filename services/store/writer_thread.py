@@ -1,0 +1,106 @@
+"""One thread that does a store's writing, job after job, so that no event loop waits for a disk.
+
+    tell(job)          queued; nobody waits. Its error is raised by each later `call`, or by `close`
+    await call(job)    queued; waits for the job and returns or raises what it did
+
+A job that was queued is done, whatever becomes of who waits for it. Nothing here knows files.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Job = Callable[[], Any]
+Settle = Callable[[Any, BaseException | None], None]
+
+
+class WriterThread:
+    """`idle` is called in the thread when no job is left to do. Closed by `close`."""
+
+    def __init__(self, idle: Job) -> None:
+        self._idle = idle
+        self._jobs: SimpleQueue[tuple[Job, Settle] | None] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._seen = False
+        self._waits: list[float] = []
+        self._longest = 0
+        self._thread = threading.Thread(target=self._work, name="run-store", daemon=True)
+        self._thread.start()
+
+    def tell(self, job: Job) -> None:
+        """Have a job done after those before it."""
+        self._put(job, self._keep_failure)
+
+    async def call(self, job: Callable[[], T]) -> T:
+        """Have a job done after those before it. Waits for its end; the loop goes on."""
+        self.raise_failure()
+        began, loop = time.perf_counter(), asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            try:
+                loop.call_soon_threadsafe(self._settle, done, result, error)
+            except RuntimeError:  # the loop has ended before the job
+                self._keep_failure(None, error)
+
+        self._put(job, settle)
+        try:
+            return await done
+        finally:
+            self._waits.append(time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Wait for all jobs, then raise the first error that nobody has seen."""
+        self._jobs.put(None)
+        self._thread.join()
+        if not self._seen:
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what a job failed with that nobody waited for."""
+        if self._failure is not None:
+            self._seen = True
+            raise self._failure
+
+    def waits(self) -> tuple[list[float], int]:
+        """Seconds that calls have waited since the last time, in order, and the longest queue."""
+        waits, self._waits = sorted(self._waits), []
+        longest, self._longest = self._longest, 0
+        return waits, longest
+
+    def _put(self, job: Job, settle: Settle) -> None:
+        self._jobs.put((job, settle))
+        self._longest = max(self._longest, self._jobs.qsize())
+
+    def _work(self) -> None:
+        while (task := self._jobs.get()) is not None:
+            _do(*task)
+            if self._jobs.empty():
+                _do(self._idle, self._keep_failure)
+        _do(self._idle, self._keep_failure)
+
+    def _keep_failure(self, _: Any, error: BaseException | None) -> None:
+        self._failure = self._failure or error
+
+    def _settle(
+        self, done: "asyncio.Future[Any]", result: Any, error: BaseException | None
+    ) -> None:
+        if done.cancelled():
+            self._keep_failure(None, error)
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+
+def _do(job: Job, settle: Settle) -> None:
+    try:
+        result = job()
+    except BaseException as error:  # noqa: BLE001  whoever waits for the job gets it
+        settle(None, error)
+    else:
+        settle(result, None)
