@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from composer_mesh.actors.expert_http import new_token
@@ -31,16 +31,23 @@ from composer_mesh.services.trainer_ranks import TrainerRanks
 
 DESCRIBE_DEADLINE_S = 5.0
 
+Half = Literal["both", "training", "sampling"]
+"""Which actors a run has: all, the trainer with its SDPO teachers, or those of the rollouts."""
+
+
+class NotStarted(LookupError):
+    """An actor was asked for that this half of a run does not have."""
+
 
 @dataclass(frozen=True)
 class RunMesh:
-    """The living actors of a run; a channel that is off has none."""
+    """The living actors of a run; a channel that is off has none, and half a run only its half."""
 
     config: Config
     host: MeshHost
+    half: Half
     trainers: TrainerRanks
-    generators: Service
-    environments: Service
+    sampling: tuple[Service, Service] | None
     teachers: SdpoTeachers | None
     replay: Service | None
     reference: Service | None
@@ -48,8 +55,26 @@ class RunMesh:
     hints: MeshHintWriter | None
     token: str = field(repr=False)
 
+    @property
+    def generators(self) -> Service:
+        """Who samples; raises NotStarted where nobody does."""
+        return self._rollouts[0]
+
+    @property
+    def environments(self) -> Service:
+        """Who steps episodes; raises NotStarted where nobody does."""
+        return self._rollouts[1]
+
+    @property
+    def _rollouts(self) -> tuple[Service, Service]:
+        if self.sampling is None:
+            raise NotStarted("this run has no generators: it trains stored rollouts")
+        return self.sampling
+
     @classmethod
-    async def start(cls, config: Config, host: MeshHost, record: Recorder) -> "RunMesh":
+    async def start(
+        cls, config: Config, host: MeshHost, record: Recorder, half: Half = "both"
+    ) -> "RunMesh":
         """Start every process at once. Waits until each actor answers."""
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
@@ -59,23 +84,31 @@ class RunMesh:
         start, token = Pools(config, host, seats, record), new_token()
         teachers = SdpoTeachers(config, host, seats.envs("sdpo_teacher"), record)
         trainers = TrainerRanks(config, host, seats.envs("trainer"))
+        samples, trains, whole = half != "training", half != "sampling", half == "both"
+        own_teachers = trains and config.sdpo.has_own_actors
         _, generators, environments, replay, reference, _, experts, hints = await together(
             trainers.start(),
-            start.generators(),
-            start.environments(),
-            _if(config.replay.on, start.teachers(token)),
-            _if(config.replay.needs_reference, start.one("reference", ReferenceActor)),
-            _if(config.sdpo.has_own_actors, teachers.start()),
-            _if(config.serves_experts, start.one("expert_server", ExpertServerActor)),
-            _if(config.asks_for_hints, start.hint_writer(token)),
+            _if(samples, start.generators()),
+            _if(samples, start.environments()),
+            _if(whole and config.replay.on, start.teachers(token)),
+            _if(whole and config.replay.needs_reference, start.one("reference", ReferenceActor)),
+            _if(own_teachers, teachers.start()),
+            _if(whole and config.serves_experts, start.one("expert_server", ExpertServerActor)),
+            _if(whole and config.asks_for_hints, start.hint_writer(token)),
         )
-        own = teachers if config.sdpo.has_own_actors else None
-        ring = (trainers, generators, environments)
-        return cls(config, host, *ring, own, replay, reference, experts, hints, token)
+        own = teachers if own_teachers else None
+        ring = (trainers, (generators, environments) if samples else None)
+        return cls(config, host, half, *ring, own, replay, reference, experts, hints, token)
 
     async def prepare(self) -> Path:
-        """The folder of the initial policy. Waits for a warm start where none is cached."""
-        return await self.trainers.prepare()
+        """The folder of the initial policy. Waits for a warm start where none is cached.
+
+        Where nobody trains, the trainer goes then.
+        """
+        folder = await self.trainers.prepare()
+        if self.half == "sampling":
+            await asyncio.gather(*(self.host.stop(one) for one in self.trainers.all))
+        return folder
 
     async def load(
         self, folder: Path, task: Task, run: Path, checkpoint: Path | None = None
@@ -85,11 +118,11 @@ class RunMesh:
         The trainer goes on from a checkpoint where one is given.
         """
         config = self.config
-        loads: list[Coroutine[Any, Any, Any]] = [
-            self.trainers.load(folder, checkpoint),
-            self.generators.load(config, folder),
-            self.environments.load(config),
-        ]
+        loads: list[Coroutine[Any, Any, Any]] = []
+        if self.half != "sampling":
+            loads.append(self.trainers.load(folder, checkpoint))
+        if self.sampling is not None:
+            loads += [self.generators.load(config, folder), self.environments.load(config)]
         if self.teachers is not None:
             loads.append(self.teachers.load(folder))
         if self.reference is not None:
@@ -101,9 +134,10 @@ class RunMesh:
     def pools(self) -> dict[str, Service]:
         """The services of the run by the kind of their actors."""
         hints = None if self.hints is None else self.hints.pool
+        generators, environments = self.sampling or (None, None)
         pools = {
-            "generator": self.generators,
-            "environment": self.environments,
+            "generator": generators,
+            "environment": environments,
             "teacher_replay": self.replay,
             "reference": self.reference,
             "expert_server": self.experts,

@@ -1,0 +1,159 @@
+"""Half a run: started, watched and taken down like a whole one, with half of its actors.
+
+    train CONFIG --replay-traces DIR    the trainer alone, on the rollouts of a run
+    train CONFIG --rollout-only         the generators alone; nothing is learned
+
+What either does is `replaying` and `sampling`.
+"""
+
+import asyncio
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from composer_mesh.actors.policy import load_tokenizer
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.tasks import Task, make_task
+from composer_mesh.services.advantages import make_advantages
+from composer_mesh.services.assembly import FAILED, Run, until_interrupted
+from composer_mesh.services.batcher import Batcher
+from composer_mesh.services.composing import Composer
+from composer_mesh.services.halves.replaying import ReplayPorts, ReplayTraining, TeachersAlone
+from composer_mesh.services.halves.sampling import RolloutsOnly, Sampled
+from composer_mesh.services.halves.stored_steps import StoredSteps
+from composer_mesh.services.lasting_trainer import LastingTrainer
+from composer_mesh.services.looking_back import Past
+from composer_mesh.services.replay.parts import make_late_rewards
+from composer_mesh.services.run_mesh import Half, RunMesh
+from composer_mesh.services.run_parts import RunParts
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.training import MeshTraining, ReplayTeachers
+from composer_mesh.services.view import RunView
+
+
+def half_command(config: Config, output: Path, source: Path | None) -> int:
+    """Replay the rollouts of a run, or sample where `source` is None; exits as train does."""
+    shown = RunView(config.run.name, config.run.steps)
+    with ExitStack() as stack:
+        reader = None if source is None else stack.enter_context(RunReader(source))
+        store = stack.enter_context(RunStore(output, config))
+        view = stack.enter_context(shown)
+        run: HalfRun = SamplingRun(config, store, view)
+        if source is not None and reader is not None:
+            run = ReplayRun(config, store, view, source=reader, root=source)
+        code = asyncio.run(until_interrupted(run.live()))
+    Console().print(Text(f"{config.run.name}: {run.told}"), soft_wrap=True)
+    if code == FAILED:
+        sys.stderr.write(f"composer-mesh: {run.failure}\n")
+    return code
+
+
+@dataclass
+class HalfRun(Run):
+    """What both halves have in common."""
+
+    half: Half = "sampling"
+    told: str = "nothing was done"
+    """What came of it, for the one who started it."""
+
+    async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
+        return await RunMesh.start(config, host, self.event, self.half)
+
+    async def _train_on(self, mesh: RunMesh) -> None:
+        task = make_task(self.config)
+        self.view.phase("preparing the policy")
+        folder = await mesh.prepare()
+        self.event("policy_ready", "trainer", str(folder))
+        chat = ChatFormat(load_tokenizer(folder), task.tools)
+        check_chat(chat, hints=self.config.sdpo.on)
+        self.view.phase("loading the policy")
+        await mesh.load(folder, task, self.store.root)
+        await self._work(mesh, task, chat)
+
+    async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class SamplingRun(HalfRun):
+    """The generators of a run, without a trainer."""
+
+    half: Half = "sampling"
+    rollouts: RolloutsOnly | None = None
+
+    async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
+        parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
+        rollouts = parts.rollouts(Past())
+        self.rollouts = RolloutsOnly(self.config, task, rollouts, self.store, self._tell)
+        self.view.phase("sampling")
+        await self.rollouts.run()
+
+    def _tell(self, sampled: Sampled) -> None:
+        assert self.rollouts is not None
+        self.told = str(self.rollouts.total)
+        fields = {"tokens": sampled.tokens, "tokens_per_s": round(sampled.tokens_per_s, 1)}
+        where = f"{sampled.step} of {self.config.run.steps}"
+        self.event("rollouts_sampled", "", f"{where}: {sampled}", **fields)
+
+    def _progress(self) -> tuple[int, int]:
+        return (len(self.rollouts.done) if self.rollouts else 0, self.restarts)
+
+
+@dataclass
+class ReplayRun(HalfRun):
+    """The trainer of a run, on what `source` has stored."""
+
+    half: Half = "training"
+    source: RunReader | None = None
+    root: Path = Path()
+    """The directory of the run whose rollouts these are."""
+    training: ReplayTraining | None = None
+
+    async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
+        assert self.source is not None
+        trainer = self._trainer = self._lasting_trainer(mesh)
+        steps = StoredSteps(self.source, self.config, self._composer(task, chat))
+        weights = trainer if mesh.teachers is not None else None
+        ports = ReplayPorts(trainer, weights, self.store, self.view, trainer.save, trainer.saved)
+        self.training = ReplayTraining(self.config, steps, ports)
+        self.view.phase("training stored rollouts")
+        await trainer.during(self.training.run())
+        if steps.pairs_left_out:
+            detail = f"{steps.pairs_left_out} stored pairs have no scores of a reference"
+            self.event("pairs_left_out", "", detail)
+        done, differs = self.training.step, self.training.differences
+        self.told = str(differs)
+        if new := done - differs.steps:
+            self.told = f"{self.told}; {new} trained for the first time"
+        self.event("replayed", "trainer", self.told)
+
+    def _lasting_trainer(self, mesh: RunMesh) -> LastingTrainer:
+        config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
+        deadline, all_ranks = config.run.deadline_s, lambda: ranks.all
+        step = MeshTraining(config, all_ranks, teachers)
+        root = self.store.root
+        follow = None if teachers is None else ReplayTeachers(all_ranks, teachers, deadline)
+        alone = TeachersAlone(all_ranks, teachers, deadline)
+        return LastingTrainer(config, ranks, step, alone, follow, root, self.event)
+
+    def _composer(self, task: Task, chat: ChatFormat) -> Composer:
+        assert self.source is not None
+        advantages = make_advantages(self.config.advantage)
+        report = partial(self.event, "late_reward", "")
+        # Its steps hold corrections of steps before them, which this config may not ask for.
+        before = load_config(self.root / "config.toml", model_later=True)
+        late = make_late_rewards(before, self.source.rewards, advantages, report)
+        return Composer(Batcher(self.config, task, chat, advantages), late)
+
+    def _progress(self) -> tuple[int, int]:
+        return (self.training.step if self.training else 0, self.restarts)

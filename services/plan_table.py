@@ -1,0 +1,33 @@
+"""The mesh of a run as tables to print: its actors, channels and transports.
+
+What they are is `configs.layout`; where they run, `placement_table`.
+"""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from composer_mesh.configs.layout import MeshPlan
+
+
+def print_plan(plan: MeshPlan, console: Console) -> None:
+    """The mesh as tables: actors, channels, transports."""
+    actors = Table("actor", "what it does", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("replicas", "processes", "threads each"):
+        actors.add_column(title, justify="right")
+    for row in plan.actors:
+        counts = (str(row.replicas), str(row.processes), str(row.threads))
+        actors.add_row(row.kind, row.role, *counts)
+    actors.add_section()
+    actors.add_row("total", f"{plan.threads} threads when all are busy", "", str(plan.processes))
+    console.print(actors)
+    console.print("channels", style="italic")
+    for channel in plan.channels:
+        console.print(f"  {channel.name}: weight {channel.weight:g}, {_state(channel.on)}")
+    console.print("transports", style="italic")
+    for transport in plan.transports:
+        console.print(f"  {transport}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _state(on: bool) -> str:
+    return "on" if on else "off, costs nothing"

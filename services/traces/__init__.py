@@ -1,0 +1,1 @@
+"""Looking back into a run: its rollouts listed, shown and exported."""

@@ -1,0 +1,188 @@
+"""Rollouts and their pairs as files for other tools: JSON lines or Parquet.
+
+    traces.jsonl    a trace a line, as `composer-mesh replay` reads it
+    traces.parquet  a row each, with its step and its late reward; lists of ids, not text
+    pairs.*         rows in TRL's conversational preference format
+
+One group is in memory at a time. A file appears under its name once all of it is written, and none
+is overwritten. A group that cannot be read is left out and named.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer_mesh.rollouts.pair_records import pair_record
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.traces import Trace, trace_to_json
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import DamagedRecord, ItemState
+from composer_mesh.services.traces.listing import Listed
+from composer_mesh.services.traces.options import Format, TracesRefused
+
+Both = tuple[Listed, Trace]
+DRAFT = ".draft"
+COUNTED = (ItemState.WAITING, ItemState.TRAINED, ItemState.EXPIRED)
+"""Pairs of rollouts that were not sampled again."""
+
+
+@dataclass
+class Exported:
+    """What was written, and what could not be read."""
+
+    files: list[Path]
+    traces: int = 0
+    pairs: int = 0
+    damage: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        for file, count in zip(self.files, (self.traces, self.pairs), strict=True):
+            yield f"{file}: {count:,} rows, {file.stat().st_size:,} bytes"
+        for why in self.damage:
+            yield f"left out: {why}"
+
+
+class Sink(Protocol):
+    """A file that takes a group's rollouts, or some pairs, at a time."""
+
+    def traces(self, rollouts: Sequence[Both]) -> None: ...
+
+    def pairs(self, pairs: Sequence[PreferencePair]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def traces(self, rollouts: Sequence[Both]) -> None:
+        for _, trace in rollouts:
+            self._file.write(trace_to_json(trace) + b"\n")
+
+    def pairs(self, pairs: Sequence[PreferencePair]) -> None:
+        for pair in pairs:
+            self._file.write(json.dumps(pair_record(pair), ensure_ascii=False).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def export(reader: RunReader, rows: Sequence[Listed], kind: Format, folder: Path) -> Exported:
+    """Write these rollouts and their pairs into a folder. Raises `TracesRefused` beforehand."""
+    open_sink = sink_of(kind)
+    files = [folder / f"traces.{kind}", folder / f"pairs.{kind}"]
+    for file in files:
+        if file.exists():
+            raise TracesRefused(f"{file} is there already: name another folder, or move it away")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TracesRefused(
+            f"--out {folder} cannot be made ({error.strerror}): name another folder"
+        ) from None
+    done = Exported(files)
+    drafts = [file.with_name(f".{file.name}{DRAFT}") for file in files]
+    try:
+        with ExitStack() as closing:
+            traces, pairs = (_opened(open_sink, draft, closing) for draft in drafts)
+            _write(reader, rows, traces, pairs, done)
+        for draft, file in zip(drafts, files, strict=True):
+            draft.rename(file)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+    return done
+
+
+def sink_of(kind: Format) -> Callable[[Path], Sink]:
+    """What writes files of a format; raises `TracesRefused` where a package for it is missing."""
+    if kind == "jsonl":
+        return JsonLines
+    try:
+        from composer_mesh.services.traces.parquet import Parquet
+    except ModuleNotFoundError as error:
+        raise TracesRefused(
+            f"--format parquet needs the package {error.name}, which is not installed: run "
+            "pip install 'composer-mesh[export]', or write --format jsonl"
+        ) from None
+    return Parquet
+
+
+def _opened(open_sink: Callable[[Path], Sink], path: Path, closing: ExitStack) -> Sink:
+    sink = open_sink(path)
+    closing.callback(sink.close)
+    return sink
+
+
+def _write(
+    reader: RunReader, rows: Sequence[Listed], traces: Sink, pairs: Sink, done: Exported
+) -> None:
+    ordered = sorted(rows, key=lambda one: (one.row.group_id, one.row.sample))
+    written: set[str] = set()
+    for group_id, members in groupby(ordered, key=lambda one: one.row.group_id):
+        wanted = {one.row.trace_id: one for one in members}
+        try:
+            group = [trace for trace in reader.traces(group_id) if trace.trace_id in wanted]
+        except DamagedRecord as error:
+            done.damage.append(str(error))
+            continue
+        traces.traces([(wanted[trace.trace_id], trace) for trace in group])
+        written |= {trace.trace_id for trace in group}
+    done.traces = len(written)
+    for pair in _pairs(reader, written):
+        pairs.pairs([pair])
+        done.pairs += 1
+
+
+def _pairs(reader: RunReader, written: set[str]) -> Iterator[PreferencePair]:
+    for row in reader.pairs():
+        if row.state in COUNTED:
+            pair = pair_from_json(row.body)
+            if pair.trace_id in written:
+                yield pair
+
+
+def trace_record(one: Listed, trace: Trace) -> dict[str, Any]:
+    """A rollout as one row: ids and numbers as lists, messages and an error's data as JSON."""
+    late = one.late.reward if one.late else None
+    return {
+        "trace_id": trace.trace_id,
+        "group_id": trace.group_id,
+        "sample": trace.sample,
+        "task": trace.task,
+        "split": trace.split,
+        "index": trace.index,
+        "state": str(one.row.state),
+        "step": one.step,
+        "reward": trace.reward,
+        "late_reward": late,
+        "success": trace.success,
+        "messages": json.dumps(trace.messages, ensure_ascii=False),
+        "turns": [
+            {
+                "context_ids": turn.context_ids,
+                "action_ids": turn.action_ids,
+                "logprobs": turn.logprobs,
+                "versions": turn.versions,
+                "stop_reason": turn.stop_reason,
+            }
+            for turn in trace.turns
+        ],
+        "error_sites": [
+            {
+                "turn": site.turn,
+                "error_kind": site.error_kind,
+                "hint_template_key": site.hint_template_key,
+                "data": json.dumps(site.data, ensure_ascii=False),
+            }
+            for site in trace.error_sites
+        ],
+    }

@@ -1,0 +1,160 @@
+"""The options of `composer-mesh traces`, as they are typed and as they are passed on.
+
+Light to import: the command line reads it before it knows which command will run.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Action = Literal["list", "show", "export"]
+Format = Literal["parquet", "jsonl"]
+SortKey = Literal["group", "reward", "turns", "tokens", "errors", "version"]
+
+ACTIONS: tuple[Action, ...] = ("list", "show", "export")
+FORMATS: tuple[Format, ...] = ("parquet", "jsonl")
+SORT_KEYS: tuple[SortKey, ...] = ("group", "reward", "turns", "tokens", "errors", "version")
+SHOWN = 50
+
+
+class TracesRefused(Exception):
+    """What was asked about a run's rollouts cannot be done so: why, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which rollouts are meant. None asks for nothing; several wishes must all be met.
+
+    `step` counts as `metrics.jsonl` does: 1 is the first. Of `errors` one is enough.
+    """
+
+    group: int | None = None
+    step: int | None = None
+    split: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    failed: bool = False
+    errors: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        bounds = {"--min-reward": self.min_reward, "--max-reward": self.max_reward}
+        for option, bound in bounds.items():
+            if bound is not None and math.isnan(bound):
+                raise TracesRefused(f"{option} is nan but must be a number: correct it")
+        low, high = self.min_reward, self.max_reward
+        if low is not None and high is not None and low > high:
+            raise TracesRefused(
+                f"--min-reward is {low:g} but --max-reward is {high:g}, so no rollout can fit: "
+                "exchange them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TracesOptions:
+    """What to do with which rollouts of a run. `limit` 0 shows all of them."""
+
+    run: Path
+    action: Action = "list"
+    trace: str | None = None
+    filters: Filters = field(default_factory=Filters)
+    sort: SortKey = "group"
+    reverse: bool = False
+    limit: int = SHOWN
+    as_json: bool = False
+    full: bool = False
+    format: Format = "parquet"
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.action == "show" and self.trace is None:
+            raise TracesRefused(
+                "show has no rollout to show: add its trace_id, or GROUP/SAMPLE, for example "
+                f"composer-mesh traces {self.run} show 12/0"
+            )
+        if self.action != "show" and self.trace is not None:
+            raise TracesRefused(
+                f"{self.action} takes no trace_id but got {self.trace!r}: write show"
+            )
+        if self.action == "export" and self.out is None:
+            raise TracesRefused("export has no place to write to: add --out FOLDER")
+        if self.limit < 0:
+            raise TracesRefused(
+                f"--limit is {self.limit} but must be 0 or more: 0 shows every rollout"
+            )
+
+
+def read_options(arguments: argparse.Namespace) -> TracesOptions:
+    """The parsed command line as options; raises `TracesRefused`."""
+    filters = Filters(
+        arguments.group,
+        arguments.step,
+        arguments.split,
+        arguments.min_reward,
+        arguments.max_reward,
+        arguments.failed,
+        tuple(arguments.error),
+    )
+    return TracesOptions(
+        arguments.run,
+        arguments.action,
+        arguments.trace,
+        filters,
+        arguments.sort,
+        arguments.reverse,
+        arguments.limit,
+        arguments.json,
+        arguments.full,
+        arguments.format,
+        arguments.out,
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `composer-mesh traces` takes."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=ACTIONS,
+        default="list",
+        help="list the rollouts (the default), show one, or export them",
+    )
+    parser.add_argument(
+        "trace", nargs="?", metavar="TRACE", help="for show: a trace_id, or GROUP/SAMPLE"
+    )
+    _add_filters(parser)
+    _add_list_options(parser)
+    parser.add_argument("--full", action="store_true", help="show long texts to their end")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="parquet", help="of export; parquet by default"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where export writes")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--group", type=int, metavar="N", help="of one prompt group")
+    parser.add_argument("--step", type=int, metavar="N", help="that trained step N; 1 is the first")
+    parser.add_argument("--split", choices=("train", "heldout"), help="of one split")
+    parser.add_argument("--min-reward", type=float, metavar="R", help="of this reward or more")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="of this reward or less")
+    parser.add_argument("--failed", action="store_true", help="without success")
+    parser.add_argument(
+        "--error",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="with an error of this kind; may be given many times",
+    )
+
+
+def _add_list_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sort", choices=SORT_KEYS, default="group", help="group by default, smallest first"
+    )
+    parser.add_argument("--reverse", action="store_true", help="the largest first")
+    parser.add_argument(
+        "--limit", type=int, default=SHOWN, metavar="N", help=f"{SHOWN} by default; 0 for all"
+    )
+    parser.add_argument("--json", action="store_true", help="print each rollout as one object")

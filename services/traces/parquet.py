@@ -1,0 +1,81 @@
+"""Rollouts and pairs as Parquet files with a fixed schema, so that empty files have it too.
+
+Needs pyarrow: `pip install 'composer-mesh[export]'`. What is written is `export`'s business.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow.parquet import ParquetWriter
+
+from composer_mesh.rollouts.pair_records import pair_record
+from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.services.traces.export import Both, trace_record
+
+ROWS_TOGETHER = 256
+"""Rows of a row group: readers can then leave out most of a file."""
+
+_TEXT, _INT, _REAL = pa.string(), pa.int64(), pa.float64()
+_TURN = pa.struct(
+    [
+        ("context_ids", pa.list_(pa.int32())),
+        ("action_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(_REAL)),
+        ("versions", pa.list_(pa.int32())),
+        ("stop_reason", _TEXT),
+    ]
+)
+_SITE = pa.struct(
+    [("turn", _INT), ("error_kind", _TEXT), ("hint_template_key", _TEXT), ("data", _TEXT)]
+)
+TRACES = pa.schema(
+    [
+        *(("trace_id", _TEXT), ("group_id", _INT), ("sample", _INT), ("task", _TEXT)),
+        *(("split", _TEXT), ("index", _INT), ("state", _TEXT), ("step", _INT)),
+        *(("reward", _REAL), ("late_reward", _REAL), ("success", pa.bool_())),
+        *(("messages", _TEXT), ("turns", pa.list_(_TURN)), ("error_sites", pa.list_(_SITE))),
+    ]
+)
+_SAID = pa.list_(pa.struct([("role", _TEXT), ("content", _TEXT)]))
+PAIRS = pa.schema(
+    [
+        *(("prompt", _SAID), ("chosen", _SAID), ("rejected", _SAID)),
+        *(("state_id", _TEXT), ("trace_id", _TEXT), ("turn", _INT)),
+        *(("chosen_text", _TEXT), ("rejected_text", _TEXT), ("state_messages", _TEXT)),
+        *(("chosen_message", _TEXT), ("rejected_message", _TEXT)),
+        *(("n_teachers_agreeing", _INT), ("teachers", pa.list_(_TEXT)), ("votes", _INT)),
+        *(("asked", _INT), ("usd", _REAL), ("usd_known", pa.bool_())),
+        *(("policy_version", _INT), ("provenance", _TEXT)),
+    ]
+)
+
+
+class Parquet:
+    """A file of rollouts or of pairs: which of both, its name says."""
+
+    def __init__(self, path: Path) -> None:
+        self._schema = PAIRS if "pairs" in path.name else TRACES
+        self._writer = ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[dict[str, Any]] = []
+
+    def traces(self, rollouts: Sequence[Both]) -> None:
+        self._add([trace_record(one, trace) for one, trace in rollouts])
+
+    def pairs(self, pairs: Sequence[PreferencePair]) -> None:
+        self._add([pair_record(pair) for pair in pairs])
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _add(self, rows: list[dict[str, Any]]) -> None:
+        self._rows += rows
+        if len(self._rows) >= ROWS_TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
+            self._rows = []

@@ -1,0 +1,149 @@
+"""Text that a model or a tool has written, made fit for a terminal.
+
+No control code and no markup of it takes effect, and a bar at its left tells it from what the page
+says itself. What is shown where is the pages' business.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+
+from composer_mesh.rollouts.tool_calls import OPEN, ToolCall, parse_action
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.services.page import plain_text
+
+LONGEST_LINE = 20_000
+TAB = "    "
+BAR = "│ "
+GUTTER = 8
+"""Columns for labels, left of the bars."""
+HEAD_SHARE = 0.7
+"""Of the lines that are kept of a long text, those from its beginning."""
+ONE_LINE_CALL = 100
+
+
+def plain_lines(text: str, most: int | None = None) -> list[str]:
+    """The lines of a text, each as any terminal shows it; of a long one its middle is left out."""
+    lines = [plain_text(line.replace("\t", TAB), LONGEST_LINE) for line in text.split("\n")]
+    if most is None or len(lines) <= most:
+        return lines
+    head = max(1, int(most * HEAD_SHARE))
+    tail = most - head
+    left_out = f"… {len(lines) - most:,} lines left out; --full shows them …"
+    return [*lines[:head], left_out, *(lines[-tail:] if tail else [])]
+
+
+def one_line(text: str, limit: int) -> str:
+    """The words of a text on one line of at most `limit` characters."""
+    words = " ".join(text[: limit * 8].split())
+    shown = plain_text(words, LONGEST_LINE)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """Others' words behind a bar, so that none of their lines can look like the page's own.
+
+    `label` says whose they are. A `remark` of the page's own stands above them, beside the label.
+    """
+
+    label: str
+    text: Text
+    style: str = "default"
+    remark: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label = Segment(f"{self.label:>{GUTTER}} ", console.get_style(f"bold {self.style}"))
+        if self.remark:
+            yield label
+            yield Text(self.remark, style="dim")
+            label = Segment(" " * (GUTTER + 1))
+        bar = Segment(BAR, console.get_style(f"dim {self.style}"))
+        inner = options.update(width=max(1, options.max_width - GUTTER - 1 - len(BAR)))
+        for line in console.render_lines(self.text, inner, style=Style(), pad=False):
+            yield label
+            yield bar
+            yield from line
+            yield Segment.line()
+            label = Segment(" " * (GUTTER + 1))
+
+
+def content_of(message: Message) -> str:
+    """The text of a chat message; parts of a list that are no text are named by their type."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(_part(part) for part in content)
+    return "" if content is None else str(content)
+
+
+def calls_of(message: Message) -> list[tuple[str, Any]]:
+    """The tool calls of a message: their names and arguments, parsed where they can be."""
+    found = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            found.append((str(function.get("name")), _parsed(function.get("arguments"))))
+    return found
+
+
+def call_line(name: str, arguments: Any) -> str:
+    """A call as one line: `lookup(key="desk")`."""
+    if not isinstance(arguments, Mapping):
+        return f"{name}({arguments})"
+    given = ", ".join(f"{key}={_value(value)}" for key, value in arguments.items())
+    return f"{name}({given})"
+
+
+def call_text(name: str, arguments: Any, most: int | None = None) -> Text:
+    """A call to read: on one line, or with a block for each argument where that would be long."""
+    line = call_line(name, arguments)
+    if not isinstance(arguments, Mapping) or (len(line) <= ONE_LINE_CALL and "\\n" not in line):
+        return Text.assemble((plain_text(name), "bold cyan"), plain_text(line[len(name) :], 10_000))
+    text = Text(plain_text(name), style="bold cyan")
+    for key, value in arguments.items():
+        text.append(f"\n  {plain_text(str(key))}: ", "cyan")
+        shown = plain_lines(value if isinstance(value, str) else _value(value), most)
+        if len(shown) > 1:
+            shown = ["", *shown]
+        text.append("\n      ".join(shown), "default")
+    return text
+
+
+def action_line(text: str, limit: int) -> str:
+    """An action's text as one line: its call, or its words."""
+    action = parse_action(text) if OPEN in text else None
+    if isinstance(action, ToolCall):
+        return one_line(call_line(action.name, action.arguments), limit)
+    return one_line(text, limit)
+
+
+def message_line(message: Message, limit: int) -> str:
+    """An assistant message as one line: its calls, else its words."""
+    calls = [call_line(name, arguments) for name, arguments in calls_of(message)]
+    return one_line("; ".join(calls) or content_of(message), limit)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type", "part") if isinstance(part, dict) else "part"
+    return f"[{kind}]"
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,95 @@
+"""All that a run knows about one rollout, brought together from its store and its config.
+
+What cannot be had is left out with a note, and is no reason to show nothing: the data file of a
+task may have gone, or another version may have written a row.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.gsm8k_rows import DataError
+from composer_mesh.rollouts.hint_sources import Hint, Place, Written
+from composer_mesh.rollouts.pairs import pair_from_json
+from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.hint_writing import worded_from_json
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.traces.hints import TokenCount, hints_of, tokenizer_folder
+from composer_mesh.services.traces.listing import Listed
+from composer_mesh.services.traces.rollout import Paired, Rollout
+
+DROPPED = "dropped by a filter"
+
+
+def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | None) -> Rollout:
+    """The rollout of a row; raises DamagedRecord where its group cannot be read."""
+    group = reader.traces(one.row.group_id)
+    trace = next(trace for trace in group if trace.trace_id == one.row.trace_id)
+    notes: list[str] = []
+    answer = None if config is None else _answer(config, trace, notes)
+    hints: Sequence[Hint] = ()
+    if config is None:
+        notes.append("config.toml cannot be read, so the answer and the hints are left out")
+    elif config.sdpo.on and answer is not None:
+        tokens = TokenCount(
+            config.sdpo.hints.max_tokens, partial(tokenizer_folder, run, config.policy.path)
+        )
+        written = _written(reader, one.row.group_id)
+        hints, without = hints_of(trace, group, config.sdpo.hints, answer, written, tokens)
+        notes += without
+        if tokens.guessed:
+            notes.append("no tokenizer was found, so a hint may be shown longer than it was used")
+    asked = _asked(reader, one.row.group_id)
+    return Rollout(
+        one,
+        trace,
+        group,
+        answer,
+        hints,
+        [*_pairs(reader, trace), *_dropped(asked, trace)],
+        [late for late in reader.rewards(None) if late.trace_id == trace.trace_id],
+        asked.get("figures", {}),
+        notes,
+    )
+
+
+def _answer(config: Config, trace: Trace, notes: list[str]) -> str | None:
+    try:
+        task = make_task(config)
+        return task.answer(task.episode(trace.split, trace.index))
+    except (DataError, LookupError) as error:
+        notes.append(f"the verified answer and the hints are left out: {error}")
+        return None
+
+
+def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
+    """The hint writer's words about a group."""
+    body = reader.worded(group_id)
+    return {} if body is None else worded_from_json(body).written
+
+
+def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
+    return [
+        Paired(pair, str(row.state), None if row.step is None else row.step + 1)
+        for row in reader.pairs()
+        if row.group_id in (trace.group_id, None)
+        if (pair := pair_from_json(row.body)).trace_id == trace.trace_id
+    ]
+
+
+def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
+    """What asking teachers about a group came to, empty where they were not asked."""
+    body = next((row.body for row in reader.asked() if row.group_id == group_id), b"")
+    value = json.loads(body) if body else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _dropped(asked: dict[str, Any], trace: Trace) -> list[Paired]:
+    """The pairs of a rollout that a filter dropped: only what asking came to still has them."""
+    found = [one for one in asked.get("candidates", ()) if isinstance(one, dict)]
+    pairs = [pair_from_json(json.dumps(one)) for one in found]
+    return [Paired(pair, DROPPED, None) for pair in pairs if pair.trace_id == trace.trace_id]
