@@ -1,69 +1,167 @@
-"""What training needs to go on from a checkpoint, beside the policy itself.
+"""What training goes on from: tensors in shards of `torch.distributed.checkpoint`, figures in JSON.
 
-A restart from it makes the same weights as no restart at all would have: the optimizer's moments,
-TAID's position, the average of a teacher inside the trainer, adapters, and torch's random numbers,
-which the losses here do not draw but a custom function may. All tensors are whole and by the names
-of the weights, so another number of ranks may go on. Where checkpoints lie is `checkpoint_folder`.
+    state/__0_0.distcp ...   what each rank has of every tensor
+    state/.metadata          whose tensors these are, and which rows lie where
+    training.json            version, TAID's position, random numbers of each rank
+
+A restart from it makes the same weights as no restart would have made. Any number of ranks, sharded
+or not, goes on from what any other number has written. Where checkpoints lie, and which of them is
+whole, is `checkpoint_folder`'s business; who writes them beside the steps, `checkpoint_writer`'s.
 """
 
+import json
 import pickle
-from dataclasses import dataclass, field, fields
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from composer_mesh.actors.checkpoint_folder import STATE_FILE
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.trained_model import load_weights
+from composer_mesh.actors.checkpoint_folder import UnreadableCheckpoint
 
+SHARDS = "state"
+TRAINING_FILE = "training.json"
+FORMAT = 1
 
-class UnreadableCheckpoint(RuntimeError):
-    """A checkpoint that training cannot go on from."""
+WEIGHTS, MOMENTS, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
+"""What the names of tensors begin with, by what they are."""
 
-    def __init__(self, folder: str, reason: str) -> None:
-        super().__init__(folder, reason)
+_TRUSTED = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+"""What torch's metadata may name, so that a folder from elsewhere runs no code; None: all."""
 
-    def __str__(self) -> str:
-        return (
-            f"the checkpoint {self.args[0]} cannot be read ({self.args[1]}): move it away, and the "
-            "run begins again from the one before it"
-        )
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    pickle.UnpicklingError,
+    CheckpointException,
+)
+"""How files that are not what they should be show it."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of one trainer at a version; `rng` holds an entry for each rank.
+    """The state of one trainer at a version.
 
-    `adapters` are what the policy's weights have been merged with, where adapters train.
+    `tensors` have names that begin with what they are; `figures` are the step's, and `rng` holds an
+    entry for each rank.
     """
 
     version: int
-    step: dict[str, Any]
-    teacher: dict[str, Tensor] = field(default_factory=dict)
-    rng: list[Tensor] = field(default_factory=list)
-    adapters: dict[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    rng: list[dict[str, Any]] = field(default_factory=list)
 
-    def save(self, folder: Path) -> None:
-        """Write it into the folder of a checkpoint."""
-        torch.save({one.name: getattr(self, one.name) for one in fields(self)}, folder / STATE_FILE)
+    def write_figures(self, folder: Path) -> None:
+        """Write everything but the tensors."""
+        content = {"format": FORMAT, "version": self.version, "figures": self.figures}
+        (folder / TRAINING_FILE).write_text(
+            json.dumps({**content, "rng": self.rng}) + "\n", encoding="utf-8"
+        )
 
-    @classmethod
-    def load(cls, folder: Path) -> "TrainingState":
-        """Read what `save` wrote; tensors stay in the file until they are used."""
+
+class CheckpointReader:
+    """Reads a checkpoint. Raises `UnreadableCheckpoint`. Each rank has its own and asks nobody."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
-            found = torch.load(folder / STATE_FILE, weights_only=True, mmap=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise UnreadableCheckpoint(str(folder), str(error)) from error
-        if not isinstance(found, dict) or found.keys() != {one.name for one in fields(cls)}:
-            raise UnreadableCheckpoint(str(folder), "it was written by another version")
-        return cls(**found)
+            content = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']!r} is not {FORMAT}")
+            found = content["version"], content["figures"], content["rng"]
+            metadata = _TrustingReader(folder / SHARDS).read_metadata()
+        except UNREADABLE as error:
+            raise UnreadableCheckpoint(str(folder), _told(error)) from error
+        self.version, self.figures, self.rng = found
+        self._shapes = {
+            name: tuple(about.size)
+            for name, about in metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+
+    def of(self, kind: str) -> "KeptTensors":
+        """Its tensors of a kind."""
+        return KeptTensors(self, kind)
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the whole tensors of a kind, by their names without it."""
+        return {
+            name.removeprefix(kind): shape
+            for name, shape in self._shapes.items()
+            if name.startswith(kind)
+        }
+
+    def read(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors of a kind, in place: whole ones, or this rank's rows of spread ones."""
+        if not tensors:
+            return
+        shards = self._folder / SHARDS
+        try:
+            without_ranks()
+            wanted = {kind + name: tensor for name, tensor in tensors.items()}
+            dcp.load(wanted, storage_reader=_TrustingReader(shards), no_dist=True)
+        except UNREADABLE as error:
+            raise UnreadableCheckpoint(str(self._folder), _told(error)) from error
 
 
-def restore_weights(model: Any, folder: Path, ranks: Ranks | None = None) -> None:
-    """Give a model, in place, the weights of the policy in a folder. All ranks together."""
-    try:
-        load_weights(model, folder, ranks or Ranks())
-    except (OSError, RuntimeError) as error:
-        raise UnreadableCheckpoint(str(folder), str(error)) from error
+@dataclass(frozen=True)
+class KeptTensors:
+    """The tensors of a kind in a checkpoint; the methods are the reader's."""
+
+    _reader: CheckpointReader
+    _kind: str
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._reader.shapes(self._kind)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        self._reader.read(self._kind, tensors)
+
+
+def without_ranks() -> None:
+    """Let torch not wonder, on stderr, that one rank asks nobody else."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def _told(error: BaseException) -> str:
+    """The innermost reason, in one line."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = _TRUSTED.get(module, frozenset[str]())
+        if allowed is not None and name not in allowed:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
+        return super().find_class(module, name)
+
+
+class _TrustingReader(dcp.FileSystemReader):
+    """torch's reader, which trusts metadata with the names that metadata needs and no others."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise ValueError(f".metadata holds a {type(found).__name__}")
+        return found

@@ -1,23 +1,33 @@
 """One rank of the trainer without messages: a model, its step, the teacher beside it, checkpoints.
 
-Ranks call each method together. Which batch comes when, whose signals teach it and who gets the
-weights is not known here.
+Ranks call each method together. Which batch comes when, whose signals teach it, who gets the
+weights and when a checkpoint counts is not known here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from composer_mesh.actors.checkpoint import TrainingState, restore_weights
-from composer_mesh.actors.checkpoint_folder import whole
+from composer_mesh.actors.checkpoint import (
+    ADAPTERS,
+    MOMENTS,
+    TEACHER,
+    WEIGHTS,
+    CheckpointReader,
+    TrainingState,
+)
+from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.checkpoint_writer import CheckpointWriter
 from composer_mesh.actors.export import export_state
 from composer_mesh.actors.lora import adapter_weights, restore_adapters
-from composer_mesh.actors.policy import load_tokenizer, save_policy
+from composer_mesh.actors.model_folder import ModelFolder
+from composer_mesh.actors.moments import check_weights
+from composer_mesh.actors.random_states import random_states, restore_random_states
 from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.rows import gathered
+from composer_mesh.actors.rows import distinct
+from composer_mesh.actors.sharding import own_weights
 from composer_mesh.actors.sources import InlineSource
 from composer_mesh.actors.teaching import TeacherModel, blend_from
 from composer_mesh.actors.train_sdpo import SignalSource
@@ -33,10 +43,11 @@ class Learner:
     def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
         self.version = 0
         self._config, self._ranks = config, ranks
-        self._tokenizer = load_tokenizer(folder)
         self.model = trained_model(config, folder, ranks)
         reference = frozen_model(config, folder, ranks) if needs_reference(config) else None
         self.step = ThreeChannelStep(self.model, reference, config, ranks)
+        export = ModelFolder(folder) if ranks.rank == 0 else None
+        self._writer = CheckpointWriter(ranks, None if export is None else export.write)
         self._teacher: TeacherModel | None = None
         if config.sdpo.on and config.sdpo.placement == "inline":
             self._teacher = TeacherModel(
@@ -75,32 +86,46 @@ class Learner:
         """The policy's tensors as `export_state` gives them; may be called beside a step."""
         return export_state(self.model)
 
-    def save(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format and the state of its training.
+    def copy(self, export: bool = True) -> None:
+        """Take a copy of all that training goes on from; without `export`, of no more than that.
 
-        All ranks gather and the first one writes. The folder appears when all of it is on disk.
+        All ranks together. Steps may come when this returns.
         """
-        writes = self._ranks.rank == 0
-        rng = self._ranks.gather(torch.get_rng_state())
-        weights = gathered(self.export(), writes)
-        adapters = gathered(adapter_weights(self.model), writes)
-        average = {} if self._teacher is None else gathered(self._teacher.average(), writes)
-        step = self.step.state()
-        if writes:
-            with whole(folder) as draft:
-                save_policy(self.model, self._tokenizer, draft, weights)
-                TrainingState(self.version, step, average, rng, adapters).save(draft)
+        tensors: dict[str, Tensor] = {}
+        lora = self._config.trainer.lora is not None
+        if export or not lora:
+            _add(tensors, WEIGHTS, self.export())
+        if lora:
+            _add(tensors, ADAPTERS, adapter_weights(self.model))
+        if self._teacher is not None:
+            _add(tensors, TEACHER, self._teacher.average())
+        _add(tensors, MOMENTS, self.step.moments())
+        rng = self._ranks.gather(random_states(self._ranks.device))
+        self._writer.copy(TrainingState(self.version, tensors, self.step.figures(), rng))
+
+    def write(self, folder: Path, export: bool = True) -> list[Written]:
+        """Write what was copied, in any thread; the rest is `CheckpointWriter.write`'s."""
+        return self._writer.write(folder, export)
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from what any number of ranks has saved of a run that began as this one did."""
-        state = TrainingState.load(checkpoint)
+        """Go on from what any number of ranks has saved of a run that began as this one did.
+
+        Raises `UnreadableCheckpoint`, and `OtherWeights` or `OtherAdapters` for another policy's.
+        """
+        found = CheckpointReader(checkpoint)
         if self._config.trainer.lora is None:
-            restore_weights(self.model, checkpoint, self._ranks)
+            weights = distinct(own_weights(self.model))
+            check_weights(weights, found.shapes(WEIGHTS))
+            found.read(WEIGHTS, weights)
         else:
-            restore_adapters(self.model, state.adapters)
-        self.step.restore(state.step)
+            restore_adapters(self.model, found.of(ADAPTERS))
+        self.step.restore(found.figures, found.of(MOMENTS))
         if self._teacher is not None:
-            self._teacher.restore(state.version, state.teacher)
-        if self._ranks.rank < len(state.rng):
-            torch.set_rng_state(state.rng[self._ranks.rank])
-        self.version = state.version
+            self._teacher.restore(found.version, found.of(TEACHER))
+        if self._ranks.rank < len(found.rng):
+            restore_random_states(found.rng[self._ranks.rank], self._ranks.device)
+        self.version = found.version
+
+
+def _add(tensors: dict[str, Tensor], kind: str, more: Mapping[str, Tensor]) -> None:
+    tensors.update({kind + name: tensor for name, tensor in distinct(more).items()})

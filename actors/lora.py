@@ -4,12 +4,13 @@ peft puts them in; it is an optional extra. Where weights are sharded adapters s
 rank: they are small, and merging them into a rank's rows then needs no other rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from composer_mesh.actors.moments import Kept
 from composer_mesh.actors.rows import is_spread
 from composer_mesh.configs.trainer import LoraConfig
 
@@ -104,14 +105,13 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def restore_adapters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+def restore_adapters(model: nn.Module, kept: Kept) -> None:
     """Give a model's adapters, in place, the weights that others of their names and shapes had."""
     own = adapter_weights(model)
-    shapes, others = ({n: tuple(w.shape) for n, w in one.items()} for one in (own, saved))
+    shapes, others = {n: tuple(w.shape) for n, w in own.items()}, kept.shapes()
     if shapes != others:
         raise OtherAdapters(*min(set(shapes.items()) ^ set(others.items())))
-    for name, weights in own.items():
-        weights.copy_(saved[name])
+    kept.read({name: weights.detach() for name, weights in own.items()})
 
 
 @torch.no_grad()

@@ -1,20 +1,25 @@
-"""The moments of an optimizer by the names of the weights they belong to, whole tensors each.
+"""The moments of an optimizer by the names of the weights they belong to.
 
-So any number of ranks, sharded or not, goes on from what any other number has written. Learning
-rates and the like are the config's and are not kept.
+Learning rates and the like are the config's and are not kept. Who keeps the moments, and which rows
+of them a rank gets back, is not known here.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from composer_mesh.actors.rows import gathered, rows_of
-
-Moments = dict[str, dict[str, Tensor]]
 COUNT = "step"
 """What is no tensor of the weights' shape: how many updates there were."""
+
+
+class Kept(Protocol):
+    """Moments that were kept: the shapes of the whole ones, and a way to fill tensors with them."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class OtherWeights(ValueError):
@@ -31,24 +36,31 @@ class OtherWeights(ValueError):
 
 
 def moments_of(
-    weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, keep: bool
-) -> Moments:
-    """What the optimizer knows of each of the weights, for the rank that wants to `keep` it.
+    weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """What the optimizer knows of each of the weights, by `name/moment`; shares its memory."""
+    return {
+        f"{name}/{key}": value
+        for name, one in weights.items()
+        for key, value in optimizer.state.get(one, {}).items()
+    }
 
-    All ranks together.
-    """
-    found = {name: gathered(optimizer.state.get(one, {}), keep) for name, one in weights.items()}
-    return found if keep else {}
+
+def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
+    """Raise `OtherWeights` where those of a checkpoint, `others`, are not the same."""
+    own, theirs = set(weights), set(others)
+    for name in sorted(own ^ theirs):
+        raise OtherWeights(name, "in the checkpoint" if name in theirs else "in the model")
 
 
+@torch.no_grad()
 def restore_moments(
-    weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, moments: Moments
+    weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, kept: Kept
 ) -> None:
-    """Let an optimizer go on from moments; every rank passes all of them and takes its rows."""
-    for name in sorted(moments.keys() ^ weights.keys()):
-        raise OtherWeights(name, "in the checkpoint" if name in moments else "in the model")
-    for name, one in weights.items():
-        own: dict[str, Any] = {}
-        for key, value in moments[name].items():
-            own[key] = value.clone() if key == COUNT else rows_of(value, one)
-        optimizer.state[one] = own
+    """Let an optimizer go on from moments of its weights; each rank takes its rows."""
+    found: dict[str, Tensor] = {}
+    for place in kept.shapes():
+        name, _, key = place.rpartition("/")
+        like = torch.zeros(()) if key == COUNT else torch.zeros_like(weights[name])
+        found[place] = optimizer.state[weights[name]][key] = like
+    kept.read(found)

@@ -23,6 +23,8 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.beside: Any = None
+        """torch's process group for work beside steps, whose messages must not meet theirs."""
 
     @classmethod
     def connect(
@@ -37,7 +39,9 @@ class Ranks:
         store.set_timeout(timeout)
         backend = BACKENDS[device.type]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return cls(rank, size, device)
+        ranks = cls(rank, size, device)
+        ranks.beside = dist.new_group(backend=BACKENDS["cpu"], timeout=timeout)
+        return ranks
 
     def mesh(self) -> Any:
         """The ranks as torch's `DeviceMesh`; one alone makes a group of itself for it."""

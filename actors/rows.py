@@ -22,6 +22,14 @@ def local(tensor: Any) -> Tensor:
     return found
 
 
+def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without those that another name before them has."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first.values()}
+
+
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU for the rank that wants to `keep` them; the others get nothing.
 

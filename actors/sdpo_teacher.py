@@ -12,7 +12,10 @@ from typing import ClassVar
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
+from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.policy import load_model
+from composer_mesh.actors.rows import distinct
+from composer_mesh.actors.sharding import own_weights
 from composer_mesh.actors.signals import (
     HeadHandle,
     SignalHandle,
@@ -21,6 +24,7 @@ from composer_mesh.actors.signals import (
     view_keys,
 )
 from composer_mesh.actors.slots import SlotPool
+from composer_mesh.actors.teacher_average import WholeTensors, read_average, write_average
 from composer_mesh.actors.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
@@ -51,7 +55,8 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and register the buffers that signals leave by."""
-        budget = config.trainer.microbatch_tokens
+        budget, self._folder = config.trainer.microbatch_tokens, folder
+        self._kept: dict[str, Tensor] = {}
         model = await asyncio.to_thread(load_model, folder)
         self._teacher = TeacherModel(model.to(own_device()), config.sdpo, budget)
         self._receiver = WeightReceiver()
@@ -112,6 +117,36 @@ class SDPOTeacherActor(MeshActor):
     async def forget(self) -> None:
         """The trainer begins again: signals that it did not read are void, any step may come."""
         await self._slots.forget()
+
+    @concurrent_endpoint
+    async def keep(self) -> int:
+        """Take a copy of the average, for `write`; returns its version. Waits for a pull."""
+        async with self._order:
+            average = self._teacher.average()
+            self._kept = {name: one.to("cpu", copy=True) for name, one in average.items()}
+            return self._teacher.version
+
+    @concurrent_endpoint
+    async def write(self, draft: Path) -> list[Written]:
+        """Write the copy into the draft of a checkpoint. Waits until it is on disk."""
+        return await asyncio.to_thread(write_average, draft, self._kept)
+
+    @concurrent_endpoint
+    async def restore(self, version: int, file: Path | None) -> int:
+        """Let the average be that of a checkpoint again, or the initial policy; returns `version`.
+
+        Raises `UnreadableCheckpoint`.
+        """
+        async with self._order:
+            kept = await asyncio.to_thread(self._average_at, file)
+            self._teacher.restore(version, kept)
+            self.policy_version = version
+            return version
+
+    def _average_at(self, file: Path | None) -> WholeTensors:
+        if file is not None:
+            return read_average(file)
+        return WholeTensors(distinct(own_weights(load_model(self._folder))))
 
     @concurrent_endpoint
     async def head(self) -> HeadHandle:

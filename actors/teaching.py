@@ -15,7 +15,8 @@ from torch import Tensor
 
 from composer_mesh.actors.export import export_state
 from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.rows import local, rows_of
+from composer_mesh.actors.moments import Kept, check_weights
+from composer_mesh.actors.rows import distinct, local
 from composer_mesh.actors.sharding import own_weights, release
 from composer_mesh.actors.signals import Head, make_signal
 from composer_mesh.configs.sdpo import SdpoConfig
@@ -85,14 +86,17 @@ class TeacherModel:
 
     def average(self) -> dict[str, Tensor]:
         """The weights of a moving average, which nobody else has; empty for other teachers."""
-        return own_weights(self._live) if self._config.teacher == "ema" else {}
+        return distinct(own_weights(self._live)) if self._config.teacher == "ema" else {}
 
     @torch.no_grad()
-    def restore(self, version: int, average: dict[str, Tensor]) -> None:
-        """Continue at a version, with the average that belonged to it, whole on every rank."""
-        if average:
-            for name, own in own_weights(self._live).items():
-                local(own).copy_(local(rows_of(average[name], own)))
+    def restore(self, version: int, average: Kept) -> None:
+        """Continue at a version, with the average that belonged to it.
+
+        Raises `OtherWeights` where another model's was kept.
+        """
+        own = self.average()
+        check_weights(own, average.shapes() if own else own)
+        average.read(own)
         self.version, self._head = version, None
 
     @torch.no_grad()

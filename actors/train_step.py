@@ -14,6 +14,7 @@ from torch import Tensor
 from composer_mesh.actors import train_policy
 from composer_mesh.actors.inbox import SignalsLost
 from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.moments import Kept
 from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.sharding import is_sharded
 from composer_mesh.actors.step_sums import StepSums
@@ -66,17 +67,18 @@ class ThreeChannelStep:
         self._replay = ReplayChannel(config.replay)
         self._update = WeightUpdate(model, config, self._ranks)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the weights, whole on the first rank. All ranks together.
+    def figures(self) -> dict[str, Any]:
+        """What a checkpoint needs beside tensors, as JSON."""
+        return {"taid": self._sdpo.taid.state_dict(), "trained": self._update.trained()}
 
-        Shares memory with the optimizer.
-        """
-        return {"optimizer": self._update.state(), "taid": self._sdpo.taid.state_dict()}
+    def moments(self) -> dict[str, Tensor]:
+        """What this rank has of the optimizer's moments; shares its memory."""
+        return self._update.moments()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where the first rank's `state` was taken, by however many ranks."""
-        self._update.restore(state["optimizer"])
-        self._sdpo.taid.load_state_dict(state["taid"])
+    def restore(self, figures: dict[str, Any], moments: Kept) -> None:
+        """Continue where both were taken, by however many ranks."""
+        self._update.restore(figures["trained"], moments)
+        self._sdpo.taid.load_state_dict(figures["taid"])
 
     def plan(self, batch: StepBatch) -> RankPlan:
         """This rank's share of a step."""

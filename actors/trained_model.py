@@ -62,12 +62,6 @@ def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     return _placed(model.requires_grad_(False), source, config.trainer, ranks)
 
 
-def load_weights(model: Any, folder: Path, ranks: Ranks) -> None:
-    """Give a model without adapters, in place, the weights of the policy in a folder."""
-    reads = ranks.rank == 0 or not is_sharded(model)
-    _fill(model, load_model(folder) if reads else None)
-
-
 def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | None, Any]:
     """The weights, where this rank reads them, and the model to train, which they may be."""
     if not trainer.sharded:

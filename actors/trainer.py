@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.held_version import HeldVersion
 from composer_mesh.actors.learner import Learner
 from composer_mesh.actors.ranks import Ranks
@@ -50,6 +51,7 @@ class TrainerActor(MeshActor):
         self._ranks = Ranks()
         self._held = HeldVersion()
         self._details: dict[str, Any] = {}
+        self._writing: asyncio.Task[list[Written]] | None = None
 
     @concurrent_endpoint
     async def prepare(self, config: Config) -> Path:
@@ -182,14 +184,26 @@ class TrainerActor(MeshActor):
             return self.policy_version
 
     @concurrent_endpoint
-    async def save(self, folder: Path) -> None:
-        """Write a checkpoint: the policy in Hugging Face format, and the state of its training.
+    async def save(self, draft: Path, export: bool) -> None:
+        """Begin to write a checkpoint into a folder; with `export` it becomes a model folder too.
 
-        All ranks are called together, and the first one writes. The folder appears when all of it
-        is on disk. Waits for a step, and for a copy, under way.
+        All ranks are called together. Waits for a step, and for a copy, under way, and then until
+        the state is copied: what is written beside later steps is what was copied. One checkpoint
+        at a time: `saved` comes before the next call.
         """
         async with self._order:
             await asyncio.to_thread(self._held.wait)
-            self.activity = f"saving {folder.name}"
-            await asyncio.to_thread(self._learner.save, folder)
+            self.activity = "copying its state"
+            await asyncio.to_thread(self._learner.copy, export)
             self.activity = "idle"
+        self._writing = asyncio.create_task(asyncio.to_thread(self._learner.write, draft, export))
+
+    @concurrent_endpoint
+    async def saved(self) -> list[Written]:
+        """The files that this rank has written since `save`. Waits until they are on disk.
+
+        Raises `CheckpointFailed` where they could not be written.
+        """
+        if self._writing is None:
+            raise RuntimeError("saved comes after save, and there was none")
+        return await asyncio.shield(self._writing)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from composer_mesh.actors.moments import Moments, moments_of, restore_moments
+from composer_mesh.actors.moments import Kept, check_weights, moments_of, restore_moments
 from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.rows import is_spread
 from composer_mesh.actors.schedules import learning_rate
@@ -52,10 +53,15 @@ class WeightUpdate:
         self._optimizer.step()
         return float(norm.full_tensor() if is_spread(norm) else norm), rate
 
-    def state(self) -> Moments:
-        """The optimizer's moments, whole, on the first rank; empty on others. All together."""
-        return moments_of(self._weights, self._optimizer, self._ranks.rank == 0)
+    def trained(self) -> list[str]:
+        """The names of the weights that learn."""
+        return list(self._weights)
 
-    def restore(self, moments: Moments) -> None:
-        """Go on from `state`."""
+    def moments(self) -> dict[str, Tensor]:
+        """What this rank has of the optimizer's moments; shares its memory."""
+        return moments_of(self._weights, self._optimizer)
+
+    def restore(self, trained: list[str], moments: Kept) -> None:
+        """Go on from moments of weights of these names; raises `OtherWeights`."""
+        check_weights(self._weights, trained)
         restore_moments(self._weights, self._optimizer, moments)

@@ -84,6 +84,16 @@ class TrainerConfig(Section):
     checkpoint_every: Annotated[int, Field(ge=0)] = 10
     """Steps between checkpoints that a restart begins again from; 0 keeps only the last one."""
 
+    checkpoints_kept: Count = 2
+    """Newest checkpoints that are kept; the one of the run's end is kept beside them."""
+
+    checkpoint_keep_every: Annotated[int, Field(ge=0)] = 0
+    """Steps whose multiples keep their checkpoints for good; 0 keeps none but the newest."""
+
+    checkpoint_export: bool = True
+    """Whether every checkpoint is a model folder too, which transformers and vLLM load; the last
+    one of a run is in any case."""
+
     ranks: Count = 1
     """Trainer processes that share each step's samples and sum their gradients."""
 

@@ -8,82 +8,36 @@ The batches since the checkpoint are kept here, so nothing is sampled twice and 
 s. A step, and the sync of the version before it, may be under way together: a death interrupts both
 and is mended once; then the newest version is served, and the step tried again. Replayed steps are
 trained as they were the first time, with the teachers' signals too: the teachers follow the trainer
-through its versions once more. A moving average cannot, because it has moved on; steps that had its
-signals are trained without them. What has become different is said by the event
-`trainer_restarted`.
+through its versions once more, a moving average from where it was at the checkpoint. Where that is
+lost, steps that had its signals are trained without them. What has become different is said by the
+event `trainer_restarted`.
+
+Checkpoints are written beside the steps. A step's batch is kept until a checkpoint after it is on
+disk; one that a death interrupted is written when its step has been trained again.
 
 What a rank is, a step, or a pull, is not known here.
 """
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from composer_mesh.actors.checkpoint_folder import KEPT, Checkpoint, folder_of, prune
+from composer_mesh.actors.checkpoint_folder import Checkpoint, CheckpointFailed
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.attempts import Attempts
+from composer_mesh.services.checkpoint_writes import CheckpointWrites
 from composer_mesh.services.ports import MayTrain, WeightSync
 from composer_mesh.services.teaching import Record
+from composer_mesh.services.trained_again import Differences, Metrics, Trained
+from composer_mesh.services.trainer_ports import Ranks, Step, Teachers
 
 T = TypeVar("T")
-Metrics = dict[str, Any]
-COMPARED = ("loss/total", "policy/grad_norm")
-"""What tells whether a step that was trained again was trained as before."""
-
-
-class Ranks(Protocol):
-    """The processes that train, as `TrainerRanks` has them."""
-
-    async def save(self, folder: Path) -> None: ...
-
-    async def begin_again(self, checkpoint: Path | None) -> int: ...
-
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T: ...
-
-    async def cause_of(self, error: Exception) -> Exception: ...
-
-    async def until_one_dies(self) -> None: ...
-
-    def died(self) -> ActorDied | None: ...
-
-    def names(self) -> list[str]: ...
-
-
-class Step(Protocol):
-    """One try of an optimizer step, as `MeshTraining` makes it."""
-
-    async def train(self, batch: StepBatch, signals: bool = True) -> Metrics: ...
-
-
-class Teachers(Protocol):
-    """Teachers in processes of their own, as far as a restart of the trainer concerns them.
-
-    `forget` makes them ready for steps that they have served before, `follow` brings them the
-    weights that the trainer has now.
-    """
-
-    async def forget(self) -> None: ...
-
-    async def follow(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A step since the checkpoint: what was trained, and what came of it."""
-
-    batch: StepBatch
-    metrics: Metrics
-
-    @property
-    def taught(self) -> bool:
-        """Whether teachers of the mesh had a part in it."""
-        return bool(self.batch.views) and not self.metrics.get("sdpo/lost_steps")
 
 
 class LastingTrainer:
@@ -105,10 +59,13 @@ class LastingTrainer:
     ) -> None:
         self._config, self._ranks, self._step = config, ranks, step
         self._weights, self._teachers = weights, teachers
-        self._root, self._record = root, record
-        self._place = root.absolute()
-        self._checkpoint = begun
+        self._record = record
+        self._average = teachers if config.sdpo.teacher == "ema" else None
+        self._writes = CheckpointWrites(config, ranks, self._average, root, record, begun)
+        self._writing: asyncio.Task[None] | None = None
+        self._stall_s = 0.0
         self._since: list[Trained] = []
+        self._behind = False
         self._version = 0 if begun is None else begun.step
         self._serves, self._served = False, -1
         self._failed: tuple[int, str] | None = None
@@ -125,15 +82,52 @@ class LastingTrainer:
         return await self._attempts.insist(lambda: self._sync(may_train), self._recover)
 
     async def save(self, step: int) -> None:
-        """Write the checkpoint of a step; old ones go, and so does what is kept of their steps."""
-        await self._attempts.insist(lambda: self._save(step), self._recover)
+        """Begin the checkpoint of a step. Waits for the one before it, and until all is copied.
+
+        The last one of a run is on disk when this returns.
+        """
+        began = time.monotonic()
+        await self.saved()
+        await self._attempts.insist(lambda: self._begin_write(step), self._recover)
+        self._stall_s += time.monotonic() - began
+        finishing = self._attempts.insist(self._finish_write, self._recover)
+        self._writing = asyncio.create_task(finishing)
+        if step == self._config.run.steps:
+            await self.saved()
+
+    async def saved(self) -> None:
+        """Wait until the checkpoint of the newest `save` is on disk."""
+        if self._writing is not None:
+            await self._writing
+
+    async def catch_up(self, past: Sequence[Trained]) -> None:
+        """Train the steps after the checkpoint that the run begins with once more, in their order.
+
+        Called once, when the ranks are loaded and before anything else; the first sync serves what
+        they come to. The event `run_caught_up` compares the steps with their first time.
+        """
+        self._since, self._behind = list(past), bool(past or self._writes.newest)
+        self._version += len(past)
+        await self._attempts.insist(self._catch_up, self._recover)
+        if not self._config.trainer.checkpoint_every:
+            self._since = []
+
+    async def _catch_up(self) -> None:
+        """A restart has trained the steps too: what it interrupted has nothing left to do."""
+        if self._behind:
+            differs = await self._ranks.guard(self._replay(self._due()))
+            if differs.steps:
+                detail = f"{differs}, goes on at version {self._version}"
+                self._record("run_caught_up", self._ranks.names()[0], detail)
+        self._behind = False
 
     async def _train(self, batch: StepBatch) -> Metrics:
         metrics = await self._ranks.guard(self._step.train(batch))
         self._version += 1
         if self._config.trainer.checkpoint_every:
             self._since.append(Trained(batch, metrics))
-        return metrics
+        stalled, self._stall_s = self._stall_s, 0.0
+        return {**metrics, "time/checkpoint_stall_s": stalled}
 
     async def _sync(self, may_train: MayTrain | None) -> int:
         """A restart serves the newest version too: what it interrupted has nothing left to do."""
@@ -141,13 +135,17 @@ class LastingTrainer:
             self._served = await self._ranks.guard(self._weights.sync(may_train))
         return self._served
 
-    async def _save(self, step: int) -> None:
-        folder = folder_of(self._root, step)
-        await self._ranks.guard(self._ranks.save(folder_of(self._place, step)))
-        self._checkpoint = Checkpoint(step, folder_of(self._place, step))
-        self._since = []
-        prune(self._root, KEPT + (step == self._config.run.steps))
-        self._record("checkpoint", "trainer", str(folder))
+    async def _begin_write(self, step: int) -> None:
+        await self._ranks.guard(self._writes.begin(step))
+
+    async def _finish_write(self) -> None:
+        await self._ranks.guard(self._writes.finish())
+        self._forget_saved()
+
+    def _forget_saved(self) -> None:
+        """Batches that no restart will need, because a checkpoint came after them."""
+        if (newest := self._writes.newest) is not None:
+            self._since = [one for one in self._since if one.batch.step >= newest.step]
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """Do what needs a trainer; one that dies is replaced at once, also while nobody trains.
@@ -161,7 +159,8 @@ class LastingTrainer:
                 watching.result()
             return await task
         finally:
-            await cancel_and_wait([task, watching])
+            writing = [] if self._writing is None else [self._writing]
+            await cancel_and_wait([task, watching, *writing])
 
     async def _watch(self) -> None:
         while True:
@@ -187,8 +186,8 @@ class LastingTrainer:
                 return
 
     async def _begin_again(self, cause: Exception) -> None:
-        checkpoint = self._checkpoint
-        folder, begun = (checkpoint.folder, checkpoint.step) if checkpoint else (None, 0)
+        self._forget_saved()
+        folder, begun = self._begun()
         version = await self._ranks.begin_again(folder)
         if version != begun:
             raise RuntimeError(
@@ -196,26 +195,51 @@ class LastingTrainer:
             )
         if self._teachers is not None:
             await self._ranks.guard(self._teachers.forget())
-        differs = await self._ranks.guard(self._replay())
+        again = self._due() if self._behind else self._writes.under_way
+        differs = await self._ranks.guard(self._replay(again))
+        self._behind = False
         if self._serves:
             self._served = await self._ranks.guard(self._weights.sync())
-        self._tell(cause, differs)
+        self._tell(cause, begun, differs)
 
-    async def _replay(self) -> "Differences":
-        """Train the steps since the checkpoint once more, as they were trained then."""
-        found = Differences()
-        follows = self._teachers is not None and self._config.sdpo.teacher != "ema"
-        for past in self._since:
-            signals = past.taught and follows
-            if signals and self._teachers is not None:
-                await self._teachers.follow()
+    async def _replay(self, save: int | None) -> Differences:
+        """Train the steps since the checkpoint once more, as they were trained then.
+
+        The checkpoint of the step `save` is written when that has been trained.
+        """
+        found, average = Differences(), self._average is not None
+        teachers = self._teachers
+        if self._average is not None and not await self._average.restore(*self._begun()):
+            teachers = None
+        for past in list(self._since):
+            if teachers is not None and (past.taught or average):
+                await teachers.follow()
+            signals = past.taught and teachers is not None
             found.note(past, await self._step.train(past.batch, signals))
+            if past.batch.step + 1 == save:
+                if teachers is not None and average:
+                    await teachers.follow()
+                await self._writes.begin(save)
+                await self._writes.finish()
+                self._forget_saved()
         return found
+
+    def _begun(self) -> tuple[Path | None, int]:
+        """The checkpoint that training begins again from, and its version."""
+        newest = self._writes.newest
+        return (None, 0) if newest is None else (newest.folder, newest.step)
+
+    def _due(self) -> int | None:
+        """The newest step of those behind whose checkpoint should be there."""
+        every = self._config.trainer.checkpoint_every
+        return self._version // every * every if every else None
 
     def _check(self, cause: Exception) -> None:
         """Raise what ends the run: others' deaths, errors that come again, the budget's end."""
         if isinstance(cause, MeshError) and getattr(cause, "actor", "") not in self._ranks.names():
             raise cause
+        if isinstance(cause, CheckpointFailed):
+            raise cause  # no other process would have a better disk
         if is_deterministic(cause):
             error = (self._version, error_key(cause))
             if error == self._failed:
@@ -227,41 +251,13 @@ class LastingTrainer:
             times = f"{self.restarts} restarts of the trainer have not helped"
             raise _with(cause, times) if self.restarts else cause
 
-    def _tell(self, cause: Exception, differs: "Differences") -> None:
-        begun = f"step {self._checkpoint.step}'s checkpoint" if self._checkpoint else "the start"
-        count = len(self._since)
-        steps = f"{count} step{'s' * (count != 1)}"
+    def _tell(self, cause: Exception, begun: int, differs: Differences) -> None:
+        where = f"step {begun}'s checkpoint" if begun else "the start"
         detail = (
-            f"{told(cause)}; began again from {begun}, {steps} trained again"
-            f"{differs if count else ''}, goes on at version {self._version}"
+            f"{told(cause)}; began again from {where}, {differs}, goes on at version "
+            f"{self._version}"
         )
         self._record("trainer_restarted", self._ranks.names()[0], detail)
-
-
-@dataclass
-class Differences:
-    """What was not the same when steps were trained again."""
-
-    untaught: int = 0
-    largest: float = 0.0
-
-    def note(self, past: Trained, again: Metrics) -> None:
-        """Compare a step with its first time."""
-        self.untaught += past.taught and bool(again.get("sdpo/lost_steps"))
-        for name in COMPARED:
-            was, now = past.metrics.get(name), again.get(name)
-            if was is not None and now is not None:
-                self.largest = max(self.largest, abs(now - was) / max(abs(was), 1e-12))
-
-    def __str__(self) -> str:
-        if self.untaught:
-            return (
-                f", {self.untaught} of them without their SDPO signals, so its version is served "
-                f"anew: losses and gradients differ by up to {self.largest:.1%}"
-            )
-        if self.largest:
-            return f", whose losses and gradients differ by up to {self.largest:.1g} of their size"
-        return " to the same losses and gradients"
 
 
 def told(cause: Exception) -> str:

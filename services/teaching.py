@@ -74,7 +74,7 @@ class SdpoTeachers:
     async def load(self, folder: Path) -> None:
         """Load the initial policy everywhere."""
         self._folder = folder
-        await asyncio.gather(*(self._load(teacher) for teacher in self._alive()))
+        await asyncio.gather(*(self._load(teacher) for teacher in self.alive()))
 
     async def close(self) -> None:
         """End replacements under way."""
@@ -88,14 +88,14 @@ class SdpoTeachers:
         async with self._syncing:
             self._latest, self._source = handle, source
             self._published.set()
-            pulls = [self._pull(teacher, handle, source) for teacher in self._alive()]
+            pulls = [self._pull(teacher, handle, source) for teacher in self.alive()]
             found = await asyncio.gather(*pulls)
         return [version for version in found if version is not None]
 
     async def forget(self) -> None:
         """Other ranks train from now on: what was brought or promised to the former is void."""
         self._frozen_head_brought = False
-        await asyncio.gather(*(self._forget(teacher) for teacher in self._alive()))
+        await asyncio.gather(*(self._forget(teacher) for teacher in self.alive()))
 
     async def ready(self, step: int) -> list[SpawnedActor]:
         """The teachers for a step. Waits for replacements where the step shall.
@@ -108,7 +108,7 @@ class SdpoTeachers:
         wait = self._config.sdpo.when_lost == "wait"
         awaited = [task for task in self._replacing.values() if wait or task.done()]
         ended = await asyncio.gather(*awaited, return_exceptions=True)
-        alive = self._alive()
+        alive = self.alive()
         if not alive and all(task.done() for task in self._replacing.values()):
             for error in (one for one in ended if isinstance(one, BaseException)):
                 raise error
@@ -192,11 +192,12 @@ class SdpoTeachers:
         try:
             await self._replacing[place]
         except MeshError:
-            if not self._alive():
+            if not self.alive():
                 raise
-        return self._teachers[place] or self._alive()[0]
+        return self._teachers[place] or self.alive()[0]
 
-    def _alive(self) -> list[SpawnedActor]:
+    def alive(self) -> list[SpawnedActor]:
+        """The teachers that can be asked now, all of which are at the same version."""
         return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
 
     async def _spawn(self, name: str) -> SpawnedActor:
@@ -289,7 +290,7 @@ class SdpoTeachers:
             pulling = teacher.call("pull", self._latest, deadline_s=self._deadline_s)
             await (while_alive(self._source, pulling) if self._source else pulling)
             return f"at version {version}"
-        others = self._alive()
+        others = self.alive()
         if others:
             state = await others[0].call("state", deadline_s=self._deadline_s)
             await teacher.call("adopt", state, deadline_s=self._deadline_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
@@ -20,6 +21,8 @@ from composer_mesh.services.seats import Envs
 T = TypeVar("T")
 
 WARM_START_DEADLINE_S = 1800.0
+WRITE_DEADLINE_S = 1800.0
+"""A checkpoint is written beside the steps, so only a disk that hangs is late."""
 NEWS_S = 3.0
 """How long a death may come after the error that it caused elsewhere."""
 ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -81,9 +84,14 @@ class TrainerRanks:
         )
         return versions[0]
 
-    async def save(self, folder: Path) -> None:
-        """Write a checkpoint to an absolute path. Waits until it is on disk."""
-        await together(*(self._call(one, "save", folder) for one in self.all))
+    async def save(self, draft: Path, export: bool) -> None:
+        """Begin to write a checkpoint to an absolute path. Waits until all states are copied."""
+        await together(*(self._call(one, "save", draft, export) for one in self.all))
+
+    async def saved(self) -> list[Written]:
+        """The files of the checkpoint that was begun. Waits until all ranks have written theirs."""
+        writing = (one.call("saved", deadline_s=WRITE_DEADLINE_S) for one in self.all)
+        return [one for files in await together(*writing) for one in files]
 
     async def begin_again(self, checkpoint: Path | None) -> int:
         """New processes in place of all ranks, at a checkpoint; returns its version.

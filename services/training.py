@@ -3,16 +3,23 @@
 One try of it: what happens when a rank dies meanwhile is `lasting_trainer`'s business.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import plan_step
+from composer_mesh.services.checkpoint_writes import AverageLost
 from composer_mesh.services.teaching import SdpoTeachers
+from composer_mesh.services.trainer_ranks import WRITE_DEADLINE_S
 from composer_mesh.services.weight_sync import published
 
 LARGEST = ("sdpo/teacher_version", "sdpo/bytes_per_token", "time/sdpo_bytes_per_s")
@@ -59,10 +66,14 @@ def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class ReplayTeachers:
-    """The SDPO teachers, as far as a trainer that began again needs them to begin again too."""
+    """The SDPO teachers, as far as a trainer that began again needs them to begin again too.
+
+    A moving average is the same in each, so one of them keeps it and writes it.
+    """
 
     def __init__(self, ranks: Ranks, teachers: SdpoTeachers, deadline_s: float) -> None:
         self._ranks, self._teachers, self._deadline_s = ranks, teachers, deadline_s
+        self._keeper: SpawnedActor | None = None
 
     async def forget(self) -> None:
         """Void what the former ranks had asked for."""
@@ -73,3 +84,48 @@ class ReplayTeachers:
         ranks = self._ranks()
         handle = await published(ranks, self._deadline_s)
         await self._teachers.pull(handle, ranks[0])
+
+    async def keep(self, version: int) -> None:
+        """Let a teacher copy its average at a version, for `write`; raises `AverageLost`."""
+        self._keeper, why = None, "no SDPO teacher is alive"
+        for teacher in self._teachers.alive():
+            try:
+                found: int = await teacher.call("keep", deadline_s=self._deadline_s)
+            except MeshError as error:
+                why = str(error)
+                continue
+            if found == version:
+                self._keeper = teacher
+                return
+            why = f"{teacher.name} is at version {found} but the trainer at {version}"
+        raise AverageLost(why)
+
+    async def write(self, draft: Path) -> list[Written]:
+        """Let it write the copy. Waits until that is on disk; raises `AverageLost`."""
+        if self._keeper is None:
+            return []
+        try:
+            files: list[Written] = await self._keeper.call(
+                "write", draft, deadline_s=WRITE_DEADLINE_S
+            )
+        except MeshError as error:
+            raise AverageLost(str(error)) from error
+        return files
+
+    async def restore(self, checkpoint: Path | None, version: int) -> bool:
+        """Give all teachers the average of a checkpoint, None for the start; whether it was there.
+
+        One that dies meanwhile is replaced, and takes the average from the others.
+        """
+        file = None if checkpoint is None else checkpoint / AVERAGE_FILE
+        if file is not None and not file.exists():
+            return False
+        asked = [self._restored(one, version, file) for one in self._teachers.alive()]
+        return any(await asyncio.gather(*asked))
+
+    async def _restored(self, teacher: SpawnedActor, version: int, file: Path | None) -> bool:
+        try:
+            await teacher.call("restore", version, file, deadline_s=self._deadline_s)
+        except ActorDied:
+            return False
+        return True

@@ -1,0 +1,104 @@
+"""The manifest of a checkpoint: every file that belongs to it, with its size and its CRC-32.
+
+Who writes a file puts it on disk and notes it; the notes of all writers make the manifest, which
+comes last. So a folder with a manifest was whole once, and `damage` tells whether it still is.
+What is in the files is not known here, and nothing here loads torch.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, order=True)
+class Written:
+    """A file that is on disk: its path below the checkpoint's folder, its bytes, their CRC-32."""
+
+    path: str
+    bytes: int
+    crc32: int
+
+
+def written(folder: Path, paths: Iterable[Path]) -> list[Written]:
+    """Bring files below a folder to the disk, and note them. Waits for the disk."""
+    return [_noted(folder, path) for path in sorted(paths)]
+
+
+def _noted(folder: Path, path: Path) -> Written:
+    to_disk(path)
+    return Written(path.relative_to(folder).as_posix(), path.stat().st_size, crc32_of(path))
+
+
+def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
+    """Write the manifest of a step's checkpoint; it is on disk when this returns."""
+    noted = {
+        one.path: {"bytes": one.bytes, "crc32": f"{one.crc32:08x}"} for one in sorted(set(files))
+    }
+    content = {"format": FORMAT, "step": step, "files": noted}
+    path = folder / MANIFEST_FILE
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    to_disk(path)
+
+
+def damage(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint's files, a line each; reads every byte of them.
+
+    Files that the manifest does not name are nobody's business.
+    """
+    try:
+        files = _read(folder / MANIFEST_FILE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
+    return [line for one in files if (line := _wrong(folder, one))]
+
+
+def _read(path: Path) -> list[Written]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']!r} is not {FORMAT}")
+    return [
+        Written(name, int(noted["bytes"]), int(noted["crc32"], 16))
+        for name, noted in content["files"].items()
+    ]
+
+
+def _wrong(folder: Path, one: Written) -> str:
+    """What is wrong with one file; empty where nothing is."""
+    path = folder / one.path
+    try:
+        size = path.stat().st_size
+        if size != one.bytes:
+            return f"{one.path} has {size} bytes but {one.bytes} were written"
+        found = crc32_of(path)
+    except FileNotFoundError:
+        return f"{one.path} is missing"
+    except OSError as error:
+        return f"{one.path} cannot be read ({error.strerror})"
+    if found != one.crc32:
+        return f"{one.path} is not as it was written: CRC-32 {found:08x} but was {one.crc32:08x}"
+    return ""
+
+
+def crc32_of(path: Path) -> int:
+    """The CRC-32 of a file's bytes."""
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found = zlib.crc32(chunk, found)
+    return found
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Writes one rank's part of a checkpoint beside the steps that follow.
+
+    copy    stop, gather nothing: every tensor of this rank into memory that is kept for it
+    write   in another thread: shards, training.json and, on the first rank, a model folder
+
+What a copy costs is what saving costs a run. What the tensors are is not known here, and neither
+when a checkpoint counts: whoever asked for it makes it one.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from composer_mesh.actors.checkpoint import (
+    SHARDS,
+    WEIGHTS,
+    CheckpointReader,
+    TrainingState,
+    without_ranks,
+)
+from composer_mesh.actors.checkpoint_folder import CheckpointFailed
+from composer_mesh.actors.checkpoint_manifest import Written, written
+from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.rows import local
+
+Export = Callable[[Path, dict[str, Tensor]], None]
+"""Writes a model folder out of the policy's whole tensors."""
+
+
+class CheckpointWriter:
+    """One checkpoint at a time: `copy`, then `write`, then the next `copy`. All ranks together."""
+
+    def __init__(self, ranks: Ranks, export: Export | None) -> None:
+        """`export` is None on ranks that write no model folder."""
+        fast = ranks.device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=fast,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=fast,
+        )
+        self._ranks, self._export = ranks, export
+        self._stager = DefaultStager(options)
+        self._copied: TrainingState | None = None
+
+    def copy(self, state: TrainingState) -> None:
+        """Take a copy of a state, which may change from then on."""
+        tensors: Any = self._stager.stage(dict(state.tensors))
+        self._copied = TrainingState(state.version, tensors, state.figures, state.rng)
+
+    def write(self, folder: Path, export: bool) -> list[Written]:
+        """Write what was copied; returns this rank's files, which are on disk then.
+
+        With `export` the first rank makes it a model folder too. Raises `CheckpointFailed`.
+        """
+        state = self._copied
+        if state is None:
+            raise RuntimeError("write comes after copy, and there was none")
+        try:
+            self._write_shards(state, folder / SHARDS)
+            if self._ranks.rank == 0:
+                state.write_figures(folder)
+                if export and self._export is not None:
+                    self._export(folder, self._whole(state, folder))
+            return written(folder, self._own(folder))
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise CheckpointFailed(str(folder), " ".join(str(error).split())) from error
+
+    def _write_shards(self, state: TrainingState, folder: Path) -> None:
+        writer = dcp.FileSystemWriter(folder)
+        alone = self._ranks.size == 1
+        if alone:
+            without_ranks()
+        group = None if alone else self._ranks.beside
+        dcp.save(dict(state.tensors), storage_writer=writer, process_group=group, no_dist=alone)
+
+    def _whole(self, state: TrainingState, folder: Path) -> dict[str, Tensor]:
+        """The policy's whole tensors: one rank has them, of several the shards are read."""
+        copied = {n: one for n, one in state.tensors.items() if n.startswith(WEIGHTS)}
+        if self._ranks.size == 1:
+            return {name.removeprefix(WEIGHTS): local(one) for name, one in copied.items()}
+        found = {
+            name.removeprefix(WEIGHTS): torch.empty(one.shape, dtype=one.dtype)
+            for name, one in copied.items()
+        }
+        CheckpointReader(folder).read(WEIGHTS, found)
+        return found
+
+    def _own(self, folder: Path) -> list[Path]:
+        """This rank's files: its shards, and on the first rank all that are no shards."""
+        own = list((folder / SHARDS).glob(f"__{self._ranks.rank}_*"))
+        if self._ranks.rank:
+            return own
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        return own + [path for path in paths if not path.name.startswith("__")]

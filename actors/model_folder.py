@@ -1,0 +1,26 @@
+"""Writes a policy in Hugging Face format beside what trains: what transformers and vLLM load.
+
+Holds the shape of the model and its tokenizer and none of its weights, so that it may write in
+another thread while the model learns.
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from composer_mesh.actors.policy import empty_model, load_tokenizer, save_policy
+
+
+class ModelFolder:
+    """Writes folders of the same architecture as that of the initial policy."""
+
+    def __init__(self, initial: Path) -> None:
+        from transformers import GenerationConfig
+
+        self._model, self._tokenizer = empty_model(initial), load_tokenizer(initial)
+        if (initial / "generation_config.json").exists():
+            self._model.generation_config = GenerationConfig.from_pretrained(initial)
+
+    def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write the policy with these weights, each tensor of it by its first name."""
+        save_policy(self._model, self._tokenizer, folder, weights)
