@@ -43,15 +43,24 @@ class HintWriterActor(MeshActor):
         self._running = 0
 
     @concurrent_endpoint
-    async def load(self, writer: TeacherEndpoint, config: HintWriterConfig, cache: Path) -> None:
+    async def load(
+        self,
+        writer: TeacherEndpoint,
+        config: HintWriterConfig,
+        cache: Path,
+        sent: int = 0,
+        spent_usd: float = 0.0,
+    ) -> None:
         """Open the cache and the connections; raises where the key, address or file is unusable.
 
-        Asks nothing. Replaces what an earlier `load` opened, its budget included.
+        Asks nothing. Replaces what an earlier `load` opened, its budget included, of which so many
+        requests and dollars are gone.
         """
         writer = replace(writer, concurrency=config.max_concurrent)
         client = ProviderClient(Timeouts(total_s=config.timeout_s), ONCE, PATIENCE)
         client.check(writer)
-        budget = HintBudget(config.budget_requests, config.budget_usd, config.assumed_usd)
+        limits = (config.budget_requests, config.budget_usd, config.assumed_usd)
+        budget = HintBudget(*limits, sent, spent_usd)
         desk = HintDesk(client, writer, HintCache(cache), budget)
         await self._close_desk()
         self._desk = desk

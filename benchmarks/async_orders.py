@@ -12,7 +12,8 @@ from collections import deque
 from typing import ClassVar
 
 from composer_mesh.rollouts.window import Window
-from composer_mesh.services.controller import Controller, Group
+from composer_mesh.services.composing import Group
+from composer_mesh.services.controller import Controller
 
 
 class NarrowWindow(Window):
@@ -35,7 +36,7 @@ class Windowed(Controller):
         super().__post_init__()
         schedule = self.config.schedule
         size, lag, steps = schedule.prompts_per_step, schedule.max_lag, self.config.run.steps
-        self._window = window = NarrowWindow(size, lag, steps, self.start)
+        self._window = window = NarrowWindow(size, lag, steps, self.begun.steps)
         window.overtakers = self.span - 1 if self.keeps_the_bound else 0
         if window.overtakers > (lag - 1) * size:
             raise ValueError(
@@ -43,24 +44,25 @@ class Windowed(Controller):
                 f"{lag + 1} with a sync beside each step: raise max_lag or lower span"
             )
         self._ids: deque[int] = deque()
-        self._next_id = self.start * size
+        self._next_id = self.begun.steps * size
 
     def _fill_window(self) -> None:
         super()._fill_window()
-        while len(self._ids) < len(self._running):
+        while len(self._ids) < len(self._groups.running):
             self._ids.append(self._next_id)
             self._next_id += 1
 
     async def _collect(self, _: int) -> list[Group]:
         taken: list[Group] = []
-        while len(taken) < self._prompts:
+        running = self._groups.running
+        while len(taken) < self.config.schedule.prompts_per_step:
             within = [n for n, group in enumerate(self._ids) if group < self._ids[0] + self.span]
-            finished = [place for place in within if self._running[place].done()]
+            finished = [place for place in within if running[place].done()]
             if finished:
-                taken.append(self._running[finished[0]].result())
-                del self._running[finished[0]], self._ids[finished[0]]
+                taken.append(running[finished[0]].result())
+                del running[finished[0]], self._ids[finished[0]]
             else:
-                waiting = [self._running[place] for place in within]
+                waiting = [running[place] for place in within]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         return taken
 

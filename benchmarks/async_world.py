@@ -18,6 +18,7 @@ from simulated_time import SimulatedLoop
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.services.composing import Composer
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.ports import MayTrain
 
@@ -193,12 +194,22 @@ class World:
 
     async def save(self, _: int) -> None: ...
 
+    async def saved(self) -> None: ...
+
     # --- store and watcher
 
-    def add_step(self, metrics: Mapping[str, Any]) -> None:
+    def enter(self, _group: int, _version: int) -> None: ...
+
+    async def add_group(self, _: int, traces: Sequence[Trace]) -> list[Trace]:
+        return list(traces)
+
+    async def plan_step(self, *_: Any) -> None: ...
+
+    async def end_step(self, _: int, metrics: Mapping[str, Any]) -> None:
         self.metrics.append(metrics)
 
-    def add_traces(self, _: Any) -> None: ...
+    def waits(self) -> dict[str, float]:
+        return {}
 
     def add_evaluation(self, _: Any) -> None: ...
 
@@ -249,10 +260,10 @@ def play(
         }
     )
     world: Any = World(durations, seed, drains)
-    ports = Ports(world, None, world, world, world, world, world.save)
+    ports = Ports(world, None, world, world, world, world, world.save, world.saved)
 
     async def run() -> float:
-        await controller(config, world, world, ports).run()
+        await controller(config, world, Composer(world), ports).run()
         return asyncio.get_running_loop().time()
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 POLL_S = 0.05
-LEFT_OUT = ("training_state.pt",)
+LEFT_OUT = ("state",)
 SMOOTHED = 3
 """Steps over which the success of sampled rollouts is taken."""
 

@@ -103,13 +103,16 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
-    return _Model(parts, (offered, _reading(sizes, how, parts, rank)))
+    saved = FLOAT * (sizes.parameters + 2 * how.trainable) // spread
+    copied = Part("a checkpoint's copy", saved)
+    return _Model(parts, (offered, copied, _reading(sizes, how, parts, rank, saved)))
 
 
-def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int) -> Part:
+def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: int) -> Part:
     """What a rank that reads the whole model has of it, beyond what a step needs there later."""
     reads = rank == 0 or not how.sharded
     later = 0 if how.on_gpu else sum(one.bytes for one in parts if one.what != "master weights")
+    later += saved
     kept = 0 if how.on_gpu or how.sharded else FLOAT * sizes.parameters
     return Part("while it loads", max(0, FLOAT * sizes.parameters - kept - later) * reads)
 

@@ -108,6 +108,10 @@ class Novelty:
         """Counts states that teachers are asked about."""
         self._counts.update(state.situation for state in states)
 
+    def know(self, situations: Iterable[str]) -> None:
+        """Counts states that an earlier process of the run has asked about."""
+        self._counts.update(situations)
+
     def sign(self, name: str) -> float:
         """The novelty of a situation."""
         return 1 / (1 + self._counts[name])

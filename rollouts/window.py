@@ -19,19 +19,32 @@ sync begins only when the one before it has ended. When step k wants its groups,
 i < (k + S) P may enter, and (k + S) P >= (k + 1) P. With S = 0 step k needs v = k: the sync comes
 before the step.
 
-A run that begins at step s, from a checkpoint of it, enters groups from sP on and begins at v = s:
-the groups before are trained, and the proof reads the same for those that are not.
+A run that goes on after s trained steps enters groups from sP on and begins at v = s: the groups
+before are trained, and the proof reads the same for those that are not. A group that the former
+process had finished entered at a version of then, which was not above s, so it may enter now too;
+its tokens are those of then, for which the proof was true then. Where step s was planned already,
+its groups do not enter again (`planned`).
 """
 
 
 class Window:
-    """Counts groups in and versions out. `max_lag` 0 is synchronous; `start` steps are done."""
+    """Counts groups in and versions out. `max_lag` 0 is synchronous; `start` steps are done.
 
-    def __init__(self, prompts_per_step: int, max_lag: int, steps: int, start: int = 0) -> None:
+    The groups of as many steps more as are `planned` have entered before.
+    """
+
+    def __init__(
+        self, prompts_per_step: int, max_lag: int, steps: int, start: int = 0, planned: int = 0
+    ) -> None:
         self._size, self._lag = prompts_per_step, max_lag
         self._total = steps * prompts_per_step
-        self._entered = start * prompts_per_step
+        self._entered = (start + planned) * prompts_per_step
         self._version = start
+
+    @property
+    def version(self) -> int:
+        """What every generator has pulled."""
+        return self._version
 
     @property
     def exhausted(self) -> bool:

@@ -9,16 +9,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
-from contextlib import closing
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from composer_mesh.actors.checkpoint_folder import (
+    CheckpointFailed,
+    EarlierCheckpoint,
+    UnreadableCheckpoint,
+)
 from composer_mesh.actors.policy import load_tokenizer
+from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.configs.changes import Change
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
@@ -27,49 +32,43 @@ from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.tasks import Task, make_task
+from composer_mesh.rollouts.tasks import make_task
 from composer_mesh.services.actor_names import failure_line, placed
-from composer_mesh.services.advantages import Advantages, make_advantages
-from composer_mesh.services.agreement import AgreementWatch
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.environments import MeshEnvironments
-from composer_mesh.services.generation import LockstepGeneration, PooledGeneration
-from composer_mesh.services.hint_writing import HintWriting
+from composer_mesh.services.controller import Controller
 from composer_mesh.services.lasting_trainer import LastingTrainer
-from composer_mesh.services.mesh_ports import (
-    MeshReference,
-    MeshTeachers,
-)
+from composer_mesh.services.looking_back import Past, look_back
 from composer_mesh.services.metrics import replay_metrics
-from composer_mesh.services.replay.late_rewards import LateRewards
-from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
-from composer_mesh.services.replay.pair_stream import PairStream, Taken
-from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
+from composer_mesh.services.recipes import UnreadableRecipe
+from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
-from composer_mesh.services.resume import Begun, rewind
-from composer_mesh.services.retries import Retries
-from composer_mesh.services.rollout import Rollouts
+from composer_mesh.services.run_directory import RunDirectoryError
 from composer_mesh.services.run_mesh import RunMesh
-from composer_mesh.services.run_store import RunStore
+from composer_mesh.services.run_parts import RunParts
 from composer_mesh.services.run_watch import RunWatch
-from composer_mesh.services.training import MeshTraining, ReplayTeachers
+from composer_mesh.services.store.rows import DamagedRecord
+from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.view import RunView
-from composer_mesh.services.weight_sync import MeshWeightSync
 from composer_mesh.services.weight_transport import settled
 
 FAILED = 1
+ONE_LINE = (
+    *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
+    *(CheckpointFailed, UnreadableCheckpoint, UnreadableRecipe),
+)
+"""Errors that say all there is to know, and what to do about it."""
 
 
-def train_command(config: Config, output: Path, resume: bool) -> int:
-    """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
+def train_command(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
+    """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
+
+    A run that goes on comes with the changes of its config, also where there are none.
+    """
     began = time.monotonic()
-    begun = rewind(output, config) if resume else Begun()
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
-        run = Run(config, store, view, begun)
-        code = asyncio.run(_until_interrupted(run.live()))
+        run = Run(config, store, view, resumed)
+        code = asyncio.run(until_interrupted(run.live()))
     summary = write_summary(
         output,
         wall_s=time.monotonic() - began,
@@ -91,7 +90,7 @@ def train_command(config: Config, output: Path, resume: bool) -> int:
     return code
 
 
-async def _until_interrupted(work: Coroutine[Any, Any, int]) -> int:
+async def until_interrupted(work: Coroutine[Any, Any, int]) -> int:
     """Run to the end, or until SIGINT or SIGTERM; then let everything be taken down in order.
 
     That takes a bounded time, so further signals do not disturb it.
@@ -121,11 +120,12 @@ class Run:
     config: Config
     store: RunStore
     view: RunView
-    begun: Begun = field(default_factory=Begun)
+    resumed: Sequence[Change] | None = None
     failure: str = ""
     controller: Controller | None = None
     _mesh: RunMesh | None = None
     _trainer: LastingTrainer | None = None
+    _past: Past = field(default_factory=Past)
     _watch: RunWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[Any]:
-        return self.controller.evaluations if self.controller else self.begun.evaluations
+        return self.controller.evaluations if self.controller else self._past.evaluations
 
     @property
     def rest(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Run:
         except MeshError as error:
             self.failure = failure_line(error, MeshHost.name)
             return FAILED
-        except TransportUnavailable as error:
+        except ONE_LINE as error:
             self.failure = str(error)
             return FAILED
         except Exception as error:  # noqa: BLE001  supervision boundary: what is done is kept
@@ -179,12 +179,26 @@ class Run:
         self, host: MeshHost, supervisor: Supervisor, config: Config, weights: Transport
     ) -> None:
         self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
-        if self.begun.checkpoint is not None:
-            self.event("run_resumed", "", str(self.begun.checkpoint.folder))
+        if self.resumed is not None:
+            await self._look_back(self.resumed)
         try:
             await supervisor.guard(self._run_on(host, config, weights))
         finally:
             self.view.phase("stopping actors")
+
+    async def _look_back(self, changes: Sequence[Change]) -> None:
+        """Read what the run has, and tell from where it goes on, with which changes."""
+        for change in changes:
+            self.event("config_changed", "", str(change))
+        past = self._past = await look_back(self.store, self.config, self.event)
+        newest = past.checkpoint
+        begun = f"step {newest.step}'s checkpoint" if newest else "the initial policy"
+        self.event(
+            "run_resumed",
+            "",
+            f"{past.steps} steps are done; begins from {begun}, {len(past.again)} of them are "
+            f"trained again, {len(past.waiting)} finished groups wait",
+        )
 
     async def _run_on(self, host: MeshHost, config: Config, weights: Transport) -> None:
         self.view.phase("starting actors")
@@ -194,7 +208,7 @@ class Run:
         self.view.transport(transport)
         detail = f"weights travel by {weights}, teacher signals by {signals}"
         self.event("transport", "", detail, weights=weights.name)
-        mesh = self._mesh = await RunMesh.start(config, host, self.event)
+        mesh = self._mesh = await self._start_mesh(config, host)
         for actor in host.actors:
             self.event("actor_started", actor.name, f"process {actor.pid}")
         try:
@@ -202,6 +216,9 @@ class Run:
                 await self._train_on(mesh)
         finally:
             await mesh.close()
+
+    async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
+        return await RunMesh.start(config, host, self.event)
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
@@ -211,74 +228,27 @@ class Run:
         self.view.phase("loading the policy")
         chat = ChatFormat(load_tokenizer(folder), task.tools)
         check_chat(chat, hints=self.config.sdpo.on)
-        begun = self.begun.checkpoint
+        past = self._past
+        if mesh.hints is not None:
+            mesh.hints.spent = past.words_spent
+        begun = past.checkpoint
         await mesh.load(folder, task, self.store.root, begun.folder if begun else None)
-        with closing(LateStore(self.store.root / LATE_FILE)) as late:
-            self.controller = self._controller(mesh, task, chat, late)
-            assert self._trainer is not None
-            await self._trainer.during(self.controller.run())
+        parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
+        trainer = self._trainer = parts.trainer(begun)
+        controller = self.controller = parts.controller(trainer, self.view, past)
+        self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
+        await trainer.during(self._train(trainer, controller))
 
-    def _controller(
-        self, mesh: RunMesh, task: Task, chat: ChatFormat, late: LateStore
-    ) -> Controller:
-        config, advantages = self.config, make_advantages(self.config.advantage)
-        closed = config.schedule.max_lag == 0
-        generation = (LockstepGeneration if closed else PooledGeneration)(mesh.generators)
-        trainer = self._trainer = self._lasting_trainer(mesh)
-        ports = Ports(
-            Rollouts(generation, MeshEnvironments(mesh.environments), chat, self._retries()),
-            self._pair_stream(mesh, chat, late),
-            trainer,
-            trainer,
-            self.store,
-            self.view,
-            trainer.save,
-            self._hint_writing(mesh, task, chat),
-            self._late_rewards(late, advantages),
-            AgreementWatch(config.agreement, self.event),
-        )
-        batcher, begun = Batcher(config, task, chat, advantages), self.begun
-        return Controller(config, task, batcher, ports, list(begun.evaluations), begun.step)
-
-    def _lasting_trainer(self, mesh: RunMesh) -> LastingTrainer:
-        config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
-        deadline = config.run.deadline_s
-        sync = MeshWeightSync(lambda: ranks.all, mesh.generators, teachers, deadline)
-        follow = ReplayTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
-        step = MeshTraining(config, lambda: ranks.all, teachers)
-        return LastingTrainer(
-            config, ranks, step, sync, follow, self.store.root, self.event, self.begun.checkpoint
-        )
-
-    def _late_rewards(self, late: LateStore, advantages: Advantages) -> LateRewards | None:
-        report = partial(self.event, "late_reward", "")
-        rewards = make_late_rewards(self.config, late, advantages, report)
-        if rewards is not None:
-            for step, groups in self.begun.groups.items():
-                rewards.remember(step, groups)
-        return rewards
-
-    def _retries(self) -> Retries:
-        return Retries(self.config.supervision, self.store.add_poisoned, self.event)
-
-    def _pair_stream(self, mesh: RunMesh, chat: ChatFormat, late: LateStore) -> PairStream | None:
-        if mesh.replay is None:
-            return None
-        reference: MeshReference | None = None
-        if mesh.reference is not None:
-            reference = MeshReference(mesh.reference, self.config.run.deadline_s)
-        teachers = MeshTeachers(mesh.replay)
-        ports = (teachers, reference, chat, self.store, late)
-        return make_pair_stream(self.config, *ports, start=self.begun.step)
-
-    def _hint_writing(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> HintWriting | None:
-        if mesh.hints is None:
-            return None
-        report = partial(self.event, "hint_not_worded", "hint_writer")
-        return HintWriting(mesh.hints, self.config, task, chat, report)
+    async def _train(self, trainer: LastingTrainer, controller: Controller) -> None:
+        if self.resumed is not None:
+            self.view.phase("training the steps since the checkpoint again")
+            await trainer.catch_up(controller.begun.past)
+            controller.begun.past.clear()  # the trainer keeps them as long as it may need them
+        await controller.run()
 
     def _progress(self) -> tuple[int, int]:
-        return (self.controller.step if self.controller else 0, self.restarts)
+        step = self.controller.step if self.controller else self._past.steps
+        return (step, self.restarts)
 
     def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event and show it."""

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
+from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.layout import MeshPlan, plan_mesh
+from composer_mesh.configs.layout import plan_mesh
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
@@ -33,6 +33,7 @@ from composer_mesh.services.key_checks import MissingKey, check_keys
 from composer_mesh.services.live_run import RunUnavailable
 from composer_mesh.services.offline.options import ReplayRefused, read_options
 from composer_mesh.services.placement_table import print_placement
+from composer_mesh.services.plan_table import print_plan
 from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
 from composer_mesh.services.resume import refuse_unfit
 from composer_mesh.services.run_directory import (
@@ -43,6 +44,9 @@ from composer_mesh.services.run_directory import (
     set_aside,
 )
 from composer_mesh.services.seats import Seats, refuse_other_hosts
+from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
+from composer_mesh.services.store.schema import STORE_FILE
+from composer_mesh.services.traces.options import TracesRefused
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -52,8 +56,9 @@ class UsageError(Exception):
 
 
 REFUSALS = (
-    *(ConfigError, ControlRefused, DataError, LateRewardError, MissingKey),
-    *(ReplayRefused, RunDirectoryError, UsageError, VllmUnavailable),
+    *(ConfigError, ControlRefused, DamagedRecord, DataError, LateRewardError, MissingKey),
+    *(ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused, UsageError),
+    VllmUnavailable,
 )
 
 
@@ -90,15 +95,40 @@ def check(arguments: argparse.Namespace) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Accept the config, claim the run directory, then hand over to the assembly."""
     config = _accepted(arguments)
-    output = arguments.output or RUNS / config.run.name
+    if arguments.rollout_only or arguments.replay_traces:
+        return _half(config, arguments.output, arguments.replay_traces)
+    output, resumed = arguments.output or RUNS / config.run.name, None
     if arguments.resume:
-        refuse_unfit(output, config)
-    elif arguments.output:
+        resumed = refuse_unfit(output, config)
+    else:
+        _make_room(output, named=arguments.output is not None)
+    with claimed(output):
+        return _train(config, output, resumed)
+
+
+def _half(config: Config, output: Path | None, source: Path | None) -> int:
+    """Train on the rollouts of a run alone, or sample alone where no run is named."""
+    place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
+    if source is not None and not (source / STORE_FILE).is_file():
+        raise UsageError(
+            f"--replay-traces {source} has no {STORE_FILE} but must be the directory of a run: "
+            "correct it, or resume a run of an older version once, which makes it"
+        )
+    _make_room(place, named=output is not None)
+    with claimed(place):
+        prepare_environment()  # Monarch reads it when the assembly imports it
+        with _interrupt_kept():
+            from composer_mesh.services.halves.command import half_command
+
+        return half_command(config, place, source)
+
+
+def _make_room(output: Path, named: bool) -> None:
+    """A directory that the user has named must be new; an earlier run in another one moves."""
+    if named:
         refuse_a_used(output)
     elif place := set_aside(output):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
-    with claimed(output):
-        return _train(config, output, arguments.resume)
 
 
 def ablate(arguments: argparse.Namespace) -> int:
@@ -122,13 +152,16 @@ def ablate(arguments: argparse.Namespace) -> int:
         return ablate_command(plan, output, _train)
 
 
-def _train(config: Config, output: Path, resume: bool = False) -> int:
-    """Hand over to the assembly, which loads torch and Monarch."""
+def _train(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
+    """Hand over to the assembly, which loads torch and Monarch.
+
+    A run that goes on comes with the changes of its config.
+    """
     prepare_environment()  # Monarch reads it when the assembly imports it
     with _interrupt_kept():
         from composer_mesh.services.assembly import train_command
 
-    return int(train_command(config, output, resume))
+    return int(train_command(config, output, resumed))
 
 
 @contextmanager
@@ -229,41 +262,34 @@ def replay(arguments: argparse.Namespace) -> int:
     return replay_command(options)
 
 
+def traces(arguments: argparse.Namespace) -> int:
+    """List, show or export the rollouts that a run has stored."""
+    from composer_mesh.services.traces.command import traces_command
+
+    return traces_command(arguments)
+
+
 def reward(arguments: argparse.Namespace) -> int:
     """Post a reward for a rollout that a run has stored, also after it was trained on."""
     post_reward(arguments.run, arguments.trace, arguments.reward, arguments.source)
     return 0
 
 
-def print_plan(plan: MeshPlan, console: Console) -> None:
-    """The mesh as tables: actors, channels, transports."""
-    actors = Table("actor", "what it does", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("replicas", "processes", "threads each"):
-        actors.add_column(title, justify="right")
-    for row in plan.actors:
-        counts = (str(row.replicas), str(row.processes), str(row.threads))
-        actors.add_row(row.kind, row.role, *counts)
-    actors.add_section()
-    actors.add_row("total", f"{plan.threads} threads when all are busy", "", str(plan.processes))
-    console.print(actors)
-    console.print("channels", style="italic")
-    for channel in plan.channels:
-        console.print(f"  {channel.name}: weight {channel.weight:g}, {_state(channel.on)}")
-    console.print("transports", style="italic")
-    for transport in plan.transports:
-        console.print(f"  {transport}", markup=False, highlight=False, soft_wrap=True)
+def check_run(arguments: argparse.Namespace) -> int:
+    """Say what in a run directory is not as it was written."""
+    from composer_mesh.services.store.check_command import check_run_command
 
-
-def _state(on: bool) -> str:
-    return "on" if on else "off, costs nothing"
+    return check_run_command(arguments.run, arguments.json)
 
 
 COMMANDS = {
     "check": check,
+    "check-run": check_run,
     "train": train,
     "ablate": ablate,
     "replay": replay,
     "reward": reward,
+    "traces": traces,
     "events": events,
     "scale": scale,
     "tree": tree,

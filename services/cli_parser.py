@@ -9,6 +9,7 @@ from pathlib import Path
 
 from composer_mesh.services.ablation.plan import CHANNELS_OF
 from composer_mesh.services.offline.options import add_options
+from composer_mesh.services.traces.options import add_options as add_traces_options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,10 +45,22 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
     )
-    parser.add_argument(
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in that directory from its newest checkpoint",
+        help="go on with the run in that directory where it was stopped",
+    )
+    other.add_argument(
+        "--replay-traces",
+        type=Path,
+        metavar="RUN",
+        help="train on the rollouts that a run has stored, without generators",
+    )
+    other.add_argument(
+        "--rollout-only",
+        action="store_true",
+        help="sample and store rollouts, without a trainer",
     )
 
 
@@ -85,6 +98,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_check_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="DIR", help="the directory of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _add_tree(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -118,9 +136,11 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "check": ("print the resolved run and its mesh; starts nothing", _add_config),
+    "check-run": ("find what is damaged or missing in a run directory", _add_check_run),
     "train": ("train and evaluate a run", _add_train),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "replay": ("preference pairs from the traces of a run", add_options),
+    "traces": ("the rollouts of a run: list, show and export them", add_traces_options),
     "reward": ("post a reward for a rollout of a run, also after training on it", _add_reward),
     "events": ("what happened in a run, or happens now", _add_events),
     "scale": ("more or fewer replicas in a run that goes on", _add_scale),

@@ -3,10 +3,13 @@
 Rollouts, replay and training run beside each other. The window decides how far ahead rollouts may
 be; steps take groups in the order in which they entered. Everything it touches is a port.
 
-    evaluate -> [ groups -> traces stored ] -> batch -> train -> sync -> ... -> evaluate
-                  as far ahead as the window    ^         one step at a time
+    evaluate -> [ groups -> traces stored ] -> step planned -> train -> sync -> ... -> evaluate
+                  as far ahead as the window    ^              one step at a time
                   allows      |                 |
                               +-> pair stream --+   teachers, filters, reference: beside the steps
+
+Everything is written before it is used, so a run that was stopped anywhere goes on as if it had not
+been: what it `begun` with are the steps that are done, one that was planned, and finished groups.
 
 Where rollouts may lag, the sync of a version runs beside the next step. The window opens when all
 have pulled, and what needs the new version everywhere waits for it: evaluations, checkpoints, the
@@ -14,38 +17,34 @@ end. Where they may not, everything waits for everything.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.tasks import Task
-from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.agreement import AgreementWatch
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.hint_writing import HintWriting, WordedHints
-from composer_mesh.services.metrics import step_metrics
+from composer_mesh.services.begun import Begun
+from composer_mesh.services.composing import Composed, Composer, Group
+from composer_mesh.services.groups import Groups
+from composer_mesh.services.hint_writing import HintWriting
 from composer_mesh.services.ports import Store, Training, Watcher, WeightSync
+from composer_mesh.services.recipes import recipe_to_json
 from composer_mesh.services.replay.asking import Replayed
-from composer_mesh.services.replay.late_rewards import Corrections, LateRewards
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.report import Evaluation
-from composer_mesh.services.rollout import Rollouts, Sampling
+from composer_mesh.services.rollout import Rollouts
 from composer_mesh.services.sync_beside import SyncBeside
-
-Sampled = asyncio.Task[Trace | None]
 
 
 @dataclass(frozen=True)
 class Ports:
     """The world, as far as a run needs it; `replay` is None when the channel is off.
 
-    `hints` is None where templates alone word the hints, `late` where no late rewards are taken,
-    `agreement` where nobody watches how far trainer and generators agree.
+    `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
+    None where templates alone word the hints, `agreement` where nobody watches how far trainer and
+    generators agree.
     """
 
     rollouts: Rollouts
@@ -55,17 +54,9 @@ class Ports:
     store: Store
     watch: Watcher
     save: Callable[[int], Awaitable[None]]
+    saved: Callable[[], Awaitable[None]]
     hints: HintWriting | None = None
-    late: LateRewards | None = None
     agreement: AgreementWatch | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """One prompt's samples, stored, with what the hint writer said about them."""
-
-    traces: list[Trace]
-    worded: WordedHints
 
 
 @dataclass
@@ -74,22 +65,34 @@ class Controller:
 
     config: Config
     task: Task
-    batcher: Batcher
+    composer: Composer
     ports: Ports
-    evaluations: list[Evaluation] = field(default_factory=list)
-    start: int = 0
-    """Steps that were done before; more than 0 where the run is resumed."""
+    begun: Begun = field(default_factory=Begun)
     rest: Replayed = field(default_factory=Replayed)
     """What teachers answered too late for the last step."""
-    _running: deque[asyncio.Task[Group]] = field(default_factory=deque)
-    _samples: set[Sampled] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        schedule, self.step = self.config.schedule, self.start
+        schedule, begun = self.config.schedule, self.begun
+        self.step, self.evaluations = begun.steps, list(begun.evaluations)
+        self._planned = begun.planned
         self._window = Window(
-            schedule.prompts_per_step, schedule.max_lag, self.config.run.steps, self.start
+            schedule.prompts_per_step,
+            schedule.max_lag,
+            self.config.run.steps,
+            begun.steps,
+            planned=begun.planned is not None,
         )
         self._syncs = SyncBeside(self.ports.weights, self._pulled)
+        ports = self.ports
+        self._groups = Groups(
+            self.config,
+            self.task,
+            ports.rollouts,
+            ports.store,
+            ports.replay,
+            ports.hints,
+            begun.groups,
+        )
 
     async def run(self) -> None:
         """Evaluate, train every step, save, evaluate. Waits for the end of the run.
@@ -99,65 +102,83 @@ class Controller:
         try:
             await self._syncs.guard(self._run())
         finally:
-            under_way: list[asyncio.Task[Any]] = [*self._running, *self._samples]
-            await cancel_and_wait(under_way)
+            await self._groups.close()
             if self.ports.replay is not None:
                 await self.ports.replay.close()
 
     async def _run(self) -> None:
         await self._begin()
         self.ports.watch.phase("training")
-        for step in range(self.start, self.config.run.steps):
+        for step in range(self.begun.steps, self.config.run.steps):
             await self._one_step(step)
         await self.ports.save(self.config.run.steps)
         if not self._evaluated(self.config.run.steps):
             await self._evaluate(self.config.run.steps)
         if self.ports.replay is not None:
             self.rest = await self.ports.replay.drain()
+        await self.ports.saved()
 
     async def _begin(self) -> None:
-        """Serve the policy that the run begins with, and evaluate it where that is still due."""
-        if self.start:
+        """Serve the policy that the run begins with; save and evaluate it where that is due."""
+        start, checkpoint = self.begun.steps, self.begun.checkpoint
+        if start:
             self._window.pulled(await self._syncs.now())
-        due = not self.start or self._evaluates_after(self.start)
-        if due and not self._evaluated(self.start):
-            await self._evaluate(self.start)
+        saved = checkpoint is not None and checkpoint.step == start
+        if start and self._saves_after(start) and not saved:
+            await self.ports.save(start)
+        due = not start or self._evaluates_after(start)
+        if due and not self._evaluated(start):
+            await self._evaluate(start)
 
     def _evaluated(self, steps: int) -> bool:
         return any(evaluation.step == steps for evaluation in self.evaluations)
 
     async def _one_step(self, step: int) -> None:
-        now = asyncio.get_running_loop().time
-        began = now()
+        began = _now()
         self._fill_window()
-        groups = await self._collect(step)
-        taken = await self._take_pairs(step)
-        collected = now()
+        composed = await self._planned_step(step)
+        collected = _now()
         await self._syncs.may_train()
-        may_train = now()
-        batch, traces, corrections = self._batch(step, groups, taken)
-        trained = await self.ports.trainer.train(batch)
-        stepped = now()
+        may_train = _now()
+        trained = await self.ports.trainer.train(composed.batch)
+        stepped = _now()
         await self._serve(step + 1)
-        metrics = step_metrics(batch, traces, taken, corrections, trained)
-        metrics |= self.ports.rollouts.retries.figures()
-        metrics["time/step_s"] = now() - began
+        metrics = composed.metrics(trained)
+        metrics["time/step_s"] = _now() - began
         metrics["time/wait_batch_s"] = collected - began
         metrics["time/train_s"] = stepped - may_train
-        metrics |= self._syncs.metrics()
+        metrics |= self._syncs.metrics() | self.ports.store.waits()
         self.step = step + 1
-        self.ports.store.add_step(metrics)
+        await self.ports.store.end_step(step, metrics)
         self.ports.watch.update(metrics)
         await self._keep(step + 1, metrics)
         if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
 
+    async def _planned_step(self, step: int) -> Composed:
+        """What the step trains on, written down before it is trained. Waits for its groups."""
+        if self._planned is not None:
+            planned, self._planned = self._planned, None
+            return planned
+        groups = await self._collect(step)
+        taken = await self._take_pairs(step)
+        figures = self.ports.rollouts.retries.figures()
+        composed, recipe = self.composer.compose(step, groups, taken, figures)
+        await self.ports.store.plan_step(
+            step,
+            recipe.groups,
+            recipe_to_json(recipe),
+            recipe.pairs,
+            self.config.replay.max_age if taken else None,
+            {reward.place: state for reward, state in composed.corrections.settled},
+        )
+        return composed
+
     async def _collect(self, step: int) -> list[Group]:
-        """The next groups in the order of entry. Waits for the slowest of them."""
-        groups = [await self._running[place] for place in range(self._prompts)]
-        for _ in groups:
-            self._running.popleft()
-        self._check_groups(step, groups)
+        """The step's groups. Waits for the slowest of them."""
+        groups = await self._groups.collect(self.config.schedule.prompts_per_step)
+        sizes, wanted = [len(group.traces) for group in groups], self.config.schedule.group_size
+        self.ports.rollouts.retries.check_step(step + 1, sizes, wanted)
         return groups
 
     async def _serve(self, steps: int) -> None:
@@ -173,25 +194,8 @@ class Controller:
         self._window.pulled(version)
         self._fill_window()
 
-    def _check_groups(self, step: int, groups: Sequence[Group]) -> None:
-        sizes = [len(group.traces) for group in groups]
-        wanted = self.config.schedule.group_size
-        self.ports.rollouts.retries.check_step(step + 1, sizes, wanted)
-
     async def _take_pairs(self, step: int) -> Taken | None:
         return None if self.ports.replay is None else await self.ports.replay.take(step)
-
-    def _batch(
-        self, step: int, groups: Sequence[Group], taken: Taken | None
-    ) -> tuple[StepBatch, list[Trace], Corrections]:
-        by_prompt, corrections = [group.traces for group in groups], Corrections()
-        if (late := self.ports.late) is not None:
-            corrections = late.corrections(step)
-            by_prompt = late.on_time(by_prompt, step)
-            late.remember(step, by_prompt)
-        pairs, worded = taken.pairs if taken else [], sum_worded(groups)
-        batch = self.batcher.batch(step, by_prompt, pairs, worded, corrections.samples)
-        return batch, [trace for group in by_prompt for trace in group], corrections
 
     async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
         """Save where it is due. An alarm that ends the run does so here, after a checkpoint."""
@@ -201,6 +205,7 @@ class Controller:
             await self._syncs.finish()
             await self.ports.save(steps)
         if alarm is not None:
+            await self.ports.saved()
             raise alarm
 
     def _saves_after(self, steps: int) -> bool:
@@ -215,35 +220,10 @@ class Controller:
 
     def _fill_window(self) -> None:
         """Let every group in that the window allows."""
+        entering = []
         while self._window.may_enter():
-            group_id = self._window.enter()
-            samples = self._start("train", group_id, Sampling.training(self.config))
-            self._running.append(asyncio.create_task(self._finish_group(group_id, samples)))
-
-    async def _finish_group(self, group_id: int, samples: list[Sampled]) -> Group:
-        """Waits for a group's samples, stores them, and asks the hint writer.
-
-        Teachers are asked from here on, but nobody waits for them here. A group may have come with
-        fewer samples, or none.
-        """
-        traces = await gather_or_cancel(samples)
-        self.ports.store.add_traces(traces)
-        if self.ports.replay is not None and traces:
-            self.ports.replay.begin(traces)
-        elif self.ports.replay is not None:
-            self.ports.replay.skip(group_id)
-        if self.ports.hints is None or not traces:
-            return Group(traces, WordedHints())
-        return Group(traces, await self.ports.hints.ask(traces))
-
-    def _start(self, split: Split, index: int, sampling: Sampling) -> list[Sampled]:
-        size = self.config.schedule.group_size if split == "train" else 1
-        episode = self.task.episode(split, index)
-        samples = self.ports.rollouts.start(episode, index, size, sampling)
-        self._samples.update(samples)
-        for sample in samples:
-            sample.add_done_callback(self._samples.discard)
-        return samples
+            entering.append(self._window.enter())
+        self._groups.enter(entering, self._window.version)
 
     async def _evaluate(self, step: int) -> None:
         """Held-out success of the version served now, over the episodes that could be run.
@@ -251,35 +231,14 @@ class Controller:
         Waits for every episode.
         """
         self.ports.watch.phase(f"evaluating after step {step}")
-        sampling = Sampling.evaluation(self.config)
-        episodes = range(self.config.eval.episodes)
-        started = [task for index in episodes for task in self._start("heldout", index, sampling)]
-        traces = await gather_or_cancel(started)
-        self.ports.rollouts.retries.check_evaluation(step, len(traces), len(started))
+        asked = self.config.eval.episodes
+        traces = await self._groups.evaluate(asked)
+        self.ports.rollouts.retries.check_evaluation(step, len(traces), asked)
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))
         self.ports.store.add_evaluation(self.evaluations[-1])
         self.ports.watch.evaluation(self.evaluations[-1])
 
-    @property
-    def _prompts(self) -> int:
-        return self.config.schedule.prompts_per_step
 
-
-async def gather_or_cancel(tasks: list[Sampled]) -> list[Trace]:
-    """The traces in order, without those that were given up.
-
-    When a sample fails for good or the waiting ends, the others are cancelled.
-    """
-    try:
-        return [trace for trace in await asyncio.gather(*tasks) if trace is not None]
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def sum_worded(groups: Sequence[Group]) -> WordedHints:
-    total = WordedHints()
-    for group in groups:
-        total += group.worded
-    return total
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -16,19 +16,24 @@ from composer_mesh.services.service import Service
 CACHE_FILE = "hints.sqlite"
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeshHintWriter:
-    """The writer's actor as the controller's port."""
+    """The writer's actor as the controller's port.
+
+    `spent` are requests and dollars that the run spent before: they count in its budget.
+    """
 
     pool: Service
     config: Config
+    spent: tuple[int, float] = (0, 0.0)
 
     async def load(self, expert_url: str, run: Path) -> None:
         """Open its cache and connections; raises where the key, address or file is unusable."""
         asked = self.config.sdpo.hints.asked
         assert asked is not None
         cache = asked.cache or run / CACHE_FILE
-        await self.pool.load(writer_endpoint(self.config, expert_url), asked, cache.absolute())
+        writer = writer_endpoint(self.config, expert_url)
+        await self.pool.load(writer, asked, cache.absolute(), *self.spent)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """One reply for each request. Waits at most the writer's own timeout."""

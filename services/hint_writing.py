@@ -4,6 +4,7 @@ Which sites deserve words is decided by the same rules that a batch follows, so 
 that a better source would cover. Asking itself is the writer actor's; ids are the batcher's.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,20 @@ class WordedHints:
         self.requests += other.requests
         self.usd += other.usd
         return self
+
+
+def worded_to_json(worded: WordedHints) -> bytes:
+    """What is stored of a group's words; numbers come back bit for bit."""
+    written = [[*place, words.text, words.wording] for place, words in worded.written.items()]
+    body = {"written": written, "requests": worded.requests, "usd": worded.usd}
+    return json.dumps(body, allow_nan=False).encode()
+
+
+def worded_from_json(body: bytes) -> WordedHints:
+    """What `worded_to_json` wrote."""
+    found = json.loads(body)
+    written = {(trace, turn): Written(*words) for trace, turn, *words in found["written"]}
+    return WordedHints(written, found["requests"], found["usd"])
 
 
 class HintWriting:

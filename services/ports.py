@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
-from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
+from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
@@ -75,17 +75,34 @@ class WeightSync(Protocol):
 
 
 class Store(Protocol):
-    """Keeps what a run produces; everything is durable when a call returns."""
+    """Keeps what a run produces before anything is made of it.
 
-    def add_traces(self, traces: Sequence[Trace]) -> None: ...
+    What is awaited is on disk then; the rest is queued, and its failure ends the next awaited call.
+    """
 
-    def add_pairs(self, pairs: Sequence[PreferencePair]) -> None: ...
-
-    def add_step(self, metrics: Mapping[str, Any]) -> None: ...
+    def enter(self, group_id: int, version: int) -> None: ...
 
     def add_evaluation(self, evaluation: Evaluation) -> None: ...
 
     def add_poisoned(self, poisoned: PoisonedInput) -> None: ...
+
+    async def add_group(self, group_id: int, traces: Sequence[Trace]) -> list[Trace]: ...
+
+    async def add_worded(self, group_id: int, worded: bytes) -> None: ...
+
+    async def plan_step(
+        self,
+        step: int,
+        groups: Sequence[int],
+        recipe: bytes,
+        pairs: Sequence[str] = (),
+        max_age: int | None = None,
+        rewards: Mapping[int, str] | None = None,
+    ) -> None: ...
+
+    async def end_step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def waits(self) -> dict[str, float]: ...
 
 
 class Watcher(Protocol):

@@ -11,9 +11,10 @@ made is `rollout`; which failures are equal is decided here, and counted in `rol
 
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
@@ -65,6 +66,13 @@ class Retries:
         self._shortage = Shortage()
         self._last = "none"
         self._deadly = 0
+
+    def know(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
+        """Know an earlier process of the run: what it set aside, and its last step's groups."""
+        episodes = [one["episode"] for one in poisoned]
+        self._set_aside |= {(episode["split"], episode["index"]) for episode in episodes}
+        if sizes:
+            self._shortage.step(sizes, wanted)
 
     def trial(self, episode: Episode) -> "EpisodeTrial":
         """The attempts of an episode's samples, which speak for or against it together."""

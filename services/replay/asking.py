@@ -6,7 +6,7 @@ group is asked about, and when its pairs train, is `pair_stream`'s business.
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from composer_mesh.configs.replay import ReplayConfig
@@ -78,6 +78,10 @@ class Replay:
         selection = select_states(group, share, rng, self._config.gate, self._novelty)
         self._novelty.asked(selection.states)
         return selection
+
+    def know(self, situations: Iterable[str]) -> None:
+        """Count states that an earlier process of the run asked about, for what is novel."""
+        self._novelty.know(situations)
 
     async def ask_about(self, selection: Selection) -> Replayed:
         """The decisions about some states. Waits for the teachers, at most their timeout."""

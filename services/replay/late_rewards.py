@@ -8,14 +8,14 @@ that comes before its group is trained just takes the place of the first one.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from composer_mesh.rollouts.batches import PolicySample, policy_sample
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.advantages import Advantages
-from composer_mesh.services.replay.late_store import LateReward, LateStore
+from composer_mesh.services.store.rows import ItemState, LateReward
 
 T = TypeVar("T")
 Groups = list[list[Trace]]
@@ -24,61 +24,102 @@ SMALLEST_CHANGE = 1e-6
 
 @dataclass
 class Corrections:
-    """What late rewards add to a step."""
+    """What late rewards add to a step. `rewards` are those that hold from it on, by trace.
+
+    `settled` says what becomes of posted rewards in it, which is true once the step is planned.
+    """
 
     samples: list[PolicySample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """`rewards` used, rewards that are `expired`."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    settled: list[tuple[LateReward, ItemState]] = field(default_factory=list)
+
+    def use(self, rewards: Sequence[LateReward]) -> None:
+        """Note rewards that this step takes; the last one for a rollout counts."""
+        self.rewards |= {reward.trace_id: reward.reward for reward in rewards}
+        self.settled += [(reward, ItemState.TRAINED) for reward in rewards]
 
 
 class LateRewards:
-    """Remembers trained groups for `max_age` steps. `report` is told of rewards without a use."""
+    """Remembers trained groups for `max_age` steps. `report` is told of rewards without a use.
+
+    `waiting` tells the posted rewards that no step has settled, in the order of their posting.
+    """
 
     def __init__(
         self,
-        store: LateStore,
+        waiting: Callable[[], Sequence[LateReward]],
         advantages: Advantages,
         max_age: int,
         report: Callable[[str], None],
     ) -> None:
-        self._store, self._advantages = store, advantages
+        self._waiting, self._advantages = waiting, advantages
         self._max_age, self._report = max_age, report
         self._trained: dict[int, Groups] = {}
         self._patience: dict[int, int] = {}
 
+    @property
+    def patience(self) -> dict[int, int]:
+        """The step at which each reward was first seen that belongs to no rollout known here."""
+        return dict(self._patience)
+
     def corrections(self, step: int) -> Corrections:
         """The samples that posted rewards add to this step."""
-        for old in [past for past in self._trained if step - past > self._max_age]:
-            del self._trained[old]
-        found = Corrections()
+        self._forget(step)
+        found, waiting = Corrections(), self._waiting()
+        places = {reward.place for reward in waiting}
+        self._patience = {place: seen for place, seen in self._patience.items() if place in places}
         touched: dict[int, list[LateReward]] = {}
-        for reward in self._store.rewards():
+        for reward in waiting:
             trained = self._step_of(reward.trace_id)
             if trained is not None:
                 touched.setdefault(trained, []).append(reward)
             elif step - self._patience.setdefault(reward.place, step) > self._max_age:
-                self._expire(reward, step, found)
+                self._expire(reward, found)
         for trained, rewards in touched.items():
-            found.samples += self._corrected(trained, rewards, step, found)
+            found.samples += self._corrected(trained, rewards, found)
         return found
 
-    def on_time(self, groups: Sequence[Sequence[Trace]], step: int) -> Groups:
-        """The groups with the rewards that came before they are trained."""
+    def on_time(self, groups: Sequence[Sequence[Trace]], found: Corrections) -> Groups:
+        """The groups with the rewards that came before they are trained, noted in `found`."""
         here = {trace.trace_id for group in groups for trace in group}
-        posted = [reward for reward in self._store.rewards() if reward.trace_id in here]
-        self._store.settle_rewards(posted, step, "trained")
-        return _rewarded(groups, posted)
+        posted = [reward for reward in self._waiting() if reward.trace_id in here]
+        found.use(posted)
+        return rewarded(groups, found.rewards)
 
     def remember(self, step: int, groups: Groups) -> None:
-        """These groups were trained in this step, now or before a restart."""
+        """These groups are trained in this step."""
         self._trained[step] = groups
 
+    def repeat(
+        self,
+        step: int,
+        groups: Groups,
+        rewards: Mapping[str, float],
+        patience: Mapping[int, int],
+    ) -> None:
+        """Know a step of before a restart: its groups, the rewards it used, who waited then."""
+        self._forget(step)
+        for past in self._trained:
+            self._trained[past] = rewarded(self._trained[past], rewards)
+        self._trained[step], self._patience = groups, dict(patience)
+
+    def trace(self, trace_id: str) -> Trace | None:
+        """A remembered rollout."""
+        found = (t for groups in self._trained.values() for t in _flat(groups))
+        return next((trace for trace in found if trace.trace_id == trace_id), None)
+
+    def _forget(self, step: int) -> None:
+        for old in [past for past in self._trained if step - past > self._max_age]:
+            del self._trained[old]
+
     def _corrected(
-        self, trained: int, rewards: list[LateReward], step: int, found: Corrections
+        self, trained: int, rewards: list[LateReward], found: Corrections
     ) -> list[PolicySample]:
         before = self._trained[trained]
-        after = _rewarded(before, rewards)
-        self._store.settle_rewards(rewards, step, "trained")
+        found.use(rewards)
+        after = rewarded(before, found.rewards)
         found.counts["rewards"] += len(rewards)
         self._trained[trained] = after
         old, new = self._advantages(before), self._advantages(after)
@@ -96,8 +137,8 @@ class LateRewards:
                 return step
         return None
 
-    def _expire(self, reward: LateReward, step: int, found: Corrections) -> None:
-        self._store.settle_rewards([reward], step, "expired")
+    def _expire(self, reward: LateReward, found: Corrections) -> None:
+        found.settled.append((reward, ItemState.EXPIRED))
         found.counts["expired"] += 1
         self._report(
             f"the reward {reward.reward:g} for {reward.trace_id} has waited more than "
@@ -105,9 +146,8 @@ class LateRewards:
         )
 
 
-def _rewarded(groups: Sequence[Sequence[Trace]], rewards: Sequence[LateReward]) -> Groups:
-    """The groups with these rewards in place of their own; the last one for a rollout counts."""
-    late = {reward.trace_id: reward.reward for reward in rewards}
+def rewarded(groups: Sequence[Sequence[Trace]], late: Mapping[str, float]) -> Groups:
+    """The groups with these rewards, by trace, in place of their own."""
     return [
         [dataclasses.replace(t, reward=late.get(t.trace_id, t.reward)) for t in group]
         for group in groups

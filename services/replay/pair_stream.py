@@ -1,27 +1,27 @@
 """Channel 3 beside the steps: groups go in as they finish, pairs come out at each step.
 
-    begin(group) -> choose states, ask teachers -> filters -> reference -> late store -> take(step)
+    begin(group) -> choose states, ask teachers -> filters -> reference -> store -> take(step)
 
-Everything happens in the order of the groups' ids, whoever finishes or answers first: what is novel
-and what is a duplicate is then the same in each repetition, and offline. `take` waits for the
-step's own groups, or, where pairs may be late, for nothing.
+Everything happens in the order of the groups' ids, whoever finishes or answers first, and group by
+group: what is novel, what is a duplicate and what a sum of dollars is, is then the same in each
+repetition, offline, and after a restart. `take` waits for the step's own groups, or, where pairs
+may be late, for nothing.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.replay.asked import AskedGroup, asked_to_json
 from composer_mesh.services.replay.asking import Replay, Replayed
-from composer_mesh.services.replay.late_store import LateStore
 from composer_mesh.services.replay.refining import Refining
-
-Keep = Callable[[Sequence[PreferencePair]], None]
 
 HEAP = 2
 """A step trains at most this many times the pairs that it could have made itself."""
@@ -29,12 +29,25 @@ HEAP = 2
 NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
 
 
+class PairStore(Protocol):
+    """Where pairs wait for a step, on disk when a call returns."""
+
+    async def add_asked(
+        self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
+    ) -> list[PreferencePair]: ...
+
+    async def take_pairs(
+        self, step: int, max_age: int, limit: int
+    ) -> tuple[list[PreferencePair], int]: ...
+
+
 @dataclass
 class Taken:
     """What one step gets: pairs to train, and what asking came to since the step before.
 
     `expired` pairs came too late to train, `waiting` ones are left for the next step. `saved_usd`
-    estimates what the skipped states would have cost.
+    estimates what the skipped states would have cost. The first `asked` groups of the run are
+    accounted for, in this step or before.
     """
 
     pairs: list[PreferencePair]
@@ -43,33 +56,59 @@ class Taken:
     waiting: int = 0
     usd_total: float = 0.0
     saved_usd: float = 0.0
+    asked: int = 0
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A group that teachers are asked about."""
+
+    group_id: int
+    situations: list[str]
+    answers: asyncio.Task[Replayed]
 
 
 class PairStream:
-    """Belongs to one event loop and one run. `keep` makes finished pairs durable for people.
-
-    The groups of the first `start` steps were asked about before.
-    """
+    """Belongs to one event loop and one run. `waiting` counts the pairs that no step has taken."""
 
     def __init__(
         self,
         replay: Replay,
         refining: Refining,
-        store: LateStore,
+        store: PairStore,
+        waiting: Callable[[], int],
         config: Config,
-        keep: Keep,
-        start: int = 0,
     ) -> None:
-        self._replay, self._refining, self._store, self._keep = replay, refining, store, keep
+        self._replay, self._refining = replay, refining
+        self._store, self._waiting = store, waiting
         self._config, self._waits = config.replay, config.pairs_wait
         self._prompts = config.schedule.prompts_per_step
         self._finished: dict[int, Sequence[Trace]] = {}
-        self._next = start * self._prompts
-        self._asking: deque[asyncio.Task[Replayed]] = deque()
+        self._next = self._refined = 0
+        self._asking: deque[_Asking] = deque()
         self._begun, self._draining = asyncio.Event(), False
         self._worker: asyncio.Task[None] | None = None
         self._since = Replayed()
         self._states, self._usd = 0, 0.0
+
+    def restore(self, asked: Iterable[AskedGroup], taken: int, unknown: int = 0) -> int:
+        """Know what an earlier process of the run asked about; returns the first group it did not.
+
+        Groups come in the order of their ids, after the first `unknown` ones, which nobody asks
+        about any more. The first `taken` were accounted for in a step; from the first one that is
+        missing on, groups are asked about again.
+        """
+        self._next = self._refined = unknown
+        for group in asked:
+            if group.group_id != self._next:
+                break
+            self._replay.know(group.situations)
+            self._refining.remember(group.candidates)
+            self._next = self._refined = group.group_id + 1
+            self._count(group.replayed)
+            if group.group_id < taken:
+                self._since = Replayed()
+        return self._next
 
     def begin(self, group: Sequence[Trace]) -> None:
         """Ask about a finished group as soon as all groups before it are finished too."""
@@ -80,26 +119,36 @@ class PairStream:
         self._enter(group_id, [])
 
     def _enter(self, group_id: int, group: Sequence[Trace]) -> None:
+        if group_id < self._next:
+            return  # an earlier process of the run has asked about it
         self._finished[group_id] = group
         while self._next in self._finished:
             following = self._finished.pop(self._next)
             selection = self._replay.choose(following) if following else NOTHING
-            self._asking.append(asyncio.create_task(self._replay.ask_about(selection)))
+            situations = [state.situation for state in selection.states]
+            answers = asyncio.create_task(self._replay.ask_about(selection))
+            self._asking.append(_Asking(self._next, situations, answers))
             self._next += 1
         self._begun.set()
         if not self._waits and self._worker is None:
             self._worker = asyncio.create_task(self._work())
 
     async def take(self, step: int) -> Taken:
-        """The step's pairs. Waits for those of its own groups, or for nothing where late."""
-        if self._waits:
-            await self._refine(self._prompts)
+        """The step's pairs. Waits for those of its own groups, or for nothing where late.
+
+        What it returns is taken once the step is planned.
+        """
+        while self._waits and self._refined < (step + 1) * self._prompts:
+            await self._refine()
         self._raise_failure()
         # Late pairs may come in a heap: the rest of it waits, so that no step is all pairs.
         limit = HEAP * self._config.states_per_step
-        pairs, expired = self._store.take_pairs(step, self._config.max_age, limit)
-        since, self._since = self._since, Replayed()
-        return self._taken(pairs, expired, since)
+        since, asked, usd, states = self._since, self._refined, self._usd, self._states
+        self._since = Replayed()
+        pairs, expired = await self._store.take_pairs(step, self._config.max_age, limit)
+        waiting = self._waiting() - len(pairs) - expired
+        saved = since.saved * (usd / states if states else 0.0)
+        return Taken(pairs, since, expired, waiting, usd, saved, asked)
 
     async def drain(self) -> Replayed:
         """Wait for all that is asked; returns what it came to since the last step took.
@@ -110,49 +159,41 @@ class PairStream:
         self._begun.set()
         if self._worker is not None:
             await asyncio.shield(self._worker)
-        await self._refine(len(self._asking))
+        while self._asking:
+            await self._refine()
         since, self._since = self._since, Replayed()
         return since
 
     async def close(self) -> None:
         """Ask nothing more; what is under way is cancelled."""
         worker = [self._worker] if self._worker is not None else []
-        await cancel_and_wait([*worker, *self._asking])
+        await cancel_and_wait([*worker, *(asking.answers for asking in self._asking)])
 
     async def _work(self) -> None:
         while not self._draining:
             await self._begun.wait()
             self._begun.clear()
             while self._asking:
-                await asyncio.wait([self._asking[0]])
-                await self._refine(self._answered())
+                await self._refine()
 
-    def _answered(self) -> int:
-        """How many groups, from the oldest, have all their answers."""
-        for count, asking in enumerate(self._asking):
-            if not asking.done():
-                return count
-        return len(self._asking)
-
-    async def _refine(self, groups: int) -> None:
-        """Make the oldest groups' pairs ready for a step. Calls must not overlap."""
-        replayed = Replayed()
-        for asking in list(self._asking)[:groups]:
-            replayed += await asyncio.shield(asking)
+    async def _refine(self) -> None:
+        """Make the oldest group's pairs ready for a step. Calls must not overlap."""
+        asking = self._asking[0]
+        replayed = await asyncio.shield(asking.answers)
         refined = await self._refining.refine(replayed.pairs)
-        for _ in range(min(groups, len(self._asking))):
-            self._asking.popleft()
-        self._keep(self._store.add_pairs(refined.pairs))
         replayed.dropped += refined.dropped
+        asked = AskedGroup(asking.group_id, asking.situations, replayed, list(replayed.pairs))
+        body = asked_to_json(asked, refined.pairs)
+        await self._store.add_asked(asking.group_id, body, refined.pairs)
+        self._asking.popleft()
         replayed.pairs = []
+        self._refined = asking.group_id + 1
+        self._count(replayed)
+
+    def _count(self, replayed: Replayed) -> None:
         self._since += replayed
         self._states += replayed.states
         self._usd += replayed.usd
-
-    def _taken(self, pairs: list[PreferencePair], expired: int, since: Replayed) -> Taken:
-        mean = self._usd / self._states if self._states else 0.0
-        waiting = self._store.waiting_pairs()
-        return Taken(pairs, since, expired, waiting, self._usd, mean * since.saved)
 
     def _raise_failure(self) -> None:
         if self._worker is not None and self._worker.done() and not self._worker.cancelled():

@@ -3,7 +3,7 @@
 Only puts parts together; each says itself what it does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from composer_mesh.configs.schema import Config
@@ -11,12 +11,12 @@ from composer_mesh.rollouts.batches import pair_samples
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.services.advantages import Advantages
-from composer_mesh.services.ports import Reference, Store, Teachers
+from composer_mesh.services.ports import Reference, Teachers
 from composer_mesh.services.replay.asking import Replay
 from composer_mesh.services.replay.late_rewards import LateRewards
-from composer_mesh.services.replay.late_store import LateStore
-from composer_mesh.services.replay.pair_stream import PairStream
+from composer_mesh.services.replay.pair_stream import PairStore, PairStream
 from composer_mesh.services.replay.refining import Refining
+from composer_mesh.services.store.rows import LateReward
 
 
 def make_pair_stream(
@@ -24,22 +24,24 @@ def make_pair_stream(
     teachers: Teachers,
     reference: Reference | None,
     chat: ChatFormat,
-    store: Store,
-    late: LateStore,
-    start: int = 0,
+    store: PairStore,
+    waiting: Callable[[], int],
 ) -> PairStream:
-    """The channel of a run whose teachers are asked by `teachers`, from step `start` on."""
+    """The channel of a run whose teachers are asked by `teachers`; `waiting` counts its pairs."""
     prompts, seed = config.schedule.prompts_per_step, config.run.seed
     encode = partial(pair_samples, chat=chat, max_context=config.policy.max_context)
     refining = Refining(PairFilters(config.replay.filters), encode, reference)
     replay = Replay(teachers, config.replay, prompts, seed)
-    return PairStream(replay, refining, late, config, store.add_pairs, start)
+    return PairStream(replay, refining, store, waiting, config)
 
 
 def make_late_rewards(
-    config: Config, late: LateStore, advantages: Advantages, report: Callable[[str], None]
+    config: Config,
+    waiting: Callable[[], Sequence[LateReward]],
+    advantages: Advantages,
+    report: Callable[[str], None],
 ) -> LateRewards | None:
     """The reader of posted rewards, None where the run takes none."""
     if not config.late_rewards.on:
         return None
-    return LateRewards(late, advantages, config.late_rewards.max_age, report)
+    return LateRewards(waiting, advantages, config.late_rewards.max_age, report)

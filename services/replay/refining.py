@@ -36,6 +36,10 @@ class Refining:
     def __init__(self, filters: PairFilters, encode: Encode, reference: Reference | None) -> None:
         self._filters, self._encode, self._reference = filters, encode, reference
 
+    def remember(self, candidates: Sequence[PreferencePair]) -> None:
+        """Let the filters know pairs that an earlier process gave them, in the same order."""
+        self._filters.keep(candidates)
+
     async def refine(self, pairs: Sequence[PreferencePair]) -> Refined:
         """Waits for the reference. Calls must not overlap: filters remember in order."""
         # Near-duplicates take CPU time that the event loop, which serves every rollout, lacks.

@@ -14,7 +14,7 @@ from fault_proxy import FaultProxy, Model
 from live_run import ENDLESS, LiveRun, composer_mesh, launched, wait_until
 
 from composer_mesh.rollouts.money import NANO
-from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.pairs import PreferencePair
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> It
 
 
 def pairs_of(run: LiveRun) -> dict[str, PreferencePair]:
-    pairs = [pair_from_json(line) for line in run.lines("pairs/pairs.jsonl")]
+    pairs = run.pairs()
     assert len({pair.pair_id for pair in pairs}) == len(pairs)
     return {pair.pair_id: pair for pair in pairs}
 

@@ -14,7 +14,6 @@ from live_run import SHORT, LiveRun, launched
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.rollouts.pairs import pair_from_json
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -71,7 +70,7 @@ def test_a_run_leaves_traces_and_pairs_that_read_back(finished: Finished) -> Non
     traces = {trace.trace_id: trace for trace in run.traces()}
     assert len(traces) == STEPS * ROLLOUTS
     assert any(trace.error_sites for trace in traces.values())
-    pairs = [pair_from_json(line) for line in run.lines("pairs/pairs.jsonl")]
+    pairs = run.pairs()
     assert len(pairs) == sum(step["replay/pairs"] for step in run.objects("metrics.jsonl"))
     for pair in pairs:
         assert pair.rejected_ids == traces[pair.trace_id].turns[pair.turn].action_ids
@@ -117,7 +116,7 @@ def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
         assert step["loss/total"] == step["loss/policy"]
     channels = run.summary()["channels"]
     assert [channels[name]["active_steps"] for name in ("policy", "sdpo", "replay")] == [3, 0, 0]
-    assert run.lines("pairs/pairs.jsonl") == []
+    assert run.pairs() == []
 
 
 def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
@@ -152,7 +151,7 @@ def test_synchronous_runs_repeat(replicas: int, tmp_path: Path) -> None:
             assert run.wait() == 0, run.stderr
         assert {f"generator-{i}" for i in range(replicas)} <= run.pids().keys()
         twice.append([untimed(step) for step in run.objects("metrics.jsonl")])
-        traces.append(sorted(run.lines("traces/traces.jsonl")))
+        traces.append(run.traces())
     assert json.dumps(twice[0]) == json.dumps(twice[1])
     assert traces[0] == traces[1]
     assert [step["lag/max"] for step in twice[0]] == [0, 0]

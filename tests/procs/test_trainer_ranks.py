@@ -45,8 +45,8 @@ class World:
             "saved": learning.saved(plain, self.folder, ranks, self.steps, of_one),
         }
 
-    def alone_from(self, name: str, **trainer: Any) -> learning.Weights:
-        """The weights of one rank that goes on from a checkpoint of two."""
+    def alone_from(self, name: str, **trainer: Any) -> dict[str, Any]:
+        """What one rank makes that goes on from a checkpoint of two."""
         settings, checkpoint = learning.config(trainer), self.root / "checkpoints" / name
         return learning.gone_on(settings, self.folder, Ranks(), self.steps[2:], checkpoint)
 
@@ -60,6 +60,13 @@ def same(found: learning.Weights, expected: learning.Weights, bound: float = 1e-
     assert found.keys() == expected.keys()
     worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
     assert worst < bound
+
+
+def goes_on(found: dict[str, Any], expected: dict[str, Any], bound: float = 1e-5) -> None:
+    """The next step's loss, all losses after it, and the weights in the end."""
+    for two, one in zip(found["metrics"], expected["metrics"], strict=True):
+        assert two["loss/total"] == pytest.approx(one["loss/total"], rel=bound, abs=bound)
+    same(found["last"], expected["last"], bound)
 
 
 def test_five_steps_have_the_losses_figures_and_gradient_norms_of_one_rank(world: World) -> None:
@@ -95,11 +102,16 @@ def test_a_rank_that_loses_its_signals_lets_all_train_the_step_without_them(worl
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(world: World) -> None:
-    same(world.alone_from("of-two"), world.two[0]["saved"]["last"])
+    goes_on(world.alone_from("of-two"), world.two[0]["saved"])
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_two(world: World) -> None:
+    for rank in world.two:
+        goes_on(rank["from two"], rank["saved"], 1e-7)
 
 
 def test_a_checkpoint_of_one_rank_goes_on_with_two(world: World) -> None:
-    same(world.two[1]["gone on"], world.one["saved"]["last"])
+    goes_on(world.two[1]["from one"], world.one["saved"])
 
 
 def test_a_saved_policy_is_what_transformers_loads(world: World) -> None:
@@ -118,4 +130,4 @@ def test_bfloat16_learns_and_keeps_float32_weights(world: World) -> None:
 
 @needs_peft
 def test_adapters_of_two_ranks_make_the_policy_that_those_of_one_make(world: World) -> None:
-    same(world.alone_from("adapted", **learning.ADAPTED), world.two[0]["adapted"]["last"])
+    goes_on(world.alone_from("adapted", **learning.ADAPTED), world.two[0]["adapted"])

@@ -1,4 +1,4 @@
-"""A trainer that is killed while it trains: the run goes on as if it had not been."""
+"""A trainer, or a whole run, that is killed: the run goes on as if it had not been."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from live_run import GONE_DEADLINE_S, LiveRun, launched, wait_until
+
+from composer_mesh.rollouts.traces import Trace
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,7 +26,7 @@ SETTINGS = {
 
 
 def untimed(step: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in step.items() if not key.startswith("time/")}
+    return {key: value for key, value in step.items() if not key.startswith(("time/", "store/"))}
 
 
 def after_steps(run: LiveRun, count: int) -> None:
@@ -55,24 +57,34 @@ def test_a_run_whose_trainer_is_killed_trains_the_same_steps_as_one_left_alone(
     assert kept == ["step-2", "step-4", "step-6"]
 
 
-def test_a_run_whose_controller_was_killed_goes_on_from_its_newest_checkpoint(
+def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
     tmp_path: Path, policy_cache: Path
 ) -> None:
-    """With the replay channel off, whose memory of what is novel does not come back."""
-    settings = {**SETTINGS, "replay.beta": 0}
-    with launched(tmp_path / "alone", policy_cache, settings) as alone:
+    """All three channels are on. Once it is asked to stop, and once every process is killed."""
+    with launched(tmp_path / "alone", policy_cache, SETTINGS) as alone:
         assert alone.wait() == 0, alone.stderr
-    with launched(tmp_path / "killed", policy_cache, settings) as killed:
-        after_steps(killed, 3)
-        killed.process.kill()
-        wait_until(lambda: not killed.living(), "end of the last process", GONE_DEADLINE_S)
+    with launched(tmp_path / "stopped", policy_cache, SETTINGS) as stopped:
+        after_steps(stopped, 1)
+        stopped.process.terminate()
+        assert stopped.wait() == 128 + signal.SIGTERM
     options = ("--resume",)
-    with launched(tmp_path / "killed", policy_cache, settings, options=options) as run:
+    with launched(tmp_path / "stopped", policy_cache, SETTINGS, options=options) as killed:
+        after_steps(killed, 3)
+        killed.signal_group(signal.SIGKILL)
+        killed.process.wait()
+        wait_until(lambda: not killed.living(), "end of the last process", GONE_DEADLINE_S)
+    changed = {**SETTINGS, "supervision.trainer_restarts": 4}
+    with launched(tmp_path / "stopped", policy_cache, changed, options=options) as run:
         assert run.wait() == 0, run.stderr
-    (resumed,) = run.events("run_resumed")
-    assert resumed["detail"].endswith(("step-2", "step-4"))
+    assert len(run.events("run_resumed")) == 2
+    (change,) = run.events("config_changed")
+    assert "supervision.trainer_restarts: 3 -> 4" in change["detail"]
     steps = [[untimed(step) for step in one.objects("metrics.jsonl")] for one in (alone, run)]
     assert json.dumps(steps[0]) == json.dumps(steps[1])
-    assert sorted(alone.lines("traces/traces.jsonl")) == sorted(run.lines("traces/traces.jsonl"))
+    assert sorted(alone.traces(), key=trace_id) == sorted(run.traces(), key=trace_id)
     assert alone.objects("evaluations.jsonl") == run.objects("evaluations.jsonl")
-    assert run.objects("metrics.jsonl.superseded-1")[0]["step"] >= 3
+    assert not run.events("quarantined")
+
+
+def trace_id(trace: Trace) -> str:
+    return trace.trace_id

@@ -22,8 +22,8 @@ from composer_mesh.services.ablation.report import ablation_report, notes, repor
 from composer_mesh.services.cli import main
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.run_directory import RunDirectoryError
-from composer_mesh.services.run_store import RunStore
 from composer_mesh.services.status import RunStatus, newest_live_run, write_status
+from composer_mesh.services.store.writing import RunStore
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 Settings = dict[str, Any]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from controller_world import World, controller_of, new_store
+from controller_world import World, controller_of
 
 from composer_mesh.configs.agreement import AgreementConfig
 from composer_mesh.rollouts.batches import StepBatch
@@ -102,12 +102,11 @@ async def test_a_run_that_an_alarm_ends_has_saved_the_step_before(
     world: World, build_config: Any
 ) -> None:
     config = build_config(run={"name": "unit", "steps": 5}, agreement={"on_alarm": "stop"})
-    with new_store() as late:
-        controller = controller_of(world, config, late)
-        watch = AgreementWatch(config.agreement, world.event)
-        controller.ports = replace(controller.ports, agreement=watch)
-        with pytest.raises(EnginesDisagree, match="step 3: "):
-            await controller.run()
+    controller = controller_of(world, config)
+    watch = AgreementWatch(config.agreement, world.event)
+    controller.ports = replace(controller.ports, agreement=watch)
+    with pytest.raises(EnginesDisagree, match="step 3: "):
+        await controller.run()
     order = [kind for kind, _ in world.done if kind in ("metrics", "saved", "agreement_alarm")]
     assert order == ["metrics"] * 3 + ["agreement_alarm", "saved"]
     assert world.names("saved") == [3]
@@ -115,10 +114,9 @@ async def test_a_run_that_an_alarm_ends_has_saved_the_step_before(
 
 async def test_a_run_that_is_only_warned_goes_on(world: World, build_config: Any) -> None:
     config = build_config(run={"name": "unit", "steps": 5})
-    with new_store() as late:
-        controller = controller_of(world, config, late)
-        watch = AgreementWatch(config.agreement, world.event)
-        controller.ports = replace(controller.ports, agreement=watch)
-        await controller.run()
+    controller = controller_of(world, config)
+    watch = AgreementWatch(config.agreement, world.event)
+    controller.ports = replace(controller.ports, agreement=watch)
+    await controller.run()
     assert len(world.names("agreement_alarm")) == 1
     assert world.names("saved") == [5]

@@ -2,74 +2,269 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from step_batches import ALL_ON, Make, batch_of, largest_change, taught, weights_of
+from step_batches import ALL_ON, batch_of, largest_change
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from composer_mesh.actors.checkpoint import (
-    TrainingState,
-    UnreadableCheckpoint,
-    restore_weights,
-)
+from composer_mesh.actors.checkpoint import SHARDS, TRAINING_FILE, CheckpointReader
 from composer_mesh.actors.checkpoint_folder import (
-    STATE_FILE,
+    EARLIER_STATE_FILE,
+    Checkpoint,
+    CheckpointFailed,
+    Draft,
+    EarlierCheckpoint,
+    UnreadableCheckpoint,
     checkpoints_of,
     folder_of,
     newest,
+    newest_whole,
     prune,
-    whole,
 )
-from composer_mesh.actors.policy import save_policy
+from composer_mesh.actors.checkpoint_manifest import MANIFEST_FILE, damage, written
+from composer_mesh.actors.learner import Learner
+from composer_mesh.actors.moments import OtherWeights
+from composer_mesh.actors.policy import load_model, save_policy
+from composer_mesh.actors.random_states import random_states, restore_random_states
+from composer_mesh.actors.ranks import CPU, Ranks
+from composer_mesh.actors.teacher_average import (
+    AVERAGE_FILE,
+    WholeTensors,
+    read_average,
+    write_average,
+)
 from composer_mesh.actors.teaching import TeacherModel, blend_from
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.rollouts.batches import StepBatch
 
-TAID = {**ALL_ON, "sdpo": {"alpha": 0.5, "wrapper": "taid"}}
+TAID = {**ALL_ON, "sdpo": {"alpha": 0.5, "wrapper": "taid", "placement": "inline"}}
+EMA = {
+    **ALL_ON,
+    "sdpo": {"alpha": 0.5, "teacher": "ema", "teacher_rate": 0.3, "placement": "inline"},
+}
+SCHEDULED = {
+    **TAID,
+    "trainer": {"lr_schedule": "cosine", "warmup_steps": 2, "lr": 1e-2, "sharding": "none"},
+}
 
 
-def written(root: Path, step: int) -> Path:
-    with whole(folder_of(root, step)) as draft:
-        (draft / STATE_FILE).write_text(str(step))
-        (draft / "weights").write_text("all")
-    return folder_of(root, step)
+@pytest.fixture
+def folder(build_model: Any, tokenizer: Any, tmp_path: Path) -> Path:
+    save_policy(build_model(1), tokenizer, tmp_path / "policy")
+    return tmp_path / "policy"
 
 
-@pytest.mark.parametrize("sections", [ALL_ON, TAID], ids=["plain", "taid"])
+def trained(learner: Learner, batch: StepBatch) -> dict[str, Any]:
+    return learner.train(batch, learner.own_signals(batch))
+
+
+def saved(learner: Learner, root: Path, export: bool = True) -> Path:
+    """A checkpoint of one rank; returns its folder."""
+    draft = Draft(root, learner.version)
+    learner.copy(export)
+    return draft.commit(learner.write(draft.folder, export)).folder
+
+
+def batches(folder: Path, count: int) -> list[StepBatch]:
+    rng, model = random.Random(5), load_model(folder)
+    return [replace(batch_of(model, rng, pairs=3), step=step) for step in range(count)]
+
+
+def kept(learner: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.export().items()}
+
+
+def put(root: Path, step: int, content: str = "all") -> Path:
+    draft = Draft(root, step)
+    (draft.folder / "weights").write_text(content)
+    return draft.commit(written(draft.folder, [draft.folder / "weights"])).folder
+
+
+@pytest.mark.parametrize("sections", [TAID, EMA, SCHEDULED], ids=["taid", "ema", "schedule"])
 def test_training_from_a_checkpoint_makes_the_weights_that_training_on_would_have_made(
-    make: Make, tokenizer: Any, rng: random.Random, tmp_path: Path, sections: dict[str, Any]
+    build_config: Any, folder: Path, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    model, step = make(**sections)
-    teacher = make(3)[0]
-    batches = [batch_of(model, rng, pairs=3) for _ in range(4)]
-    for batch in batches[:2]:
-        taught(step, teacher, batch)
-    save_policy(model, tokenizer, tmp_path)
-    TrainingState(2, step.state()).save(tmp_path)
-    other, again = make(2, **sections)
-    restore_weights(other, tmp_path)
-    again.restore(TrainingState.load(tmp_path).step)
-    for batch in batches[2:]:
-        assert taught(again, teacher, batch) == taught(step, teacher, batch)
-    assert largest_change(weights_of(model), weights_of(other)) == 0
+    """Bit for bit: weights, moments, TAID, the average of the teacher and the learning rate."""
+    config, steps = build_config(**sections), batches(folder, 4)
+    one = Learner(config, folder, Ranks())
+    for batch in steps[:2]:
+        trained(one, batch)
+    checkpoint = saved(one, tmp_path)
+    other = Learner(config, folder, Ranks())
+    other.restore(checkpoint)
+    assert other.version == 2
+    for batch in steps[2:]:
+        assert trained(other, batch) == trained(one, batch)
+    assert largest_change(kept(one), kept(other)) == 0
 
 
-def test_without_the_optimizers_state_training_would_go_another_way(
-    make: Make, rng: random.Random, tmp_path: Path, tokenizer: Any
+def test_what_is_trained_after_the_copy_is_not_in_the_checkpoint(
+    build_config: Any, folder: Path, tmp_path: Path
 ) -> None:
-    model, step = make(**ALL_ON)
-    teacher = make(3)[0]
-    batches = [batch_of(model, rng, pairs=3) for _ in range(3)]
-    for batch in batches[:2]:
-        taught(step, teacher, batch)
-    save_policy(model, tokenizer, tmp_path)
-    other, again = make(2, **ALL_ON)
-    restore_weights(other, tmp_path)
-    for one in (step, again):
-        taught(one, teacher, batches[2])
-    assert largest_change(weights_of(model), weights_of(other)) > 0
+    config, steps = build_config(**EMA), batches(folder, 4)
+    one = Learner(config, folder, Ranks())
+    trained(one, steps[0])
+    draft = Draft(tmp_path, 1)
+    one.copy()
+    for batch in steps[1:]:
+        trained(one, batch)
+    draft.commit(one.write(draft.folder))
+    other = Learner(config, folder, Ranks())
+    other.restore(folder_of(tmp_path, 1))
+    for batch in steps[1:]:
+        trained(other, batch)
+    assert largest_change(kept(one), kept(other)) == 0
+
+
+@pytest.mark.parametrize("lost", ["moments", "taid"])
+def test_without_a_part_of_the_state_training_would_go_another_way(
+    build_config: Any, folder: Path, tmp_path: Path, lost: str
+) -> None:
+    """So that the tests before this one are about it."""
+    config, steps = build_config(**TAID), batches(folder, 4)
+    one = Learner(config, folder, Ranks())
+    for batch in steps[:3]:
+        trained(one, batch)
+    checkpoint = saved(one, tmp_path)
+    other = Learner(config, folder, Ranks())
+    other.restore(checkpoint)
+    if lost == "moments":
+        other.step._update._optimizer.state.clear()
+    else:
+        other.step._sdpo.taid.t = 0.9
+    for learner in (one, other):
+        trained(learner, steps[3])
+    assert largest_change(kept(one), kept(other)) > 0
+
+
+def test_a_checkpoint_is_a_model_folder_of_the_policy(
+    build_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    one = Learner(build_config(**TAID), folder, Ranks())
+    trained(one, batches(folder, 1)[0])
+    checkpoint = saved(one, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert largest_change(dict(model.state_dict()), kept(one)) == 0
+    assert AutoTokenizer.from_pretrained(checkpoint).chat_template
+    assert {"config.json", "generation_config.json"} <= {one.name for one in checkpoint.iterdir()}
+
+
+def test_a_checkpoint_without_an_export_is_gone_on_from_too(
+    build_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    one = Learner(build_config(**TAID), folder, Ranks())
+    trained(one, batches(folder, 1)[0])
+    checkpoint = saved(one, tmp_path, export=False)
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        MANIFEST_FILE,
+        SHARDS,
+        TRAINING_FILE,
+    ]
+    other = Learner(build_config(**TAID), folder, Ranks())
+    other.restore(checkpoint)
+    assert largest_change(kept(one), kept(other)) == 0
+
+
+def test_random_numbers_of_python_numpy_and_torch_go_on_from_a_checkpoint(
+    build_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    one = Learner(build_config(**TAID), folder, Ranks())
+    checkpoint = saved(one, tmp_path)
+
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    first = drawn()
+    assert drawn() != first
+    other = Learner(build_config(**TAID), folder, Ranks())
+    other.restore(checkpoint)
+    assert drawn() == first
+
+
+def test_random_states_are_json_and_of_a_device_that_is_not_there_nothing() -> None:
+    states = json.loads(json.dumps(random_states(CPU)))
+    assert states["cuda"] is None
+    random.gauss(0, 1)
+    first = torch.rand(3)
+    restore_random_states(states, CPU)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_every_byte_of_a_checkpoint_is_in_its_manifest(
+    build_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = saved(Learner(build_config(**TAID), folder, Ranks()), tmp_path)
+    files = json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
+    paths = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*")}
+    assert set(files) | {MANIFEST_FILE, SHARDS} == paths
+    assert damage(checkpoint) == []
+
+
+def test_a_rank_takes_no_checkpoint_of_another_policy(
+    build_config: Any, build_model: Any, tokenizer: Any, folder: Path, tmp_path: Path
+) -> None:
+    one = Learner(build_config(**TAID), folder, Ranks())
+    trained(one, batches(folder, 1)[0])
+    checkpoint = saved(one, tmp_path)
+    other = build_model(1)
+    other.config.num_hidden_layers += 1
+    other.config.layer_types = ["full_attention"] * other.config.num_hidden_layers
+    save_policy(type(other)(other.config), tokenizer, tmp_path / "deeper")
+    deeper = Learner(build_config(**TAID), tmp_path / "deeper", Ranks())
+    with pytest.raises(OtherWeights, match=r"layers\..* is only in the model"):
+        deeper.restore(checkpoint)
+
+
+class Meddling:
+    """A pickle that would run a function."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return print, ("meddled",)
+
+
+@pytest.mark.parametrize("broken", [".metadata", "__0_0.distcp", TRAINING_FILE, "meddled", "gone"])
+def test_a_checkpoint_that_is_not_what_it_was_is_refused_with_its_place(
+    build_config: Any, folder: Path, tmp_path: Path, broken: str, capsys: Any
+) -> None:
+    one = Learner(build_config(**TAID), folder, Ranks())
+    checkpoint = saved(one, tmp_path)
+    places = {TRAINING_FILE: checkpoint / TRAINING_FILE, "gone": checkpoint / SHARDS / ".metadata"}
+    place = places.get(broken, checkpoint / SHARDS / broken)
+    if broken == "gone":
+        place.unlink()
+    elif broken == "meddled":
+        (checkpoint / SHARDS / ".metadata").write_bytes(pickle.dumps(Meddling()))
+    else:
+        place.write_bytes(b"\x80\x04 not what it was")
+    with pytest.raises(UnreadableCheckpoint, match=f"{checkpoint} cannot be read"):
+        Learner(build_config(**TAID), folder, Ranks()).restore(checkpoint)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / TRAINING_FILE).write_text('{"format": 9}')
+    with pytest.raises(UnreadableCheckpoint, match="format 9 is not 1"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_write_that_fails_says_where_and_why(
+    build_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    one = Learner(build_config(**TAID), folder, Ranks())
+    one.copy()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointFailed, match=r"file could not be written .*make room for it"):
+        one.write(tmp_path / "file")
 
 
 def test_the_average_of_an_inline_teacher_goes_on_from_where_it_was(build_model: Any) -> None:
@@ -79,11 +274,27 @@ def test_the_average_of_an_inline_teacher_goes_on_from_where_it_was(build_model:
     trainer.load_state_dict(build_model(2).state_dict())
     teacher.absorb(1, blend_from(trainer))
     again = TeacherModel(build_model(1), config, 4096, follows=True)
-    again.restore(1, teacher.average())
+    again.restore(1, WholeTensors(teacher.average()))
     for one in (teacher, again):
         one.absorb(2, blend_from(trainer))
     assert again.version == 2
     assert largest_change(teacher.average(), again.average()) == 0
+
+
+def test_an_average_outside_the_trainer_is_a_file_of_the_checkpoint(
+    build_model: Any, tmp_path: Path
+) -> None:
+    config = SdpoConfig(alpha=0.5, teacher="ema", teacher_rate=0.3)
+    average = {n: one.detach() for n, one in build_model(2).named_parameters()}
+    files = write_average(tmp_path, average)
+    assert [one.path for one in files] == [AVERAGE_FILE]
+    again = TeacherModel(build_model(1), config, 4096)
+    again.restore(7, read_average(tmp_path / AVERAGE_FILE))
+    assert again.version == 7
+    assert largest_change(average, again.average()) == 0
+    (tmp_path / AVERAGE_FILE).write_bytes(b"torn")
+    with pytest.raises(UnreadableCheckpoint, match=f"{tmp_path} cannot be read"):
+        read_average(tmp_path / AVERAGE_FILE)
 
 
 def test_an_average_takes_a_version_in_once_however_often_it_is_pulled(build_model: Any) -> None:
@@ -96,62 +307,132 @@ def test_an_average_takes_a_version_in_once_however_often_it_is_pulled(build_mod
 
 
 def test_a_draft_is_no_checkpoint_before_all_of_it_is_written(tmp_path: Path) -> None:
-    with whole(folder_of(tmp_path, 3)) as draft:
-        (draft / STATE_FILE).write_text("state")
-        assert newest(tmp_path) is None
-    found = newest(tmp_path)
-    assert found is not None
-    assert (found.step, found.folder) == (3, folder_of(tmp_path, 3))
+    draft = Draft(tmp_path, 3)
+    (draft.folder / "weights").write_text("all")
+    assert newest(tmp_path) is None
+    draft.commit(written(draft.folder, [draft.folder / "weights"]))
+    assert newest(tmp_path) == Checkpoint(3, folder_of(tmp_path, 3))
 
 
-def test_a_write_that_fails_leaves_nothing_and_what_was_there_before(tmp_path: Path) -> None:
-    written(tmp_path, 2)
-
-    def fail() -> None:
-        with whole(folder_of(tmp_path, 2)) as draft:
-            (draft / "weights").write_text("half")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        fail()
+def test_a_discarded_draft_leaves_what_was_there_before(tmp_path: Path) -> None:
+    put(tmp_path, 2)
+    draft = Draft(tmp_path, 2)
+    (draft.folder / "weights").write_text("half")
+    draft.discard()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
     assert (folder_of(tmp_path, 2) / "weights").read_text() == "all"
 
 
 def test_the_next_writer_removes_the_draft_of_a_killed_one(tmp_path: Path) -> None:
-    left = tmp_path / "checkpoints" / ".step-7.1"
-    left.mkdir(parents=True)
-    (left / STATE_FILE).write_text("half")
+    left = Draft(tmp_path, 7).folder
+    (left / MANIFEST_FILE).write_text("{}")  # killed right before the rename
     assert newest(tmp_path) is None
-    written(tmp_path, 8)
+    put(tmp_path, 8)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-8"]
 
 
 def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
-    (written(tmp_path, 4) / "weights").write_text("old")
-    written(tmp_path, 4)
-    assert (folder_of(tmp_path, 4) / "weights").read_text() == "all"
+    put(tmp_path, 4, "old")
+    put(tmp_path, 4, "new")
+    assert (folder_of(tmp_path, 4) / "weights").read_text() == "new"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path: Path) -> None:
+    former = tmp_path / "checkpoints" / ".step-4.former"
+    put(tmp_path, 4, "old").rename(former)
+    assert newest(tmp_path) == Checkpoint(4, former)
+    put(tmp_path, 8)
+    assert [one.step for one in checkpoints_of(tmp_path)] == [4, 8]
+    put(tmp_path, 4, "new")
+    assert [one.folder for one in checkpoints_of(tmp_path)] == [
+        folder_of(tmp_path, 4),
+        folder_of(tmp_path, 8),
+    ]
 
 
 def test_the_newest_are_kept_by_number_and_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     for step in (9, 10, 100):
-        written(tmp_path, step)
-    (tmp_path / "checkpoints" / "step-1").mkdir()  # as an older version saved it: no state
-    prune(tmp_path)
+        put(tmp_path, step)
+    (tmp_path / "checkpoints" / "step-1").mkdir()
+    prune(tmp_path, keep=2)
     assert [checkpoint.step for checkpoint in checkpoints_of(tmp_path)] == [10, 100]
     assert (tmp_path / "checkpoints" / "step-1").is_dir()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a state", b"PK\x03\x04 cut off"])
-def test_a_state_that_cannot_be_read_is_refused_with_its_place(
-    tmp_path: Path, content: bytes
+def test_multiples_are_kept_for_good(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        put(tmp_path, step)
+    prune(tmp_path, keep=1, every=3)
+    assert [checkpoint.step for checkpoint in checkpoints_of(tmp_path)] == [3, 6, 7]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "name", "told"),
+    [
+        (cut, "weights", "weights has 2 bytes but 3 were written"),
+        (flip, "weights", "weights is not as it was written: CRC-32"),
+        (Path.unlink, "weights", "weights is missing"),
+        (cut, MANIFEST_FILE, ""),
+        (flip, MANIFEST_FILE, "manifest.json cannot be read"),
+    ],
+)
+def test_damage_is_found_set_aside_and_the_checkpoint_before_is_taken(
+    tmp_path: Path, hurt: Callable[[Path], None], name: str, told: str
 ) -> None:
-    (tmp_path / STATE_FILE).write_bytes(content)
-    with pytest.raises(UnreadableCheckpoint, match=f"{tmp_path} cannot be read"):
-        TrainingState.load(tmp_path)
+    put(tmp_path, 4)
+    hurt(put(tmp_path, 8) / name)
+    found, aside = newest_whole(tmp_path)
+    if not told:  # the end of the last line
+        assert (found, aside) == (Checkpoint(8, folder_of(tmp_path, 8)), [])
+        return
+    assert found == Checkpoint(4, folder_of(tmp_path, 4))
+    ((moved),) = aside
+    assert moved.moved_to == tmp_path / "quarantine" / "step-8"
+    assert moved.moved_to.is_dir()
+    assert moved.damage[0].startswith(told)
+    assert [one.step for one in checkpoints_of(tmp_path)] == [4]
 
 
-def test_a_state_with_other_fields_is_refused(tmp_path: Path) -> None:
-    torch.save({"version": 1}, tmp_path / STATE_FILE)
-    with pytest.raises(UnreadableCheckpoint, match="another version"):
-        TrainingState.load(tmp_path)
+def test_a_run_without_a_whole_checkpoint_has_none_and_loses_no_damaged_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        cut(put(tmp_path, 4) / "weights")
+        assert newest_whole(tmp_path)[0] is None
+    assert sorted(path.name for path in (tmp_path / "quarantine").iterdir()) == [
+        "step-4",
+        "step-4-1",
+    ]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    earlier = folder_of(tmp_path, 5)
+    earlier.mkdir(parents=True)
+    (earlier / EARLIER_STATE_FILE).touch()
+    with pytest.raises(
+        EarlierCheckpoint, match=rf"begin a new run with policy\.path = '{earlier}'"
+    ):
+        newest(tmp_path)
+    put(tmp_path, 7)
+    assert newest(tmp_path) == Checkpoint(7, folder_of(tmp_path, 7))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnreadableCheckpoint("step-1", "torn"),
+        EarlierCheckpoint("step-1"),
+        CheckpointFailed("step-1", "No space left on device"),
+    ],
+)
+def test_refusals_cross_a_process(error: Exception) -> None:
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

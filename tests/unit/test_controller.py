@@ -13,7 +13,6 @@ from controller_world import (
     World,
     controller_of,
     finished,
-    new_store,
     others,
     rollouts_of,
 )
@@ -179,7 +178,8 @@ async def test_the_same_seed_makes_the_same_batches_when_synchronous(
     assert one == two
 
 
-PORTS = ["query", "score", "train", "sync", "save", "add_traces"]
+STORE = ["add_group", "add_asked", "plan_step", "end_step"]
+PORTS = ["query", "score", "train", "sync", "save", *STORE]
 
 
 @pytest.mark.parametrize("port", PORTS)
@@ -211,13 +211,12 @@ async def test_a_run_that_is_cancelled_at_any_moment_leaves_nothing_running(
         **CHANNELS, schedule={"max_lag": 1, "group_size": 2}, eval={"episodes": 1}
     )
     for moment in range(120):
-        with new_store() as late:
-            running = asyncio.create_task(controller_of(make_world(seed=10), config, late).run())
-            for _ in range(moment):
-                await asyncio.sleep(0)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
+        running = asyncio.create_task(controller_of(make_world(seed=10), config).run())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
         assert others() == set(), moment
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_world import CHANNELS, World, controller_of, finished, new_store
+from controller_world import CHANNELS, World, controller_of, finished
 
+from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.services.begun import Begun
 from composer_mesh.services.controller import Controller
-from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.replay.asked import AskedGroup
+from composer_mesh.services.replay.asking import Replayed
 from composer_mesh.services.report import Evaluation
 
 STEPS, START = 5, 3
@@ -36,12 +39,12 @@ def world(tokenizer: Any, toolbox: ToolboxTask) -> World:
 async def resumed(
     world: World, config: Config, evaluations: tuple[Evaluation, ...] = (), start: int = START
 ) -> Controller:
-    with new_store() as late:
-        fresh = controller_of(world, config, late)
-        stream = make_pair_stream(config, world, world, world.chat, world, late, start)
-        ports = replace(fresh.ports, replay=stream)
-        controller = replace(fresh, ports=ports, start=start, evaluations=list(evaluations))
-        await controller.run()
+    begun = Begun(start, Checkpoint(start, Path()), evaluations=list(evaluations))
+    controller = controller_of(world, config, begun)
+    if (stream := controller.ports.replay) is not None:
+        groups = range(start * config.schedule.prompts_per_step)
+        stream.restore([AskedGroup(group, [], Replayed(), []) for group in groups], len(groups))
+    await controller.run()
     return controller
 
 
@@ -85,9 +88,7 @@ async def test_a_synchronous_run_goes_on_as_it_would_have_gone_on(
     config = build_config(run=run, schedule=schedule, sdpo={"alpha": 0.5})
     other = World(toolbox, world.chat, seed=1)
     await finished(other, config)
-    with new_store() as late:
-        controller = replace(controller_of(world, config, late), start=START)
-        await controller.run()
+    await resumed(world, config)
     whole = [untimed(metrics) for metrics in other.names("metrics")]
     assert [untimed(metrics) for metrics in world.names("metrics")] == whole[START:]
 

@@ -11,6 +11,7 @@ from fake_trainer import Running, batch
 
 from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
+from composer_mesh.services.checkpoint_writes import AverageLost
 
 DEATH = ActorDied("trainer", "killed by signal 9")
 
@@ -77,16 +78,35 @@ async def test_the_teachers_follow_the_replay_through_its_versions(run: Running)
     assert ("forget",) in run.world.log
 
 
-async def test_a_moving_average_has_moved_on_and_the_event_says_what_that_changed(
+@pytest.mark.parametrize("when", range(11))
+@pytest.mark.parametrize("where", ["train", "sync", "save", "saved"])
+async def test_a_moving_average_goes_back_to_the_checkpoint_and_follows_from_there(
+    build_config: Any, tmp_path: Path, when: int, where: str
+) -> None:
+    run = Running(build_config, tmp_path, sdpo={"teacher": "ema"})
+    run.world.fails[where] = [*[None] * (when if where in ("train", "sync") else when % 3), DEATH]
+    await run.steps(0, 12)
+    assert run.trainer.restarts == 1
+    assert run.told()[0].endswith(f"goes on at version {run.told()[0].split()[-1]}")
+    assert "without their SDPO signals" not in run.told()[0]
+    other = await undisturbed(build_config, tmp_path, 12, sdpo={"teacher": "ema"})
+    assert run.world.weight == other
+
+
+async def test_without_a_kept_average_its_steps_are_trained_without_it_and_the_events_say_so(
     build_config: Any, tmp_path: Path
 ) -> None:
     run = Running(build_config, tmp_path, sdpo={"teacher": "ema"})
+    run.world.fails["keep"] = [AverageLost("no SDPO teacher is alive")]
     run.world.fails["train"] = [*[None] * 6, DEATH]
     await run.steps(0, 7)
-    assert run.world.done("follow") == []
     assert ("train", 4, False) in run.world.log
     assert "2 of them without their SDPO signals, so its version is served anew" in run.told()[0]
     assert "differ by up to" in run.told()[0]
+    (lost,) = [event for event in run.world.events if event[0] == "average_not_kept"]
+    assert lost[2] == (
+        "step 4's checkpoint is without the SDPO teachers' average: no SDPO teacher is alive"
+    )
 
 
 async def test_a_step_that_had_lost_its_signals_is_trained_again_without_them(
@@ -181,7 +201,7 @@ async def test_the_death_of_another_actor_is_none_of_its_business(run: Running) 
 async def test_a_checkpoint_that_a_death_interrupted_is_written_after_it(run: Running) -> None:
     run.world.fails["save"] = [DEATH]
     await run.steps(0, 5)
-    assert run.world.done("save") == ["step-4"]
+    assert run.world.done("save") == [4]
     assert run.world.done("begin") == [0]
     assert run.trainer._since[0].batch.step == 4
 

@@ -38,7 +38,7 @@ async def undisturbed(build_config: Any, root: Path) -> float:
 async def test_steps_are_trained_beside_syncs_and_come_to_the_same_weights(
     build_config: Any, tmp_path: Path
 ) -> None:
-    for seed in (1, 2):
+    for seed in (0, 1):
         run = Beside(build_config, tmp_path / str(seed), seed)
         await run.run(STEPS)
         check(run)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +26,9 @@ from composer_mesh.rollouts.pairs import (
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.services.replay.asked import asked_from_json
 from composer_mesh.services.replay.asking import Replay
-from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
-from composer_mesh.services.replay.pair_stream import HEAP, PairStream
+from composer_mesh.services.replay.pair_stream import HEAP, PairStream, Taken
 from composer_mesh.services.replay.refining import TOO_LONG, Refining
 
 PROMPTS, STEPS = 2, 3
@@ -124,23 +123,62 @@ def config_of(build_config: Any) -> Callable[..., Config]:
 
 
 @dataclass
+class Store:
+    """A run's store as a stream sees it; it outlives streams, as a file does."""
+
+    asked: dict[int, bytes] = field(default_factory=dict)
+    kept: list[PreferencePair] = field(default_factory=list)
+    waiting: list[PreferencePair] = field(default_factory=list)
+
+    async def add_asked(
+        self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
+    ) -> list[PreferencePair]:
+        self.asked[group_id] = body
+        known = {pair.pair_id for pair in self.kept}
+        fresh = [pair for pair in pairs if pair.pair_id not in known]
+        self.kept += fresh
+        self.waiting += fresh
+        return fresh
+
+    async def take_pairs(
+        self, step: int, max_age: int, limit: int
+    ) -> tuple[list[PreferencePair], int]:
+        young = [pair for pair in self.waiting if step - pair.rejected_version <= max_age]
+        return young[:limit], len(self.waiting) - len(young)
+
+    def plan(self, taken: Taken) -> Taken:
+        """What planning a step does to the pairs that it takes; those too old are left here."""
+        self.waiting = [pair for pair in self.waiting if pair not in taken.pairs]
+        return taken
+
+
+@dataclass
 class Running:
     stream: PairStream
-    store: LateStore
-    kept: list[PreferencePair]
+    store: Store
+
+    @property
+    def kept(self) -> list[PreferencePair]:
+        return self.store.kept
+
+    async def take(self, step: int) -> Taken:
+        """The pairs of a step that is planned with them."""
+        return self.store.plan(await self.stream.take(step))
 
 
 @asynccontextmanager
-async def running(world: World, config: Config, folder: Path) -> AsyncIterator[Running]:
-    kept: list[PreferencePair] = []
+async def running(
+    world: World, config: Config, store: Store | None = None
+) -> AsyncIterator[Running]:
+    kept = store or Store()
     filters = PairFilters([ExactDuplicatesFilter(type="exact_duplicates")])
-    with closing(LateStore(folder / LATE_FILE)) as store:
-        replay = Replay(world, config.replay, PROMPTS, config.run.seed)
-        stream = PairStream(replay, Refining(filters, encode, world), store, config, kept.extend)
-        try:
-            yield Running(stream, store, kept)
-        finally:
-            await stream.close()
+    replay = Replay(world, config.replay, PROMPTS, config.run.seed)
+    refining = Refining(filters, encode, world)
+    stream = PairStream(replay, refining, kept, lambda: len(kept.waiting), config)
+    try:
+        yield Running(stream, kept)
+    finally:
+        await stream.close()
 
 
 def ids(pairs: Sequence[PreferencePair]) -> list[str]:
@@ -156,16 +194,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_step_that_waits_gets_the_pairs_of_its_own_groups_in_their_order(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path, seed: int
+    config_of: Any, toolbox: ToolboxTask, seed: int
 ) -> None:
     world = World(toolbox, seed)
-    async with running(world, config_of("same_step"), tmp_path) as run:
+    async with running(world, config_of("same_step")) as run:
         order = list(range(PROMPTS * STEPS))
         random.Random(seed).shuffle(order)
         for group in order:
             run.stream.begin(group_of(toolbox, group))
         for step in range(STEPS):
-            taken = await run.stream.take(step)
+            taken = await run.take(step)
             groups = [int(pair.trace_id.split("-")[1]) for pair in taken.pairs]
             assert groups == [
                 PROMPTS * step,
@@ -177,23 +215,24 @@ async def test_a_step_that_waits_gets_the_pairs_of_its_own_groups_in_their_order
             assert taken.replayed.failures == {"rate": 2 * PROMPTS}
             assert taken.replayed.usd == pytest.approx(0.52 * 2 * PROMPTS)
         assert taken.usd_total == pytest.approx(0.52 * 2 * PROMPTS * STEPS)
-        assert world.scored == [ids(run.kept[4 * step : 4 * step + 4]) for step in range(STEPS)]
+        groups = range(PROMPTS * STEPS)
+        assert world.scored == [ids(run.kept[2 * n : 2 * n + 2]) for n in groups]
 
 
 async def test_late_pairs_never_block_a_step_and_train_when_they_have_come(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path
+    config_of: Any, toolbox: ToolboxTask
 ) -> None:
     world = World(toolbox, held={"train-000001-000", "train-000001-001"})
-    async with running(world, config_of("late"), tmp_path) as run:
+    async with running(world, config_of("late")) as run:
         run.stream.begin(group_of(toolbox, 0))
         run.stream.begin(group_of(toolbox, 1))
-        await until(lambda: run.store.waiting_pairs() == 2)
-        first = await run.stream.take(0)
+        await until(lambda: len(run.store.waiting) == 2)
+        first = await run.take(0)
         assert {pair.trace_id for pair in first.pairs} == {"train-000000-000", "train-000000-001"}
-        assert (await run.stream.take(1)).pairs == []
+        assert (await run.take(1)).pairs == []
         world.go.set()
-        await until(lambda: run.store.waiting_pairs() == 2)
-        late = await run.stream.take(2)
+        await until(lambda: len(run.store.waiting) == 2)
+        late = await run.take(2)
         assert {pair.trace_id for pair in late.pairs} == {"train-000001-000", "train-000001-001"}
         assert all(
             pair.reference == (-1.0, -float(len(pair.chosen_text.encode()))) for pair in late.pairs
@@ -201,52 +240,89 @@ async def test_late_pairs_never_block_a_step_and_train_when_they_have_come(
 
 
 async def test_a_pair_that_is_too_old_is_not_trained_but_kept(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path
+    config_of: Any, toolbox: ToolboxTask
 ) -> None:
-    async with running(World(toolbox), config_of("late", max_age=2), tmp_path) as run:
+    async with running(World(toolbox), config_of("late", max_age=2)) as run:
         run.stream.begin(group_of(toolbox, 0, version=1))
-        await until(lambda: run.store.waiting_pairs() == 2)
-        taken = await run.stream.take(4)
+        await until(lambda: len(run.store.waiting) == 2)
+        taken = await run.take(4)
         assert (taken.pairs, taken.expired, len(run.kept)) == ([], 2, 2)
 
 
 async def test_a_heap_of_late_pairs_is_spread_over_steps(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path
+    config_of: Any, toolbox: ToolboxTask
 ) -> None:
-    async with running(World(toolbox), config_of("late"), tmp_path) as run:
+    async with running(World(toolbox), config_of("late")) as run:
         for group in range(PROMPTS * STEPS):
             run.stream.begin(group_of(toolbox, group))
-        await until(lambda: run.store.waiting_pairs() == 4 * STEPS)
-        first = await run.stream.take(0)
+        await until(lambda: len(run.store.waiting) == 4 * STEPS)
+        first = await run.take(0)
         assert (len(first.pairs), first.waiting) == (HEAP * 2 * PROMPTS, 4)
         assert first.replayed.states == 12
-        assert (await run.stream.take(1)).replayed.states == 0
+        assert (await run.take(1)).replayed.states == 0
 
 
-async def test_pairs_that_wait_survive_a_restart_and_a_step_can_be_trained_again(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path
+async def told(run: Running, steps: range) -> list[tuple[Any, ...]]:
+    """What steps get, as numbers that must be the same to the last bit."""
+    found = []
+    for step in steps:
+        taken = await run.take(step)
+        figures = (taken.replayed, taken.waiting, taken.usd_total, taken.saved_usd, taken.asked)
+        found.append((ids(taken.pairs), [pair.reference for pair in taken.pairs], *figures))
+    return found
+
+
+@pytest.mark.parametrize("stop", range(PROMPTS * STEPS + 1))
+async def test_a_stream_that_goes_on_gives_what_the_undisturbed_one_gives(
+    config_of: Any, toolbox: ToolboxTask, stop: int
 ) -> None:
-    config = config_of("late")
-    async with running(World(toolbox), config, tmp_path) as run:
-        run.stream.begin(group_of(toolbox, 0))
-        await until(lambda: run.store.waiting_pairs() == 2)
-        waiting = ids(run.kept)
-    async with running(World(toolbox), config, tmp_path) as again:
-        assert ids((await again.stream.take(0)).pairs) == waiting
-        again.store.rewind(0)
-        assert ids((await again.stream.take(0)).pairs) == waiting
-        again.stream.begin(group_of(toolbox, 0))
-        await until(lambda: again.stream._states > 0)
-        assert (again.kept, again.store.waiting_pairs()) == ([], 0)
+    """Stopped after any group was refined: situations, duplicates and sums of dollars are known."""
+    config = config_of("same_step")
+    groups = [group_of(toolbox, group // 2) for group in range(PROMPTS * STEPS)]
+    for group_id, group in enumerate(groups):  # every second group is a duplicate of another one
+        renamed = [replace(t, group_id=group_id) for t in group]
+        groups[group_id] = [
+            replace(t, trace_id=f"train-{group_id:06d}-{n:03d}") for n, t in enumerate(renamed)
+        ]
+    async with running(World(toolbox), config) as run:
+        for group in groups:
+            run.stream.begin(group)
+        whole = await told(run, range(STEPS))
+        rows, kept = run.store.asked, {pair.pair_id: pair for pair in run.kept}
+    planned = stop // PROMPTS
+    taken = {pair_id for step in whole[:planned] for pair_id in step[0]}
+    before = [pair for pair in kept.values() if int(pair.trace_id.split("-")[1]) < stop]
+    left = [pair for pair in before if pair.pair_id not in taken]
+    store = Store({n: rows[n] for n in range(stop)}, list(before), left)
+    async with running(World(toolbox), config, store) as again:
+        asked = (asked_from_json(n, body, kept) for n, body in sorted(store.asked.items()))
+        assert again.stream.restore(asked, planned * PROMPTS) == stop
+        for group in groups[planned * PROMPTS :]:
+            again.stream.begin(group)
+        assert await told(again, range(planned, STEPS)) == whole[planned:]
 
 
-async def test_draining_waits_for_the_last_teachers(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path
+async def test_groups_from_the_first_missing_row_on_are_asked_about_again(
+    config_of: Any, toolbox: ToolboxTask
 ) -> None:
+    world, config = World(toolbox), config_of("same_step")
+    async with running(world, config) as run:
+        for group in range(PROMPTS):
+            run.stream.begin(group_of(toolbox, group))
+        await run.take(0)
+        del run.store.asked[0]
+    async with running(world, config, run.store) as again:
+        kept = {pair.pair_id: pair for pair in run.kept}
+        asked = (asked_from_json(n, body, kept) for n, body in run.store.asked.items())
+        assert again.stream.restore(asked, PROMPTS) == 0
+        assert again.stream.restore([], PROMPTS, unknown=3) == 3
+
+
+async def test_draining_waits_for_the_last_teachers(config_of: Any, toolbox: ToolboxTask) -> None:
     world = World(toolbox, held={"train-000000-000"})
-    async with running(world, config_of("late"), tmp_path) as run:
+    async with running(world, config_of("late")) as run:
         run.stream.begin(group_of(toolbox, 0))
-        await run.stream.take(0)
+        await run.take(0)
         draining = asyncio.create_task(run.stream.drain())
         await until(lambda: len(world.asked) == 2)
         assert not draining.done()
@@ -257,31 +333,31 @@ async def test_draining_waits_for_the_last_teachers(
 
 @pytest.mark.parametrize("delivery", ["late", "same_step"])
 async def test_a_pool_that_is_lost_ends_the_run_at_its_next_step(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path, delivery: str
+    config_of: Any, toolbox: ToolboxTask, delivery: str
 ) -> None:
     world = World(toolbox, broken=True)
-    async with running(world, config_of(delivery), tmp_path) as run:
+    async with running(world, config_of(delivery)) as run:
         for group in range(PROMPTS):
             run.stream.begin(group_of(toolbox, group))
         with pytest.raises(Broken, match="train-000000-00"):  # noqa: PT012
             while True:
-                await run.stream.take(0)
+                await run.take(0)
                 await asyncio.sleep(0)
 
 
 async def test_filters_and_the_context_drop_pairs_before_the_reference_sees_them(
-    config_of: Any, toolbox: ToolboxTask, tmp_path: Path
+    config_of: Any, toolbox: ToolboxTask
 ) -> None:
     world = World(toolbox)
-    async with running(world, config_of("same_step"), tmp_path) as run:
+    async with running(world, config_of("same_step")) as run:
         repeated = [replace(trace, group_id=1) for trace in group_of(toolbox, 0)]
         again = [replace(t, trace_id=f"train-000001-{n:03d}") for n, t in enumerate(repeated)]
         run.stream.begin(group_of(toolbox, 0))
         run.stream.begin(again)
-        assert (await run.stream.take(0)).replayed.dropped["exact_duplicates"] == 2
+        assert (await run.take(0)).replayed.dropped["exact_duplicates"] == 2
         for group in (2, 3):
             run.stream.begin(group_of(toolbox, group, width=20))
-        taken = await run.stream.take(1)
+        taken = await run.take(1)
         assert taken.replayed.dropped[TOO_LONG] == 4
         assert taken.pairs == []
         assert [len(batch) for batch in world.scored] == [2]

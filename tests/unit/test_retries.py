@@ -19,7 +19,7 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.pool.errors import NoReplicaLeft, SessionLost
 from composer_mesh.services.retries import Retries, RolloutsFail
-from composer_mesh.services.run_store import RunStore
+from composer_mesh.services.store.writing import RunStore
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
 TRACE = Trace("train-000007-000", 7, 0, "toolbox", "train", 7, [], [], 1.0, True, [])
@@ -184,7 +184,7 @@ async def test_a_poisoned_episode_is_on_disk_with_all_that_is_needed_to_see_it_a
     with RunStore(tmp_path, build_config()) as store:
         made = Retries(SupervisionConfig(), store.add_poisoned, Told().record)
         await sampled(made, *[lambda _: error] * 2)
-        line = json.loads((tmp_path / "poisoned.jsonl").read_text())
+    line = json.loads((tmp_path / "poisoned.jsonl").read_text())
     assert line["episode"] == {
         "task": "toolbox",
         "split": "train",

@@ -96,7 +96,8 @@ def test_adapters_go_on_from_a_checkpoint_whose_policy_has_them_merged(
     learner, rng = Learner(config, folder, Ranks()), random.Random(0)
     batches = [batch_of(load_model(folder), rng) for _ in range(2)]
     learner.train(batches[0], None)
-    learner.save(tmp_path / "step-1")
+    learner.copy()
+    learner.write(tmp_path / "step-1")
     merged = load_model(tmp_path / "step-1")
     assert largest_change(dict(merged.state_dict()), learner.export()) == 0
     other = Learner(config, folder, Ranks())

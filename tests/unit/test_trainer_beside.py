@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.actors.checkpoint_folder import CheckpointFailed
+from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
@@ -18,6 +20,8 @@ from composer_mesh.rollouts.batches import StepBatch
 LONG_ENOUGH_S = 0.05
 """What something that should wait, and does not, is given to show it."""
 VERSION = 3
+FULL = Path("step-4")
+"""A checkpoint for which there is no room."""
 
 
 class Script:
@@ -28,7 +32,9 @@ class Script:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.began, self.backward = threading.Event(), threading.Event()
-        self.copy = asyncio.Event()
+        self.disk = threading.Event()
+        self.disk.set()
+        self.may_copy = asyncio.Event()
         self.backward.set()
 
     def train(self, batch: StepBatch, source: Any, before_update: Callable[[], None]) -> Any:
@@ -40,11 +46,18 @@ class Script:
         self.log.append("update")
         return {}
 
-    def save(self, folder: Path) -> None:
-        self.log.append(f"saved {folder}")
+    def copy(self, export: bool) -> None:
+        self.log.append(f"state {self.version}{' to export' if export else ''}")
+
+    def write(self, draft: Path, export: bool) -> list[Written]:
+        self.disk.wait()
+        self.log.append(f"written {draft}")
+        if draft == FULL:
+            raise CheckpointFailed(str(draft), "No space left on device")
+        return [Written(f"{export}", 1, 2)]
 
     async def publish(self, version: int) -> str:
-        await self.copy.wait()
+        await self.may_copy.wait()
         self.log.append(f"copied {version}")
         return f"handle of {version}"
 
@@ -73,7 +86,8 @@ async def trainer(build_config: Any) -> AsyncIterator[ScriptedTrainer]:
     yield trainer
     # So that no thread of a test that failed waits for ever.
     trainer.script.backward.set()
-    trainer.script.copy.set()
+    trainer.script.may_copy.set()
+    trainer.script.disk.set()
 
 
 def batch() -> StepBatch:
@@ -95,7 +109,7 @@ async def test_a_step_computes_beside_the_copy_of_its_version_and_updates_after_
     await asyncio.to_thread(script.began.wait)
     assert await waits(training)
     assert script.log == ["backward"]
-    script.copy.set()
+    script.may_copy.set()
     await training
     assert await publishing == f"handle of {VERSION}"
     assert script.log == ["backward", f"copied {VERSION}", "update"]
@@ -106,7 +120,7 @@ async def test_a_version_that_is_held_is_published_however_late_it_is_asked_for(
     trainer: ScriptedTrainer,
 ) -> None:
     script = trainer.script
-    script.copy.set()
+    script.may_copy.set()
     await trainer.ask("hold")
     training = trainer.ask("train", batch())
     assert await waits(training)
@@ -119,7 +133,7 @@ async def test_without_a_hold_a_version_is_published_between_two_steps(
     trainer: ScriptedTrainer,
 ) -> None:
     script = trainer.script
-    script.copy.set()
+    script.may_copy.set()
     script.backward.clear()
     training = trainer.ask("train", batch())
     await asyncio.to_thread(script.began.wait)
@@ -135,8 +149,31 @@ async def test_without_a_hold_a_version_is_published_between_two_steps(
 async def test_a_checkpoint_waits_for_the_copy(trainer: ScriptedTrainer) -> None:
     script = trainer.script
     publishing = trainer.ask("publish")
-    saving = trainer.ask("save", Path("step-3"))
+    saving = trainer.ask("save", Path("step-3"), False)
     assert await waits(saving)
-    script.copy.set()
+    script.may_copy.set()
     await asyncio.gather(publishing, saving)
-    assert script.log == [f"copied {VERSION}", "saved step-3"]
+    assert await trainer.ask("saved") == [Written("False", 1, 2)]
+    assert script.log == [f"copied {VERSION}", f"state {VERSION}", "written step-3"]
+
+
+async def test_a_step_is_trained_beside_the_write_of_a_checkpoint(
+    trainer: ScriptedTrainer,
+) -> None:
+    script = trainer.script
+    script.disk.clear()
+    await trainer.ask("save", Path("step-3"), True)
+    writing = trainer.ask("saved")
+    await trainer.ask("train", batch())
+    assert not writing.done()
+    script.disk.set()
+    assert await writing == await trainer.ask("saved") == [Written("True", 1, 2)]
+    assert script.log == [f"state {VERSION} to export", "backward", "update", "written step-3"]
+
+
+async def test_a_write_that_fails_is_told_to_whoever_waits_for_it(
+    trainer: ScriptedTrainer,
+) -> None:
+    await trainer.ask("save", FULL, True)
+    with pytest.raises(CheckpointFailed, match="No space left on device"):
+        await trainer.ask("saved")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from composer_mesh.configs.schema import Config
@@ -28,10 +26,12 @@ from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.batcher import Batcher
+from composer_mesh.services.begun import Begun
+from composer_mesh.services.composing import Composer
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.pool.errors import SessionLost
 from composer_mesh.services.ports import Generation, MayTrain
-from composer_mesh.services.replay.late_store import LATE_FILE, LateStore
+from composer_mesh.services.recipes import recipe_from_json
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_pair_stream
 from composer_mesh.services.report import Evaluation
@@ -110,6 +110,8 @@ class World:
     under_way: int = 0
     """Syncs, and whether nobody may train beside one."""
     exclusive: bool = False
+    pairs: list[PreferencePair] = field(default_factory=list)
+    """Those that wait for a step."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -124,6 +126,12 @@ class World:
             await asyncio.Event().wait()
         if self.faults is not None and session:
             self.faults(self, port, session)
+
+    async def written(self, port: str) -> None:
+        """One turn of the loop for a disk, and its fate."""
+        await asyncio.sleep(0)
+        if port == self.broken:
+            raise Broken(port)
 
     def kill(self, session: str) -> None:
         """The end of the replica that a session lives on, and of every session there."""
@@ -236,16 +244,60 @@ class World:
         await self.pause("save")
         self.done.append(("saved", step))
 
-    def add_traces(self, traces: Sequence[Trace]) -> None:
-        if self.broken == "add_traces":
-            raise Broken("add_traces")
+    async def saved(self) -> None:
+        self.done.append(("on disk", self.trained))
+
+    def enter(self, group_id: int, version: int) -> None:
+        self.done.append(("entered", group_id))
+
+    async def add_group(self, group_id: int, traces: Sequence[Trace]) -> list[Trace]:
+        await self.written("add_group")
         self.done += [("stored", trace) for trace in traces]
+        return list(traces)
 
-    def add_pairs(self, pairs: Sequence[PreferencePair]) -> None:
+    async def add_worded(self, group_id: int, worded: bytes) -> None:
+        self.done.append(("worded", group_id))
+
+    async def add_asked(
+        self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
+    ) -> list[PreferencePair]:
+        await self.written("add_asked")
         self.done += [("pair", pair) for pair in pairs]
+        self.pairs += pairs
+        return list(pairs)
 
-    def add_step(self, metrics: Mapping[str, Any]) -> None:
+    async def take_pairs(
+        self, step: int, max_age: int, limit: int
+    ) -> tuple[list[PreferencePair], int]:
+        young = [pair for pair in self.pairs if step - pair.rejected_version <= max_age]
+        return young[:limit], len(self.pairs) - len(young)
+
+    def waiting_pairs(self) -> int:
+        return len(self.pairs)
+
+    async def plan_step(
+        self,
+        step: int,
+        groups: Sequence[int],
+        recipe: bytes,
+        pairs: Sequence[str] = (),
+        max_age: int | None = None,
+        rewards: Mapping[int, str] | None = None,
+    ) -> None:
+        await self.written("plan_step")
+        self.done.append(("planned", recipe_from_json(step, recipe)))
+        self.pairs = [
+            pair
+            for pair in self.pairs
+            if pair.pair_id not in pairs and step - pair.rejected_version <= (max_age or 0)
+        ]
+
+    async def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        await self.written("end_step")
         self.done.append(("metrics", dict(metrics)))
+
+    def waits(self) -> dict[str, float]:
+        return {}
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         self.done.append(("measured", evaluation.step))
@@ -274,31 +326,21 @@ def rollouts_of(world: World, config: Config, generation: Generation | None = No
     return Rollouts(generation or world, world, world.chat, retries)
 
 
-def controller_of(world: World, config: Config, late: LateStore) -> Controller:
+def controller_of(world: World, config: Config, begun: Begun | None = None) -> Controller:
     rollouts = rollouts_of(world, config)
     stream: PairStream | None = None
     if config.replay.on:
-        stream = make_pair_stream(config, world, world, world.chat, world, late)
-    ports = Ports(rollouts, stream, world, world, world, world, world.save)
-    return Controller(
-        config,
-        world.task,
-        Batcher(config, world.task, world.chat, make_advantages(config.advantage)),
-        ports,
-    )
+        ports_of_pairs = (world, world, world.chat, world, world.waiting_pairs)
+        stream = make_pair_stream(config, *ports_of_pairs)
+    ports = Ports(rollouts, stream, world, world, world, world, world.save, world.saved)
+    batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage))
+    return Controller(config, world.task, Composer(batcher), ports, begun or Begun())
 
 
 async def finished(world: World, config: Config) -> Controller:
-    with new_store() as late:
-        controller = controller_of(world, config, late)
-        await controller.run()
+    controller = controller_of(world, config)
+    await controller.run()
     return controller
-
-
-@contextmanager
-def new_store() -> Iterator[LateStore]:
-    with TemporaryDirectory() as folder, closing(LateStore(Path(folder) / LATE_FILE)) as late:
-        yield late
 
 
 def others() -> set[asyncio.Task[Any]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import hinted
 import torch
 
+from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.signals import HeadHandle, SignalHandle, ViewKey, view_keys
+from composer_mesh.actors.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, RemoteError
 from composer_mesh.mesh.transport import BufferHandle
@@ -103,6 +106,20 @@ class FakeTeacher(FakeActor):
         self.log.append(("head", self.name))
         await self.pass_gate("head")
         return HeadHandle(self.version, (), NOWHERE)
+
+    async def keep(self) -> int:
+        self.log.append(("keep", self.name, self.version))
+        return self.version
+
+    async def write(self, draft: Path) -> list[Written]:
+        await self.pass_gate("write")
+        self.log.append(("write", self.name))
+        return [Written(AVERAGE_FILE, 1, 2)]
+
+    async def restore(self, version: int, file: Path | None) -> int:
+        self.log.append(("restore", self.name, version, file))
+        self.version = version
+        return version
 
     async def state(self) -> list[WeightsHandle]:
         self.log.append(("state", self.name))

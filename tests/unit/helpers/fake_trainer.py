@@ -1,7 +1,7 @@
 """A trainer's ranks, teachers and weight sync that fail when told, and a run that drives them.
 
-They train by arithmetic: a weight is a number that depends on every batch so far and on whether
-teachers had a part in it, so equal weights mean equal training.
+They train by arithmetic: a weight is a number that depends on every batch so far and on what
+teachers had to say about it, so equal weights mean equal training. So is a moving average.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import hinted
 
-from composer_mesh.actors.checkpoint_folder import STATE_FILE, Checkpoint
+from composer_mesh.actors.checkpoint_folder import Checkpoint
+from composer_mesh.actors.checkpoint_manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.lasting_trainer import LastingTrainer
@@ -22,6 +23,8 @@ from composer_mesh.services.ports import MayTrain
 
 T = TypeVar("T")
 Log = list[tuple[Any, ...]]
+STATE_FILE, AVERAGE_FILE = "state", "average"
+RATE = 0.25
 
 
 @dataclass
@@ -37,6 +40,13 @@ class World:
     weight: float = 0.0
     version: int = 0
     taught_version: int = 0
+    average: float | None = None
+    """What teachers with a moving average have; None for others."""
+    copied: tuple[Path, str] = (Path(), "")
+    kept: str = ""
+    disk: asyncio.Event | None = None
+    """What a write waits for."""
+    exported: list[bool] = field(default_factory=list)
     served: list[tuple[int, float]] = field(default_factory=list)
     generation: int = 1
     dead: ActorDied | None = None
@@ -56,11 +66,19 @@ class World:
     def names(self) -> list[str]:
         return ["trainer" + (f".{self.generation}" if self.generation > 1 else "")]
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, draft: Path, export: bool) -> None:
         self._try("save")
-        folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  nobody else runs
-        (folder / STATE_FILE).write_text(f"{self.version} {self.weight!r}")
-        self.log.append(("save", folder.name))
+        self.copied = draft, f"{self.version} {self.weight!r}"
+        self.exported.append(export)
+
+    async def saved(self) -> list[Written]:
+        if self.disk is not None:
+            await self.disk.wait()
+        self._try("saved")
+        draft, state = self.copied
+        (draft / STATE_FILE).write_text(state)
+        self.log.append(("save", int(state.split()[0])))
+        return written(draft, [draft / STATE_FILE])
 
     async def begin_again(self, checkpoint: Path | None) -> int:
         self.generation += 1
@@ -101,8 +119,9 @@ class World:
         assert batch.step == self.version
         if signals and batch.views:
             assert self.taught_version == self.version
+        said = 0.25 if self.average is None else self.average
         self.version += 1
-        self.weight = self.weight * 0.5 + batch.step + (0.25 if signals and batch.views else 0.0)
+        self.weight = self.weight * 0.5 + batch.step + (said if signals and batch.views else 0.0)
         self.log.append(("train", batch.step, signals))
         lost = {} if signals or not batch.views else {"sdpo/lost_steps": 1}
         return {"loss/total": self.weight, **lost}
@@ -111,12 +130,43 @@ class World:
         self.log.append(("forget",))
 
     async def follow(self) -> None:
-        self.taught_version = self.version
+        self.teach(self.version, self.weight)
         self.log.append(("follow", self.version))
+
+    def teach(self, version: int, weight: float) -> None:
+        """Let teachers pull a version; an average that missed one begins again there."""
+        if self.average is not None and version != self.taught_version:
+            rate = RATE if version == self.taught_version + 1 else 1.0
+            self.average += rate * (weight - self.average)
+        self.taught_version = version
+
+    async def keep(self, version: int) -> None:
+        self.kept = ""
+        self._try("keep")
+        assert self.taught_version == version
+        self.kept = f"{version} {self.average!r}"
+
+    async def write(self, draft: Path) -> list[Written]:
+        self._try("write")
+        if not self.kept:
+            return []
+        (draft / AVERAGE_FILE).write_text(self.kept)
+        return written(draft, [draft / AVERAGE_FILE])
+
+    async def restore(self, checkpoint: Path | None, version: int) -> bool:
+        if checkpoint is not None and not (checkpoint / AVERAGE_FILE).exists():
+            return False
+        of, average = "0", "0.0"
+        if checkpoint is not None:
+            of, average = (checkpoint / AVERAGE_FILE).read_text().split()
+        assert int(of) == version
+        self.taught_version, self.average = version, float(average)
+        self.log.append(("restore", version))
+        return True
 
     async def sync(self, may_train: MayTrain | None = None) -> int:
         self._try("sync")
-        self.taught_version = self.version
+        self.teach(self.version, self.weight)
         self.served.append((self.version, self.weight))
         return self.version
 
@@ -143,6 +193,8 @@ class Running:
         run = {"name": "unit", "seed": 3, "steps": 12}
         self.config = build_config(trainer=trainer, run=run, **sections)
         self.world = World()
+        if self.config.sdpo.teacher == "ema":
+            self.world.average = 0.0
         self.root = root
         self.trainer = self.made(None)
 
@@ -152,12 +204,14 @@ class Running:
         return LastingTrainer(self.config, *ports, self.root, world.record, begun)
 
     async def steps(self, first: int, last: int) -> None:
+        """Train steps, save where it is due, and wait for the last of these checkpoints."""
         every = self.config.trainer.checkpoint_every
         for step in range(first, last):
             await self.trainer.train(batch(step))
             assert await self.trainer.sync() == step + 1
             if every and (step + 1) % every == 0:
                 await self.trainer.save(step + 1)
+        await self.trainer.saved()
 
     def told(self) -> list[str]:
         return [event[2] for event in self.world.events if event[0] == "trainer_restarted"]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import fake_trainer
 
+from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
@@ -90,6 +91,10 @@ class SlowWorld(fake_trainer.World):
         finally:
             self.training -= 1
 
+    async def saved(self) -> list[Written]:
+        await self.pause()
+        return await super().saved()
+
     async def sync(self, may_train: MayTrain | None = None) -> int:
         self._try("sync")
         self.syncing += 1
@@ -97,7 +102,7 @@ class SlowWorld(fake_trainer.World):
         try:
             version, weight = await self._published(None if self.teaches else may_train)
             await self.pause()
-            self.taught_version = version
+            self.teach(version, weight)
             if may_train is not None:
                 may_train()
             await self._received()
@@ -118,7 +123,7 @@ class SlowWorld(fake_trainer.World):
         version = self.version
         self.free.clear()
         if may_train is not None:
-            self.taught_version = version
+            self.teach(version, self.weight)
             may_train()
         await self.pause()
         weight = self.weight
@@ -153,6 +158,7 @@ class Beside(fake_trainer.Running):
             else:
                 await self.syncs.begin()
         await self.syncs.finish()
+        await self.trainer.saved()
 
     async def run_and_strike(self, steps: int, moments: list[int]) -> None:
         """Let a rank die after each of so many turns, counted from the death before."""

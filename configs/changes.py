@@ -1,0 +1,125 @@
+"""What may be changed in the config of a run that goes on, and why the rest may not.
+
+A key is safe where no step that was trained depends on it: where processes are, how long they are
+waited for, what may be spent, when is measured and saved. Everything else is unsafe, so a key that
+nobody has thought about is refused. Nothing here reads a run.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from composer_mesh.configs.errors import shown
+from composer_mesh.configs.schema import Config
+
+PLACES = "where and how fast it runs, not what is learned"
+NUMERICS = "the same sums in another order: last digits differ from here on"
+PATIENCE = "how long is waited, and how often is tried"
+MONEY = "holds for what is spent in all, from here on"
+MEASURED = "what is measured and kept, not what is learned"
+
+SAFE = (
+    ("run.deadline_s", PATIENCE),
+    ("run.telemetry", MEASURED),
+    ("environment.replicas", PLACES),
+    ("policy.cache_dir", PLACES),
+    *((f"generator.{key}", PLACES) for key in ("replicas", "max_concurrent", "threads")),
+    *((f"generator.{key}", NUMERICS) for key in ("engine", "dtype", "vllm.*")),
+    *((f"trainer.{key}", NUMERICS) for key in ("ranks", "threads", "sharding", "attention")),
+    *((f"trainer.{key}", NUMERICS) for key in ("microbatch_tokens", "packing", "compile")),
+    ("trainer.activation_checkpointing", NUMERICS),
+    ("trainer.checkpoint*", MEASURED),
+    ("weights.*", PLACES),
+    ("agreement.*", MEASURED),
+    *((f"sdpo.{key}", PLACES) for key in ("replicas", "threads")),
+    ("sdpo.when_lost", PATIENCE),
+    *((f"sdpo.hints.llm.{key}", PATIENCE) for key in ("timeout_s", "max_concurrent")),
+    *((f"sdpo.hints.llm.{key}", MONEY) for key in ("budget_*", "assumed_usd")),
+    *((f"sdpo.hints.llm.{key}", PLACES) for key in ("cache", "api_key_*")),
+    *((f"replay.{key}", PLACES) for key in ("actors", "cache")),
+    *((f"replay.{key}", PATIENCE) for key in ("*timeout_s", "attempts", "breaker.*")),
+    *((f"replay.budget.{key}", MONEY) for key in ("usd", "usd_per_day", "assumed_usd")),
+    ("replay.budget.unknown_prices", MONEY),
+    *((f"replay.teachers.*.{key}", PATIENCE) for key in ("concurrency", "requests_per_minute")),
+    *((f"replay.teachers.*.{key}", MONEY) for key in ("*_usd*", "usd_per_request", "max_usd")),
+    ("replay.teachers.*.api_key_*", PLACES),
+    ("late_rewards.max_age", "rewards are taken, or not, from here on"),
+    ("placement.*", PLACES),
+    ("supervision.*", PATIENCE),
+    ("eval.*", MEASURED),
+)
+"""Patterns of safe keys; places in a list are numbers."""
+
+UNSAFE = (
+    ("run.name", "the ledger of the teachers knows the run by it"),
+    ("run.seed", "episodes and samples would be others"),
+    ("data.*", "the prompts that are counted would be others"),
+    ("environment.*", "rewards of stored rollouts came from the former rules"),
+    ("policy.*", "the stored weights and tokens belong to the former model"),
+    ("generator.*", "stored rollouts were sampled in the former way"),
+    ("trainer.*", "steps since the checkpoint are trained once more, as they were"),
+    ("schedule.*", "groups are counted by it"),
+    ("replay.budget.ledger", "what was spent is in the former file"),
+    ("*", "steps since the checkpoint are trained once more, with the former loss and data"),
+)
+"""Why the other keys may not be changed; the first pattern that fits counts."""
+
+SCHEDULED = "learning rate or target move with the length of the run, so past steps would be others"
+Rule = Callable[[Config, Config], tuple[bool, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key with another value than before, whether a run may go on with it, and why."""
+
+    key: str
+    before: Any
+    after: Any
+    safe: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown(self.before)} -> {shown(self.after)} ({self.reason})"
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """Every key in which two configs differ, in their order."""
+    found = different(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    return [Change(key, one, other, *_judged(key, before, after)) for key, one, other in found]
+
+
+def different(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys in which two tables differ, with both values; None where one has none."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        one, other = ({str(n): item for n, item in enumerate(items)} for items in (one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in dict.fromkeys([*one, *other]):
+            below = f"{path}.{name}".strip(".")
+            yield from different(one.get(name), other.get(name), below)
+    elif one != other:
+        yield path, one, other
+
+
+def _judged(key: str, before: Config, after: Config) -> tuple[bool, str]:
+    if key in RULES:
+        return RULES[key](before, after)
+    for pattern, reason in SAFE:
+        if fnmatchcase(key, pattern):
+            return True, reason
+    return False, next(reason for pattern, reason in UNSAFE if fnmatchcase(key, pattern))
+
+
+def _steps(before: Config, _: Config) -> tuple[bool, str]:
+    moves = before.trainer.lr_schedule != "constant" or before.sdpo.wrapper == "taid"
+    return (False, SCHEDULED) if moves else (True, "the run is longer or shorter")
+
+
+def _max_lag(before: Config, after: Config) -> tuple[bool, str]:
+    if after.schedule.max_lag < before.schedule.max_lag:
+        return False, "stored rollouts may be older than the new bound"
+    return True, "rollouts may run further ahead"
+
+
+RULES: dict[str, Rule] = {"run.steps": _steps, "schedule.max_lag": _max_lag}
+"""Keys whose safety depends on values."""

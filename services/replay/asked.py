@@ -1,0 +1,50 @@
+"""What asking about one group came to, as it is stored: for figures, novelty and duplicates.
+
+A run that goes on reads these rows in the order of their groups, and so knows what it had asked
+about and which pairs its filters have seen. Pairs that were kept have rows of their own, and are
+named here; those that a filter dropped are here alone.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json, pair_to_json
+from composer_mesh.services.recipes import figures_of, replayed_of
+from composer_mesh.services.replay.asking import Replayed
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGroup:
+    """One group: the situations of its states, what was counted, and its candidates in order."""
+
+    group_id: int
+    situations: list[str]
+    replayed: Replayed
+    candidates: list[PreferencePair]
+
+
+def asked_to_json(asked: AskedGroup, kept: Sequence[PreferencePair]) -> bytes:
+    """A row's body; `kept` are the candidates that are stored as pairs beside it."""
+    named = {pair.pair_id for pair in kept}
+    candidates: list[Any] = [
+        pair.pair_id if pair.pair_id in named else json.loads(pair_to_json(pair))
+        for pair in asked.candidates
+    ]
+    body = {
+        "situations": asked.situations,
+        "figures": figures_of(asked.replayed),
+        "candidates": candidates,
+    }
+    return json.dumps(body, allow_nan=False).encode()
+
+
+def asked_from_json(group_id: int, body: bytes, pairs: Mapping[str, PreferencePair]) -> AskedGroup:
+    """What `asked_to_json` wrote, with the stored pairs that it names."""
+    found = json.loads(body)
+    candidates = [
+        pairs[one] if isinstance(one, str) else pair_from_json(json.dumps(one))
+        for one in found["candidates"]
+    ]
+    return AskedGroup(group_id, found["situations"], replayed_of(found["figures"]), candidates)

@@ -1,0 +1,141 @@
+"""What may be changed in the config of a run that goes on: each key by name, unknown ones never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from composer_mesh.configs.changes import RULES, SAFE, Change, changes, different
+from composer_mesh.configs.schema import Config
+
+TEACHER = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "m"}
+PRICES = {"prompt_usd_per_million": 1.0, "completion_usd_per_million": 1.0}
+TEACHERS = [{"name": name, **TEACHER, **PRICES} for name in "ab"]
+REPLAY = {"beta": 0.1, "ask": 2, "budget": {"usd": 1.0}, "teachers": TEACHERS}
+
+
+def changed(build_config: Any, before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    return changes(build_config(**before), build_config(**after))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("run", "deadline_s", 7.0),
+        ("run", "steps", 9),
+        ("generator", "replicas", 2),
+        ("trainer", "ranks", 2),
+        ("trainer", "checkpoint_every", 3),
+        ("weights", "transport", "disk"),
+        ("supervision", "trainer_restarts", 9),
+        ("agreement", "alarm_mean", 0.7),
+        ("eval", "every", 2),
+        ("schedule", "max_lag", 1),
+        ("late_rewards", "max_age", 4),
+    ],
+)
+def test_what_no_trained_step_depends_on_may_change(
+    build_config: Any, section: str, key: str, value: object
+) -> None:
+    base = {"run": {"name": "unit", "steps": 3}}
+    after = {**base, section: {**base.get(section, {}), key: value}}
+    (change,) = changed(build_config, base, after)
+    assert (change.key, change.after, change.safe) == (f"{section}.{key}", value, True)
+    assert f"{section}.{key}: " in str(change)
+    assert change.reason
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "reason"),
+    [
+        ("run", "seed", 4, "episodes and samples"),
+        ("run", "name", "other", "ledger"),
+        ("trainer", "lr", 1e-5, "trained once more, as they were"),
+        ("schedule", "prompts_per_step", 3, "groups are counted"),
+        ("generator", "temperature", 0.5, "sampled in the former way"),
+        ("environment", "max_turns", 5, "former rules"),
+        ("policy", "max_context", 400, "former model"),
+        ("loss", "clip_low", 0.1, "former loss"),
+    ],
+)
+def test_what_a_trained_step_depends_on_is_refused_with_its_reason(
+    build_config: Any, section: str, key: str, value: object, reason: str
+) -> None:
+    base = {"run": {"name": "unit", "seed": 3, "steps": 3}}
+    after = {**base, section: {**base.get(section, {}), key: value}}
+    (change,) = changed(build_config, base, after)
+    assert not change.safe
+    assert reason in change.reason
+
+
+def test_steps_may_not_change_where_the_learning_rate_moves_with_them(build_config: Any) -> None:
+    falling = {"trainer": {"lr_schedule": "linear"}}
+    (change,) = changed(
+        build_config,
+        {"run": {"name": "unit", "steps": 3}, **falling},
+        {"run": {"name": "unit", "steps": 4}, **falling},
+    )
+    assert not change.safe
+
+
+def test_a_smaller_lag_is_refused_because_stored_rollouts_may_be_older(build_config: Any) -> None:
+    (change,) = changed(build_config, {"schedule": {"max_lag": 2}}, {"schedule": {"max_lag": 1}})
+    assert not change.safe
+
+
+def test_a_teachers_limits_may_change_and_its_model_may_not(build_config: Any) -> None:
+    slower = [{**TEACHERS[0], "concurrency": 2, "max_usd": 0.5}, {**TEACHERS[1], "model": "n"}]
+    found = changed(build_config, {"replay": REPLAY}, {"replay": {**REPLAY, "teachers": slower}})
+    safe = {change.key: change.safe for change in found}
+    assert safe == {
+        "replay.teachers.0.concurrency": True,
+        "replay.teachers.0.max_usd": True,
+        "replay.teachers.1.model": False,
+    }
+
+
+def test_another_number_of_teachers_is_one_change_and_refused(build_config: Any) -> None:
+    third = [*TEACHERS, {**TEACHERS[0], "name": "c"}]
+    found = changed(build_config, {"replay": REPLAY}, {"replay": {**REPLAY, "teachers": third}})
+    assert [(change.key, change.safe) for change in found] == [("replay.teachers", False)]
+
+
+def test_the_ceiling_may_change_and_the_ledger_may_not(build_config: Any) -> None:
+    budget = {"usd": 2.0, "ledger": "other.sqlite"}
+    found = changed(build_config, {"replay": REPLAY}, {"replay": {**REPLAY, "budget": budget}})
+    assert {change.key: change.safe for change in found} == {
+        "replay.budget.usd": True,
+        "replay.budget.ledger": False,
+    }
+
+
+def test_every_rule_names_keys_that_the_schema_has(build_config: Any) -> None:
+    """A pattern that fits nothing would be a safe key that was renamed."""
+    hints = {"writer": "llm", "llm": TEACHER}
+    config = build_config(replay=REPLAY, sdpo={"alpha": 0.1, "hints": hints})
+    keys = {key for key, _, _ in different(config.model_dump(mode="json"), {})} | set(
+        _leaves(config.model_dump(mode="json"))
+    )
+    from fnmatch import fnmatchcase
+
+    for pattern, _ in SAFE:
+        assert any(fnmatchcase(key, pattern) for key in keys), pattern
+    assert RULES.keys() <= keys
+
+
+def _leaves(table: Any, path: str = "") -> list[str]:
+    if isinstance(table, list):
+        table = {str(n): one for n, one in enumerate(table)}
+    if not isinstance(table, dict):
+        return [path]
+    return [
+        leaf
+        for key, value in table.items()
+        for leaf in [f"{path}.{key}".strip("."), *_leaves(value, f"{path}.{key}".strip("."))]
+    ]
+
+
+def test_equal_configs_have_no_changes(build_config: Any) -> None:
+    config: Config = build_config()
+    assert changes(config, config) == []

@@ -1,0 +1,36 @@
+"""The page on checkpoints shows the settings and files that are, and names what exists."""
+
+from __future__ import annotations
+
+import re
+
+from guides import ROOT, Guide, names_in_code
+
+from composer_mesh.actors.checkpoint import SHARDS, TRAINING_FILE
+from composer_mesh.actors.checkpoint_folder import EARLIER_STATE_FILE, FOLDER, QUARANTINE
+from composer_mesh.actors.checkpoint_manifest import MANIFEST_FILE
+from composer_mesh.actors.teacher_average import AVERAGE_FILE
+from composer_mesh.configs.trainer import TrainerConfig
+
+PAGE = Guide.read("checkpoints.md")
+ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE.text, re.MULTILINE))
+
+
+def test_every_name_on_the_page_exists() -> None:
+    assert PAGE.names() - names_in_code() - {EARLIER_STATE_FILE.partition(".")[0]} == set()
+
+
+def test_every_link_on_the_page_exists() -> None:
+    for link in PAGE.links():
+        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
+
+
+def test_each_setting_stands_there_with_its_default() -> None:
+    for name in TrainerConfig.model_fields:
+        if name.startswith("checkpoint"):
+            assert ROWS[name].strip() == str(getattr(TrainerConfig(), name)).lower()
+
+
+def test_the_files_are_called_as_they_are() -> None:
+    for name in (SHARDS, TRAINING_FILE, AVERAGE_FILE, MANIFEST_FILE, FOLDER, QUARANTINE):
+        assert name in PAGE.text
