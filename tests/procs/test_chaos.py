@@ -90,6 +90,12 @@ async def until_struck(injector: chaos_inject.Injector) -> chaos_inject.Applied:
     return injector.applied[0]
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of a process has stopped: they do so one by one."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return bool(stats) and all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def is_limited(pid: int) -> bool:
     return resource.prlimit(pid, resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
@@ -133,6 +139,7 @@ async def test_a_process_ends_at_once_or_in_the_endpoint(
 
 async def test_a_stopped_process_lives_and_does_not_answer(driver: Driver) -> None:
     await until_struck(driver.arm(Fault.STOP))
+    await until(lambda: is_stopped(driver.actor.pid), "stop of all threads")
     with pytest.raises(MeshError):
         await driver.actor.call("say", "hello", deadline_s=SILENCE_S)
     assert is_alive(driver.actor.pid)

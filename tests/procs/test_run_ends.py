@@ -34,7 +34,7 @@ def check_that_finished_work_is_on_disk(run: LiveRun) -> None:
     assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("actor", ["generator-0", "trainer", "teacher_replay-0"])
+@pytest.mark.parametrize("actor", ["generator-0", "trainer"])
 def test_without_restarts_a_killed_actor_ends_the_run_naming_it(
     actor: str, tmp_path: Path, policy_cache: Path
 ) -> None:

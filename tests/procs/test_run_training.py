@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from live_run import SHORT, LiveRun, launched
+from live_run import SHORT, LiveRun, launched, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_mesh.configs.load import load_config
@@ -125,7 +124,7 @@ def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
     folder = tmp_path / "policy"
     folder.mkdir()
     for file in (finished.run.root / "checkpoints" / f"step-{STEPS}").iterdir():
-        if file.name != "chat_template.jinja":
+        if file.is_file() and file.name != "chat_template.jinja":
             (folder / file.name).write_bytes(file.read_bytes())
     settings = {"sdpo.alpha": 0, "replay.beta": 0, "policy.path": folder}
     with launched(tmp_path / "run", policy_cache, settings) as run:
@@ -136,26 +135,21 @@ def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
     assert run.summary()["steps"] == 0
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_synchronous_runs_repeat(replicas: int, tmp_path: Path) -> None:
+def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:
     """The first of the two makes the warm start, the second finds it."""
     settings = {
         "run.steps": 2,
         "schedule.max_lag": 0,
-        "generator.replicas": replicas,
-        "environment.replicas": replicas,
+        "generator.replicas": 2,
+        "environment.replicas": 2,
     }
     twice, traces = [], []
     for name in ("first", "second"):
         with launched(tmp_path / name, tmp_path / "policies", settings) as run:
             assert run.wait() == 0, run.stderr
-        assert {f"generator-{i}" for i in range(replicas)} <= run.pids().keys()
+        assert {"generator-0", "generator-1"} <= run.pids().keys()
         twice.append([untimed(step) for step in run.objects("metrics.jsonl")])
         traces.append(run.traces())
     assert json.dumps(twice[0]) == json.dumps(twice[1])
     assert traces[0] == traces[1]
     assert [step["lag/max"] for step in twice[0]] == [0, 0]
-
-
-def untimed(step: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in step.items() if not key.startswith("time/")}

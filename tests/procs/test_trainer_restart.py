@@ -6,10 +6,9 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from live_run import GONE_DEADLINE_S, LiveRun, launched, wait_until
+from live_run import GONE_DEADLINE_S, LiveRun, launched, untimed, wait_until
 
 from composer_mesh.rollouts.traces import Trace
 
@@ -25,25 +24,19 @@ SETTINGS = {
 }
 
 
-def untimed(step: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in step.items() if not key.startswith(("time/", "store/"))}
-
-
 def after_steps(run: LiveRun, count: int) -> None:
     run.until(lambda run: len(run.lines("metrics.jsonl")) >= count, f"step {count}")
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(1, "trainer"), (2, "trainer-1")])
-def test_a_run_whose_trainer_is_killed_trains_the_same_steps_as_one_left_alone(
-    tmp_path: Path, policy_cache: Path, ranks: int, victim: str
-) -> None:
-    settings = {**SETTINGS, "trainer.ranks": ranks}
-    with launched(tmp_path / "alone", policy_cache, settings) as alone:
-        assert alone.wait() == 0, alone.stderr
-    with launched(tmp_path / "killed", policy_cache, settings) as run:
-        after_steps(run, 3)
-        os.kill(run.pids()[victim], signal.SIGKILL)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> LiveRun:
+    """The undisturbed run."""
+    with launched(tmp_path_factory.mktemp("alone") / "run", policy_cache, SETTINGS) as run:
         assert run.wait() == 0, run.stderr
+    return run
+
+
+def assert_restarted_to_the_same(run: LiveRun, victim: str) -> None:
     (died,) = run.events("actor_died")
     assert died["actor"] == victim
     (restarted,) = run.events("trainer_restarted")
@@ -51,18 +44,42 @@ def test_a_run_whose_trainer_is_killed_trains_the_same_steps_as_one_left_alone(
     assert "to the same losses and gradients" in restarted["detail"]
     assert run.summary()["restarts"] == 1
     assert run.stderr == ""
-    steps = [[untimed(step) for step in one.objects("metrics.jsonl")] for one in (alone, run)]
+
+
+def assert_same_steps(one: LiveRun, other: LiveRun) -> None:
+    steps = [[untimed(step) for step in run.objects("metrics.jsonl")] for run in (one, other)]
     assert json.dumps(steps[0]) == json.dumps(steps[1])
+
+
+def test_a_run_whose_trainer_is_killed_trains_the_same_steps_as_one_left_alone(
+    alone: LiveRun, tmp_path: Path, policy_cache: Path
+) -> None:
+    with launched(tmp_path / "killed", policy_cache, SETTINGS) as run:
+        after_steps(run, 3)
+        os.kill(run.pids()["trainer"], signal.SIGKILL)
+        assert run.wait() == 0, run.stderr
+    assert_restarted_to_the_same(run, "trainer")
+    assert_same_steps(alone, run)
     kept = sorted(path.name for path in (run.root / "checkpoints").iterdir())
     assert kept == ["step-2", "step-4", "step-6"]
 
 
-def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
+def test_ranks_of_which_one_is_killed_train_the_same_steps_again(
     tmp_path: Path, policy_cache: Path
 ) -> None:
+    settings = {**SETTINGS, "trainer.ranks": 2}
+    with launched(tmp_path / "killed", policy_cache, settings) as run:
+        after_steps(run, 3)
+        os.kill(run.pids()["trainer-1"], signal.SIGKILL)
+        assert run.wait() == 0, run.stderr
+    assert_restarted_to_the_same(run, "trainer-1")
+    assert [step["step"] for step in run.objects("metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
+    alone: LiveRun, tmp_path: Path, policy_cache: Path
+) -> None:
     """All three channels are on. Once it is asked to stop, and once every process is killed."""
-    with launched(tmp_path / "alone", policy_cache, SETTINGS) as alone:
-        assert alone.wait() == 0, alone.stderr
     with launched(tmp_path / "stopped", policy_cache, SETTINGS) as stopped:
         after_steps(stopped, 1)
         stopped.process.terminate()
@@ -79,8 +96,7 @@ def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
     assert len(run.events("run_resumed")) == 2
     (change,) = run.events("config_changed")
     assert "supervision.trainer_restarts: 3 -> 4" in change["detail"]
-    steps = [[untimed(step) for step in one.objects("metrics.jsonl")] for one in (alone, run)]
-    assert json.dumps(steps[0]) == json.dumps(steps[1])
+    assert_same_steps(alone, run)
     assert sorted(alone.traces(), key=trace_id) == sorted(run.traces(), key=trace_id)
     assert alone.objects("evaluations.jsonl") == run.objects("evaluations.jsonl")
     assert not run.events("quarantined")

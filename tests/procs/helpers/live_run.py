@@ -47,6 +47,12 @@ GONE_DEADLINE_S = 5.0
 POLL_S = 0.02
 
 
+def untimed(step: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step that a repetition of it has too."""
+    timed = ("time/", "store/", "weights/hidden_share")
+    return {key: value for key, value in step.items() if not key.startswith(timed)}
+
+
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float) -> T:
     """The first true value of a condition; fails at the deadline."""
     end = time.monotonic() + deadline_s
