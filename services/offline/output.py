@@ -9,7 +9,6 @@ that a person has changed, is ever replaced.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.run_directory import RunDirectoryError, claimed
+from composer_mesh.services.store.whole_files import write_whole
 
 FOLDER_SUFFIX = ".replay"
 JOB_FILE, REPORT_FILE = "job.json", "report.json"
@@ -155,15 +155,9 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file as a whole, on disk before it takes the place of an earlier one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        write_whole(path, content)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ReplayRefused(
             f"{path} cannot be written ({error.strerror}): free the disk or name another place"
         ) from None

@@ -10,7 +10,6 @@ where it is not. A file is written under another name and renamed once it is on 
 there are, and what the CRC-32 of a file must be, is in `run.sqlite`.
 """
 
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from safetensors.numpy import load, save
 
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
+from composer_mesh.services.store.whole_files import sync_folder, write_whole
 
 FOLDER = "traces"
 SUFFIX = ".safetensors"
@@ -124,30 +124,6 @@ def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
         return traces_of(content)
     except ValueError as error:
         raise DamagedRecord(str(path), str(error), REPAIR) from None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file as a whole; it is on the disk when this returns."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _head(trace: Trace) -> _Head:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from composer_mesh.services.store.group_files import write_whole
+from composer_mesh.services.store.whole_files import write_whole
 
 
 class Lines:

@@ -18,9 +18,9 @@ from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import trace_from_json
 from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE
-from composer_mesh.services.store.group_files import sync_folder
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.schema import COLUMNS
+from composer_mesh.services.store.whole_files import sync_folder
 
 FOLDER = "migrated"
 TRACES_FILE = "traces/traces.jsonl"

@@ -21,12 +21,13 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
-from composer_mesh.services.store.group_files import path_of, write_whole
+from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.migration import migrate
 from composer_mesh.services.store.opening import Moved, move_file, tidy
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
+from composer_mesh.services.store.whole_files import write_whole
 from composer_mesh.services.store.writer_thread import WriterThread
 
 EVENTS_FILE = "events.jsonl"
