@@ -14,8 +14,9 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -31,8 +32,12 @@ FORMAT = 1
 WEIGHTS, MOMENTS, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
 """What the names of tensors begin with, by what they are."""
 
+_METADATA = {
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+}
 _TRUSTED = {
-    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.metadata": _METADATA,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"},
@@ -40,7 +45,7 @@ _TRUSTED = {
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }
-"""What torch's metadata may name, so that a folder from elsewhere runs no code; None: all."""
+"""What torch's metadata may name, so that a folder from elsewhere runs no code."""
 
 UNREADABLE = (
     OSError,
@@ -150,10 +155,18 @@ def _told(error: BaseException) -> str:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        allowed = _TRUSTED.get(module, frozenset[str]())
-        if allowed is not None and name not in allowed:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how Python 3.11 began to write the members of an Enum, until 3.11.4
+        if name not in _TRUSTED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """The member of an Enum, and nothing else that `getattr` could give."""
+    if isinstance(kind, EnumType) and name in kind.__members__:
+        return cast(Enum, kind[name])
+    raise pickle.UnpicklingError(f"it takes {name!r} from {kind!r}, which no metadata needs")
 
 
 class _TrustingReader(dcp.FileSystemReader):
