@@ -8,6 +8,7 @@ What either does is `replaying` and `sampling`.
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,7 @@ def half_command(config: Config, output: Path, source: Path | None) -> int:
 
 
 @dataclass
-class HalfRun(Run):
+class HalfRun(Run, ABC):
     """What both halves have in common."""
 
     half: Half = "sampling"
@@ -80,8 +81,9 @@ class HalfRun(Run):
         await mesh.load(folder, task, self.store.root)
         await self._work(mesh, task, chat)
 
+    @abstractmethod
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
-        raise NotImplementedError
+        """What this half does with its actors. Waits for the end of it."""
 
 
 @dataclass
