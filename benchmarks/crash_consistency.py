@@ -207,12 +207,12 @@ def crash(run: CrashedRun, audit: Audit, plan: Sequence[tuple[str, Moment]]) -> 
 
 def main() -> int:
     parser = arguments(__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, metavar="N", help="30, or 2 with --quick")
+    parser.add_argument("--kills", type=int, metavar="N", help="30, or 3 with --quick")
     parser.add_argument("--steps", type=int, metavar="N", help="of the run; as many as fit")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the run stays")
     given = parser.parse_args()
-    kills = given.kills or (2 if given.quick else 30)
+    kills = given.kills or (3 if given.quick else 30)
     report, folder = Report("crash_consistency"), given.keep or Path(mkdtemp(prefix="crash-"))
     folder.mkdir(parents=True, exist_ok=True)
     task = make_task(load_config(PRESET))

@@ -22,7 +22,7 @@ from composer_mesh.rollouts.toolbox import ToolboxTask
 PROMPT_USD, COMPLETION_USD = 1e-6, 1e-5
 """Of one token."""
 
-ARRIVAL_S = 1.0
+ARRIVAL_S = 0.25
 """An answer is on its way until whoever asked has had this long to read it and to keep it."""
 
 
