@@ -22,9 +22,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from composer_mesh.actors.checkpoint_manifest import to_disk
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.whole_files import sync_folder, write_whole
+from composer_mesh.services.store.whole_files import write_whole
 
 FOLDER = "traces"
 SUFFIX = ".safetensors"
@@ -102,7 +103,7 @@ def write_group(root: Path, group_id: int, traces: Sequence[Trace]) -> tuple[int
     content, path = group_bytes(traces), path_of(root, group_id)
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(path.parent.parent)
+        to_disk(path.parent.parent)
     write_whole(path, content)
     return len(content), zlib.crc32(content)
 

@@ -14,13 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.checkpoint_manifest import to_disk
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import trace_from_json
 from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.schema import COLUMNS
-from composer_mesh.services.store.whole_files import sync_folder
 
 FOLDER = "migrated"
 TRACES_FILE = "traces/traces.jsonl"
@@ -145,5 +145,5 @@ def _move(root: Path, name: str) -> bool:
     folder.mkdir(exist_ok=True)
     for path in [*root.glob(f"{name}-*"), root / name]:
         path.rename(folder / path.name)
-    sync_folder(folder)
+    to_disk(folder)
     return True

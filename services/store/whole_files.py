@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from composer_mesh.actors.checkpoint_manifest import to_disk
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file as a whole; it is on the disk when this returns."""
@@ -16,13 +18,4 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    to_disk(path.parent)
