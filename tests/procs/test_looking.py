@@ -37,7 +37,13 @@ def check_tree(run: LiveRun) -> None:
         assert process["pid"] in run.living(), name
         assert process["rss_bytes"] > 1 << 20, name
         assert process["cpu_percent"] is not None, name
-    assert processes["generator-0"]["actors"][0]["policy_version"] >= 1
+    wait_until(lambda: _policy_version(run) >= 1, "first pull in the tree", STOPPED_DEADLINE_S)
+
+
+def _policy_version(run: LiveRun) -> int:
+    """That of the generator; the controller writes it down now and then, not with every step."""
+    version: int = tree(run)["generator-0"]["actors"][0]["policy_version"]
+    return version
 
 
 def check_stacks(run: LiveRun) -> None:
