@@ -45,6 +45,7 @@ SAFE = (
     *((f"replay.teachers.*.{key}", MONEY) for key in ("*_usd*", "usd_per_request", "max_usd")),
     ("replay.teachers.*.api_key_*", PLACES),
     ("late_rewards.max_age", "rewards are taken, or not, from here on"),
+    ("cluster.*", PLACES),
     ("placement.*", PLACES),
     ("supervision.*", PATIENCE),
     ("eval.*", MEASURED),

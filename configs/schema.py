@@ -16,6 +16,7 @@ from composer_mesh.configs.base import (
     Section,
     Share,
 )
+from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
 from composer_mesh.configs.placement import PlacementConfig
@@ -173,6 +174,9 @@ class Config(Section):
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     """Cores, GPUs and memory of each process."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Where the hosts are."""
 
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
     """Restarts, hangs and retries."""
