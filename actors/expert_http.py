@@ -1,9 +1,10 @@
-"""The experts behind HTTP on this machine: the part of the OpenAI API that a teacher needs.
+"""The experts behind HTTP: the part of the OpenAI API that a teacher needs.
 
     GET  /v1/models
     POST /v1/chat/completions      (not streamed, one choice)
 
-It listens on 127.0.0.1 and answers nobody without the run's bearer token. It needs no Monarch.
+It listens on one address, 127.0.0.1 where it is not told another, and answers nobody without the
+run's bearer token. It needs no Monarch.
 """
 
 import contextlib
@@ -47,10 +48,12 @@ class ExpertServer:
     A `port` of 0 lets the system choose one.
     """
 
-    def __init__(self, panel: ExpertPanel, token: str, port: int = 0) -> None:
+    def __init__(
+        self, panel: ExpertPanel, token: str, port: int = 0, address: str = LOOPBACK
+    ) -> None:
         if not token:
             raise ValueError("the token is empty: pass new_token()")
-        self._http = _Server(panel, token, port)
+        self._http = _Server(panel, token, (address, port))
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, name="experts"
         )
@@ -58,7 +61,8 @@ class ExpertServer:
 
     @property
     def base_url(self) -> str:
-        return f"http://{LOOPBACK}:{self._http.server_address[1]}/v1"
+        name, port = self._http.server_name, self._http.server_port
+        return f"http://[{name}]:{port}/v1" if ":" in name else f"http://{name}:{port}/v1"
 
     def start(self) -> Self:
         self._thread.start()
@@ -82,16 +86,17 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = False  # so that server_close joins them
     request_queue_size = 256
 
-    def __init__(self, panel: ExpertPanel, token: str, port: int) -> None:
+    def __init__(self, panel: ExpertPanel, token: str, address: tuple[str, int]) -> None:
         self.panel, self.token = panel, token
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        super().__init__((LOOPBACK, port), _Handler)
+        super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Binds without asking a name server who 127.0.0.1 is."""
+        """Binds without asking a name server who its address is."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = LOOPBACK, self.server_address[1]
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

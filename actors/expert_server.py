@@ -8,17 +8,20 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.expert_http import ExpertServer
+from composer_mesh.actors.expert_http import LOOPBACK, ExpertServer
 from composer_mesh.actors.expert_panel import Expert, ExpertPanel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.interface import cluster_address
 from composer_mesh.rollouts.tasks import make_task
 
 
 class ExpertServerActor(MeshActor):
     """One per run, and only where a run has builtin teachers or the builtin hint writer.
 
-    controller -- load --> ExpertServerActor <== HTTP on 127.0.0.1 == TeacherReplayActors
+    controller -- load --> ExpertServerActor <== HTTP == TeacherReplayActors
+
+    It listens on 127.0.0.1, or where other hosts reach this one where the run has any.
     """
 
     kind: ClassVar[str] = "expert_server"
@@ -37,7 +40,8 @@ class ExpertServerActor(MeshActor):
         hints = config.sdpo.on and config.sdpo.hints.has_builtin_writer
         panel = ExpertPanel(task, config.run.seed, experts, writes_hints=hints)
         await self._close_server()
-        server = ExpertServer(panel, token, port)
+        address = cluster_address() if config.cluster.remote else LOOPBACK
+        server = ExpertServer(panel, token, port, address)
         self._server = server.start()
         self.activity = f"serving {len(experts)} experts"
         return server.base_url

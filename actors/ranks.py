@@ -6,12 +6,13 @@ nothing to sum, and meets nobody unless it shards its weights. Where these lie i
 
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from composer_mesh.actors.meeting import Meeting, join_store, talk_over
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -28,15 +29,21 @@ class Ranks:
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, meeting: Path, deadline_s: float, device: torch.device = CPU
+        cls,
+        rank: int,
+        size: int,
+        meeting: Meeting,
+        deadline_s: float,
+        device: torch.device = CPU,
+        store: dist.Store | None = None,
     ) -> "Ranks":
-        """Join the others by a file that all of them see and nobody else does. Waits for all.
+        """Join the others where all of them meet. Waits for all.
 
-        A file, because torch's TCP store listens on every interface and asks nobody for a token.
+        Where that is a port of this process, `store` is what listens there.
         """
         timeout = timedelta(seconds=deadline_s)
-        store = dist.FileStore(str(meeting), size)
-        store.set_timeout(timeout)
+        store = store or join_store(meeting, size, deadline_s)
+        talk_over(meeting)
         backend = BACKENDS[device.type]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = cls(rank, size, device)

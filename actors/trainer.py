@@ -13,6 +13,7 @@ from monarch.actor import concurrent_endpoint
 from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.held_version import HeldVersion
 from composer_mesh.actors.learner import Learner
+from composer_mesh.actors.meeting import Meeting, open_store
 from composer_mesh.actors.ranks import Ranks
 from composer_mesh.actors.signals import HeadHandle, SignalHandle
 from composer_mesh.actors.sources import InlineSource, LostSource, MeshSource
@@ -49,6 +50,7 @@ class TrainerActor(MeshActor):
     def __init__(self) -> None:
         self._order = asyncio.Lock()
         self._ranks = Ranks()
+        self._store: Any = None
         self._held = HeldVersion()
         self._details: dict[str, Any] = {}
         self._writing: asyncio.Task[list[Written]] | None = None
@@ -70,10 +72,19 @@ class TrainerActor(MeshActor):
         return folder
 
     @concurrent_endpoint
-    async def connect(self, rank: int, size: int, meeting: Path, deadline_s: float) -> None:
+    async def open_meeting(self, deadline_s: float, apart: bool) -> Meeting:
+        """Listen for the others, before `connect`, at the port that is returned.
+
+        On loopback, but where ranks are `apart`, on other hosts.
+        """
+        meeting, self._store = await asyncio.to_thread(open_store, deadline_s, apart)
+        return meeting
+
+    @concurrent_endpoint
+    async def connect(self, rank: int, size: int, meeting: Meeting, deadline_s: float) -> None:
         """Become one of several ranks, before `load`. Waits for all the others."""
         self._ranks = await asyncio.to_thread(
-            Ranks.connect, rank, size, meeting, deadline_s, own_device()
+            Ranks.connect, rank, size, meeting, deadline_s, own_device(), self._store
         )
 
     @concurrent_endpoint

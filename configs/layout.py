@@ -178,9 +178,15 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
 
 def _weights(config: Config) -> str:
     """The transport of the weights, and why it is this one."""
-    name, reason = config.weights.chosen(max(1, sum(one.count for one in config.placement.hosts)))
+    name, reason = config.weights.chosen(host_count(config))
     how = {"shm": "shared memory", "rdma": RDMA, "disk": "files"}.get(name, name)
     return f"{how}: {reason}"
+
+
+def host_count(config: Config) -> int:
+    """Hosts that a run has, as far as its config says."""
+    described = sum(one.count for one in config.placement.hosts)
+    return max(1, described, len(config.cluster.workers))
 
 
 def _addresses(replay: ReplayConfig) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ class PlacementConfig(Section):
     """Hosts, and what each kind of process is given of them."""
 
     hosts: Annotated[tuple[HostConfig, ...], Field(strict=False)] = ()
-    """The hosts of the run; without any, this machine as it is found."""
+    """The hosts of the run; without any, this machine or its workers, as they are found."""
 
     controller: PlaceConfig = Field(default_factory=PlaceConfig)
     """The process that runs the command."""

@@ -1,21 +1,22 @@
 """Which process comes to which host, cores and GPUs: a pure function of a run and its hosts.
 
     place(config, hosts, sizes) -> Placement         or CannotPlace, with the sum that shows why
+    place_again(process, placed, hosts) -> Placed    beside others that stay; or NoRoom, in one line
 
 Largest first, each to the first host that has room: the same run on the same hosts always comes out
 the same. Not every combination is tried; where one exists that this does not find, naming hosts in
 the config helps. Starts nothing and looks at no machine.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.memory import GB, total
 from composer_mesh.configs.model_sizes import ModelSizes
-from composer_mesh.configs.placement import PlacementConfig
+from composer_mesh.configs.placement import KINDS, PlacementConfig
 from composer_mesh.configs.processes import Process, processes_of
-from composer_mesh.configs.refusal import no_place
+from composer_mesh.configs.refusal import no_place, no_room
 from composer_mesh.configs.room import Host, Placed, Room
 from composer_mesh.configs.schema import Config
 
@@ -35,9 +36,39 @@ class Placement:
         """The processes of one host."""
         return tuple(one for one in self.placed if one.host == host)
 
+    def of_kind(self, kind: str) -> tuple[Placed, ...]:
+        """The processes of one kind, in the order of their numbers."""
+        return tuple(one for one in self.placed if one.process.kind == kind)
+
 
 class CannotPlace(ConfigError):
     """A run that the hosts have no room for."""
+
+
+class NoRoom(Exception):
+    """A process that none of the hosts which a run has now has room for: why, in one line."""
+
+    failure_class = "infrastructure"
+
+
+WITH_CONTROLLER = ("controller", "expert_server")
+"""Kinds that stay on the controller's machine, wherever the others are."""
+ITS_MACHINE = "controller's"
+"""The machine of the controller where it is none of the hosts: no host can be called so."""
+Aliases = Mapping[str, frozenset[str]]
+"""Further names that a config may call a host by."""
+
+
+def stay_with_controller(config: Config) -> tuple[str, ...]:
+    """Kinds whose processes are on the controller's machine; all of them where a run is local.
+
+    A tunnel carries no HTTP of the run's own, so who asks its expert server stays beside it.
+    """
+    cluster = config.cluster
+    if not cluster.remote:
+        return KINDS
+    tunnelled = cluster.ssh is not None and cluster.ssh.tunnel and config.serves_experts
+    return (*WITH_CONTROLLER, *(("teacher_replay", "hint_writer") if tunnelled else ()))
 
 
 def described_hosts(placement: PlacementConfig) -> tuple[Host, ...]:
@@ -49,20 +80,43 @@ def described_hosts(placement: PlacementConfig) -> tuple[Host, ...]:
     )
 
 
-def place(config: Config, hosts: Sequence[Host], sizes: ModelSizes | None) -> Placement:
+def aliases_of(placement: PlacementConfig) -> dict[str, frozenset[str]]:
+    """The name that hosts which are alike have in common, for each of them."""
+    return {name: frozenset({one.name}) for one in placement.hosts for name in one.names}
+
+
+def place(
+    config: Config,
+    hosts: Sequence[Host],
+    sizes: ModelSizes | None,
+    aliases: Aliases | None = None,
+) -> Placement:
     """Where each process of a run is; raises `CannotPlace`, or `UnfitPlace` whatever the hosts.
 
-    Without sizes the memory of models is left out.
+    Without sizes the memory of models is left out. Processes that stay on a controller's machine
+    which is none of the hosts are in no sum.
     """
-    aliases = {name: one.name for one in config.placement.hosts for name in one.names}
-    return place_processes(processes_of(config, sizes), hosts, aliases)
+    aliases = aliases_of(config.placement) if aliases is None else aliases
+    processes = processes_of(config, sizes)
+    if not config.cluster.remote:
+        return place_processes(processes, hosts, aliases)
+    staying = stay_with_controller(config)
+    if config.cluster.kind == "slurm":  # the batch job's controller is on its first host
+        first = (hosts[0].name,)
+        bound = [replace(p, hosts=first) if p.kind in staying else p for p in processes]
+        return place_processes(bound, hosts, aliases)
+    found = place_processes([p for p in processes if p.kind not in staying], hosts, aliases)
+    own = [Placed(p, ITS_MACHINE) for p in processes if p.kind in staying]
+    order = [p.name for p in processes]
+    placed = sorted([*own, *found.placed], key=lambda one: order.index(one.process.name))
+    return Placement(found.hosts, tuple(placed))
 
 
 def place_processes(
-    processes: Sequence[Process], hosts: Sequence[Host], aliases: dict[str, str] | None = None
+    processes: Sequence[Process], hosts: Sequence[Host], aliases: Aliases | None = None
 ) -> Placement:
-    """Where each process is; `aliases` are further names that hosts are known by."""
-    rooms = [Room(host, (aliases or {}).get(host.name, host.name)) for host in hosts]
+    """Where each process is."""
+    rooms = [_room(host, aliases or {}) for host in hosts]
     places = range(len(processes))
     found: dict[int, Placed] = {}
     for index in sorted(places, key=lambda one: _size(processes[one])):
@@ -76,6 +130,28 @@ def place_processes(
         tuple(hosts),
         tuple(_on_what_is_left(found[index], left[found[index].host]) for index in places),
     )
+
+
+def place_again(
+    process: Process, placed: Sequence[Placed], hosts: Sequence[Host], aliases: Aliases
+) -> Placed:
+    """A place for one more process beside others, which stay where they are; raises `NoRoom`.
+
+    Processes that run on cores which it gets for its own share them until they start again.
+    """
+    rooms = [_room(host, aliases) for host in hosts]
+    for room in rooms:
+        for one in placed:
+            if one.host == room.host.name:
+                room.hold(one)
+    for room in _preferred(process, rooms):
+        if not room.why_not(process):
+            return _on_what_is_left(room.take(process), room.shared_cores)
+    raise NoRoom(no_room(process, rooms))
+
+
+def _room(host: Host, aliases: Aliases) -> Room:
+    return Room(host, aliases.get(host.name, frozenset()))
 
 
 def _size(process: Process) -> tuple[object, ...]:

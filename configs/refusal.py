@@ -16,6 +16,18 @@ def no_place(process: Process, processes: Sequence[Process], rooms: Sequence[Roo
     return "\n  ".join([*lines, f"repair: {_repair(process, rooms)}"])
 
 
+def no_room(process: Process, rooms: Sequence[Room]) -> str:
+    """Every host's reason in one line."""
+    have = "; ".join(f"{room.host.name} {room.why_not(process)}" for room in rooms)
+    wanted = [f"{process.gpus / WHOLE:g} GPU"] if process.gpus else []
+    wanted += [f"{process.cores} cores"] if process.cores else []
+    wanted += [f"{in_gb(process.host_bytes)} GB of memory"]
+    return (
+        f"no host has room for {process.name}, which needs {' and '.join(wanted)}: "
+        f"{have or 'no host is left'}; let another host join, or run fewer processes"
+    )
+
+
 def _sums(process: Process, processes: Sequence[Process], hosts: Sequence[Host]) -> Iterator[str]:
     """The sums of what all ask for, and of what this one needs."""
     yield f"{process.name} needs of its host: {in_words(process.memory.host)}"

@@ -42,13 +42,13 @@ class Placed:
 
 @dataclass
 class Room:
-    """What is left of a host."""
+    """What is left of a host; `aliases` are further names that a config may call it by."""
 
     host: Host
-    alias: str
+    aliases: frozenset[str] = frozenset()
     memory: int = field(init=False)
     gpus: list[int] = field(init=False)
-    taken_cores: int = 0
+    owned: set[int] = field(default_factory=set)
     threads: int = 0
     floating: int = 0
     kinds: set[tuple[int, str]] = field(default_factory=set)
@@ -64,31 +64,39 @@ class Room:
 
     @property
     def free_cores(self) -> int:
-        return self.host.cores - self.taken_cores
+        return self.host.cores - len(self.owned)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:
         """Cores that nobody has for its own; none named where that is all of them."""
-        return tuple(range(self.taken_cores, self.host.cores)) if self.taken_cores else ()
+        return self._unowned() if self.owned else ()
 
     def why_not(self, process: Process) -> str:
         """Why a process cannot come here; empty where it can."""
-        if process.hosts and not {self.host.name, self.alias} & set(process.hosts):
+        if process.hosts and not {self.host.name, *self.aliases} & set(process.hosts):
             return f"is not among placement.{process.kind}.hosts"
         return self._no_gpus(process) or self._no_cores(process) or self._no_memory(process)
 
     def take(self, process: Process) -> Placed:
         """Give a process what it needs of this host."""
-        first, gpus = self.taken_cores, self._gpus_for(process)
-        self.taken_cores += process.cores
+        cores, gpus = self._unowned()[: process.cores], self._gpus_for(process)
+        placed = Placed(process, self.host.name, cores, gpus, self._gpu_bytes(process))
+        self.hold(placed)
+        return placed
+
+    def hold(self, placed: Placed) -> None:
+        """Leave a process what it was given of this host before."""
+        process = placed.process
+        self.owned.update(placed.cores if process.cores else ())
         self.floating += not process.cores
         self.threads += process.threads
         self.memory -= process.host_bytes
-        for number in gpus:
+        for number in placed.gpus:
             self.gpus[number] -= min(process.gpus, WHOLE)
             self.kinds.add((number, process.kind))
-        cores = tuple(range(first, self.taken_cores))
-        return Placed(process, self.host.name, cores, gpus, self._gpu_bytes(process))
+
+    def _unowned(self) -> tuple[int, ...]:
+        return tuple(core for core in range(self.host.cores) if core not in self.owned)
 
     def _no_gpus(self, process: Process) -> str:
         if not process.gpus:

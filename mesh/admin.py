@@ -7,7 +7,9 @@ tells in its status file. The reader needs no Monarch in its process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import os
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -74,6 +76,38 @@ class AdminUnreachable(ConnectionError):
 _address_of_this_process: list[str] = []
 
 
+@dataclass(frozen=True)
+class TlsFiles:
+    """What an admin server behind TLS asks for: paths of a certificate, its key, the authority.
+
+    Monarch puts it behind TLS where its own transport is, and then lets in who has a certificate.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
+        """Those of this process; None where it uses no TLS."""
+        found = [environ.get(f"HYPERACTOR_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
+        return cls(*found) if all(found) else None
+
+    @classmethod
+    def told(cls, fields: Mapping[str, str]) -> TlsFiles | None:
+        """From a run's status; None where its server asks for nothing."""
+        return cls(**fields) if fields else None
+
+    def context(self) -> ssl.SSLContext:
+        """How to connect. Raises `AdminUnreachable` where the files are gone with their run."""
+        try:
+            context = ssl.create_default_context(cafile=self.authority)
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:
+            raise AdminUnreachable(f"{self.certificate}: {error.strerror or error}") from error
+        return context
+
+
 async def start_admin(host: MeshHost, telemetry_url: str | None = None) -> str:
     """The address of the admin server of this process, on the loopback interface.
 
@@ -81,35 +115,49 @@ async def start_admin(host: MeshHost, telemetry_url: str | None = None) -> str:
     no token, so it is never bound to another interface.
     """
     if not _address_of_this_process:
-        url = await asyncio.to_thread(_start_quietly, host.mesh, telemetry_url)
+        url = await asyncio.to_thread(
+            _start_quietly,
+            [host.here.mesh, *(one.mesh for one in host.hosts.values())],
+            telemetry_url,
+        )
         _address_of_this_process.append(url.replace("//localhost:", "//127.0.0.1:"))
     return _address_of_this_process[0]
 
 
-def _start_quietly(mesh: HostMesh, telemetry_url: str | None) -> str:
+def _start_quietly(meshes: list[HostMesh], telemetry_url: str | None) -> str:
     from monarch._src.actor.host_mesh import _spawn_admin  # only here, so that reading is cheap
 
     with without_noise():
-        starting = _spawn_admin([mesh], "127.0.0.1:0", telemetry_url)
+        starting = _spawn_admin(meshes, "127.0.0.1:0", telemetry_url)
         url: str = starting.get(TIMEOUT_S)[0]
     return url
 
 
-def read_mesh(url: str) -> MeshTree:
+def read_mesh(url: str, tls: TlsFiles | None = None) -> MeshTree:
     """Walk the mesh from its root. Waits for one small answer per host, process and actor."""
     try:
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(
+            base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=_verify(tls)
+        ) as client:
             return MeshTree(tuple(_hosts(client)))
     except httpx.HTTPError as error:
         raise AdminUnreachable(f"{url} does not answer ({error}): has the run ended?") from error
 
 
-async def read_stacks(url: str, references: Sequence[str]) -> list[dict[str, Any]]:
+def _verify(tls: TlsFiles | None) -> ssl.SSLContext | bool:
+    return True if tls is None else tls.context()
+
+
+async def read_stacks(
+    url: str, references: Sequence[str], tls: TlsFiles | None = None
+) -> list[dict[str, Any]]:
     """What py-spy says about processes, in their order; {"Silent": why} of one that is silent.
 
     Waits until each has answered or its time is over. Each process starts a py-spy of its own.
     """
-    async with httpx.AsyncClient(base_url=url, timeout=STACKS_S, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=STACKS_S, trust_env=False, verify=_verify(tls)
+    ) as client:
         return list(await asyncio.gather(*(_stacks(client, one) for one in references)))
 
 
@@ -124,20 +172,20 @@ async def _stacks(client: httpx.AsyncClient, reference: str) -> dict[str, Any]:
     return answer
 
 
-def open_tui(url: str) -> None:
+def open_tui(url: str, tls: TlsFiles | None = None) -> None:
     """Show Monarch's own terminal interface on an admin server, until it is left."""
     from monarch._rust_bindings.monarch_extension.mesh_admin_tui import run
 
     run(
-        url.removeprefix("http://"),
+        url.removeprefix("http://").removeprefix("https://"),
         admin_port=None,
         refresh_ms=TUI_REFRESH_MS,
         theme="nord",
         lang="en",
-        tls_ca=None,
-        tls_cert=None,
-        tls_key=None,
-        plaintext=True,
+        tls_ca=None if tls is None else tls.authority,
+        tls_cert=None if tls is None else tls.certificate,
+        tls_key=None if tls is None else tls.key,
+        plaintext=tls is None,
     )
 
 

@@ -2,9 +2,10 @@
 
 Ctrl-C is a message to the controller, which stops its children in order; a child that took it
 itself would look like a crash. It leads a process group, so that what it starts can be ended with
-it, and ends when the controller does. Its arguments are the actor's name, for `ps`, a token of the
-run and the controller's process. It takes its share of the host before anything counts cores or
-GPUs. No other set-up happens here: what an actor needs, its `load` endpoint does.
+it, and ends when the process does that started it: the controller, or the worker of another host.
+Its arguments are the actor's name, for `ps`, a token of the run and that process. It takes its
+share of the host before anything counts cores or GPUs. No other set-up happens here: what an actor
+needs, its `load` endpoint does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 
 from monarch._rust_bindings.monarch_hyperactor import bootstrap
 
-from composer_mesh.mesh.share import ShareMissing, take_share
+from composer_mesh.mesh.share import FOLDER, ShareMissing, take_share
 
 LOOK_S = 0.5
 serve = bootstrap.bootstrap_main
@@ -59,6 +60,12 @@ def take_share_or_end() -> None:
         os._exit(1)
 
 
+def stand_where_the_user_does() -> None:
+    """Go to the folder against which paths of the config are meant; on a shared file system."""
+    if folder := os.environ.get(FOLDER):
+        os.chdir(folder)
+
+
 def lead_a_group() -> None:
     """Leave the controller's process group, but not its session."""
     with contextlib.suppress(PermissionError):  # it leads one already
@@ -67,6 +74,7 @@ def lead_a_group() -> None:
 
 if __name__ == "__main__":
     lead_a_group()
+    stand_where_the_user_does()
     take_share_or_end()
     threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -16,6 +16,9 @@ from pathlib import Path
 
 SETTINGS = {
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
+    # Beside hosts that answer no more, so that none of Monarch's own waits is longer than a minute.
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "30s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Several processes share the cores: a thread that spins while it waits takes another's core.

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 LOOK_S = 0.1
@@ -27,6 +28,11 @@ def is_alive(pid: int) -> bool:
     return _state(pid) != "Z"
 
 
+def stands_still(pid: int) -> bool:
+    """Whether a process was stopped by a signal, and not yet told to go on."""
+    return _state(pid) in ("T", "t")
+
+
 def _state(pid: int) -> str:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -35,19 +41,23 @@ def _state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def children_with(argument: str) -> list[int]:
-    """Living direct children of this process that have `argument` in their command line."""
-    return [pid for pid in _children() if argument in _command_line(pid) and is_alive(pid)]
+def children_of(parent: int, marks: Collection[str]) -> list[int]:
+    """Living direct children of a process that have all these arguments in their command line."""
+    return [
+        pid
+        for pid in _children(parent)
+        if set(marks).issubset(_command_line(pid)) and is_alive(pid)
+    ]
 
 
-def _children() -> list[int]:
+def _children(parent: int) -> list[int]:
     pids: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid():
+            if int(fields[1]) == parent:
                 pids.append(int(entry.name))
-    return pids
+    return sorted(pids)
 
 
 def _command_line(pid: int) -> list[str]:
@@ -89,7 +99,7 @@ async def end_of_child(pid: int) -> str | None:
     found: list[str | None] = []
 
     def wait() -> None:
-        found.append(_wait_for_child(pid))
+        found.append(wait_for_child(pid))
         with contextlib.suppress(RuntimeError):  # the loop may be closed by then
             loop.call_soon_threadsafe(told.set)
 
@@ -98,7 +108,8 @@ async def end_of_child(pid: int) -> str | None:
     return found[0]
 
 
-def _wait_for_child(pid: int) -> str | None:
+def wait_for_child(pid: int) -> str | None:
+    """Sleep until a child of this process has ended; how, or None where that cannot be known."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:

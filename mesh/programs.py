@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,38 @@ def attached(command: Sequence[str]) -> int:
         raise ProgramFailed(command, "it is not installed here, or not on PATH") from None
 
 
+def lines(command: Sequence[str]) -> Iterator[str]:
+    """The lines that a program prints, as they come; who stops reading ends it."""
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        raise ProgramFailed(command, "it is not installed here, or not on PATH") from None
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            yield line.rstrip("\n")
+    finally:
+        process.stdout.close()
+        process.kill()
+        process.wait()
+
+
+def beside(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Start a program that ends with this process, which collects it; its process id.
+
+    It shares the streams, and leads a group, so that Ctrl-C is a message to this process alone.
+    """
+    return subprocess.Popen(
+        list(command), stdin=subprocess.DEVNULL, env=dict(env), process_group=0
+    ).pid
+
+
 def detached(
     command: Sequence[str],
     log: Path,
@@ -82,14 +114,22 @@ def detached(
 
     Both of its streams are appended to `log`.
     """
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            cwd=folder,
-            env=None if env is None else dict(env),
-            start_new_session=True,
-        )
+    try:
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=folder,
+                env=None if env is None else dict(env),
+                start_new_session=True,
+            )
+    except FileNotFoundError:
+        raise ProgramFailed(command, "it is not installed here, or not on PATH") from None
+    _left.append(process)
     return process.pid
+
+
+_left: list[subprocess.Popen[bytes]] = []
+"""Programs that outlive this process: nobody waits for them here."""

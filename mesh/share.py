@@ -19,6 +19,10 @@ CORES = "COMPOSER_MESH_CORES"
 GPUS = "COMPOSER_MESH_GPUS"
 GPU_SHARE = "COMPOSER_MESH_GPU_SHARE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ADDRESS = "COMPOSER_MESH_ADDRESS"
+"""Where others reach the host of this process; not set where the run has no other host."""
+FOLDER = "COMPOSER_MESH_FOLDER"
+"""Where the user stands, against which paths are meant; not set where that is inherited."""
 THREADS = Path("/proc/self/task")
 
 

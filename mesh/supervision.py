@@ -5,6 +5,7 @@ The errors of a remote call, and the `Supervisor` that turns Monarch's faults in
     MeshError
     ├── ActorDied          the actor or its process is gone
     ├── DeadlineExceeded   no answer in time; the actor may still be at work
+    ├── HostLost           nothing can be started there any more
     └── RemoteError        the endpoint raised something that could not travel
 
 An endpoint's own exception arrives as itself, with a `RemoteError` as its cause. Nothing here
@@ -68,6 +69,18 @@ class DeadlineExceeded(MeshError):
             f"{self.actor}.{self.endpoint} gave no answer within {self.seconds:g} s: "
             "raise run.deadline_s, or give the call less work"
         )
+
+
+class HostLost(MeshError):
+    """A host of the run cannot be reached, and has ended what it ran."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        super().__init__(host, reason)
+        self.host = host
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"host {self.host} cannot be used: {self.reason}"
 
 
 class RemoteError(MeshError):

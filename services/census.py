@@ -57,6 +57,7 @@ def _joined(actor: ActorStatus, line: Mapping[str, Any] | None) -> ActorStatus:
         activity=line["reason"] or actor.activity,
         restarts=line["generation"] - 1,
         outstanding=line["outstanding"],
+        host=line.get("host") or actor.host,
     )
 
 
@@ -69,6 +70,7 @@ def _unheard(kind: str, line: Mapping[str, Any]) -> ActorStatus:
         activity=line["reason"],
         restarts=line["generation"] - 1,
         outstanding=line["outstanding"],
+        host=line.get("host"),
     )
 
 

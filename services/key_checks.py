@@ -23,6 +23,17 @@ def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
         _check(writer, "the hint writer", environ)
 
 
+def key_variables(config: Config, kind: str) -> list[str]:
+    """The environment variables in which a kind of process finds its keys."""
+    asked: list[ChatEndpoint] = []
+    if kind == "teacher_replay" and config.replay.on:
+        asked += config.replay.teachers
+    writer = config.sdpo.hints.asked if config.asks_for_hints else None
+    if kind == "hint_writer" and writer is not None:
+        asked.append(writer)
+    return [one.key_variable for one in asked if one.key_variable is not None]
+
+
 def _check(endpoint: ChatEndpoint, who: str, environ: Mapping[str, str]) -> None:
     variable, file = endpoint.key_variable, endpoint.api_key_file
     if variable is not None and not environ.get(variable):

@@ -11,15 +11,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.admin import CONTROLLER_PROC, ActorNode, HostNode, MeshTree, ProcNode
+from composer_mesh.mesh.machine import NAME
 from composer_mesh.services.status import ActorStatus, RunStatus
 
 FORMAT = 1
 """Raised when a key goes or changes its meaning; a new key does not raise it."""
 
 
+NOT_SHOWN = ("actors", "hosts", "admin_tls")
+"""Keys of a status that the object tells otherwise, or keeps to itself."""
+OF_ITS_PROCESS = ("rss_bytes", "cpu_percent")
+
+
 @dataclass(frozen=True)
 class Usage:
-    """What the system says about processes of this machine, by their ids."""
+    """What the system says about processes of the controller's machine, by their ids."""
 
     cpu_percent: Mapping[int, float] = field(default_factory=dict)
     rss_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -29,9 +35,10 @@ def merge(
     name: str, status: RunStatus, mesh: MeshTree | None, usage: Usage | None = None
 ) -> dict[str, Any]:
     """Join the status of a run with the live mesh; without a mesh the status alone is told."""
-    about = {key: value for key, value in asdict(status).items() if key != "actors"}
+    about = {key: value for key, value in asdict(status).items() if key not in NOT_SHOWN}
     joined = _Joined(status, usage or Usage())
     hosts = [joined.on(host).host(host) for host in mesh.hosts] if mesh else []
+    hosts.sort(key=lambda host: (host["name"] != NAME, host["name"]))
     listed = {one["name"] for host in hosts for one in host["processes"]}
     missing = [joined.process(actor) for actor in status.actors if actor.name not in listed]
     return {
@@ -45,8 +52,9 @@ def merge(
 
 
 def pids_of(status: RunStatus) -> list[int]:
-    """The processes of a run that the controller knows, its own among them."""
-    return [status.pid, *(actor.pid for actor in status.actors if actor.pid is not None)]
+    """The processes of a run on the controller's machine, its own among them."""
+    beside = (actor.pid for actor in status.actors if actor.with_controller)
+    return [status.pid, *(pid for pid in beside if pid is not None)]
 
 
 def owner_of(proc: ProcNode, status: RunStatus) -> ActorStatus | None:
@@ -57,8 +65,9 @@ def owner_of(proc: ProcNode, status: RunStatus) -> ActorStatus | None:
     return next((known[name] for name in names if name in known), None)
 
 
-def _is_here(host: HostNode) -> bool:
-    return host.name.startswith("unix:")
+def is_controllers(host: HostNode, status: RunStatus) -> bool:
+    """Whether it is the machine of the controller, which has a name for every other one."""
+    return host.name.startswith("unix:") or status.hosts.get(host.name) == NAME
 
 
 def _told(name: str) -> str:
@@ -74,16 +83,21 @@ class _Joined:
     usage: Usage
 
     def on(self, host: HostNode) -> _Joined:
-        """The same for one machine; of another one this machine's system knows nothing."""
-        return self if _is_here(host) else _Joined(self.status, Usage())
+        """The same for one machine; of another one the controller's system knows nothing."""
+        return self if is_controllers(host, self.status) else _Joined(self.status, Usage())
+
+    def _name(self, host: HostNode) -> str:
+        known = self.status.hosts.get(host.name)
+        return known or (NAME if is_controllers(host, self.status) else host.name)
 
     def host(self, host: HostNode) -> dict[str, Any]:
         ours = [(proc, owner_of(proc, self.status)) for proc in host.procs]
-        shown = [(p, o) for p, o in ours if o is not None or p.name == CONTROLLER_PROC]
-        others = [proc for proc, owner in ours if owner is None and proc.name != CONTROLLER_PROC]
+        own = CONTROLLER_PROC if is_controllers(host, self.status) else ""
+        shown = [(proc, owner) for proc, owner in ours if owner is not None or proc.name == own]
+        others = [proc for proc, owner in ours if owner is None and proc.name != own]
         processes = [self._listed(proc, owner) for proc, owner in shown]
         return {
-            "name": "localhost" if _is_here(host) else host.name,
+            "name": self._name(host),
             "processes": sorted(processes, key=self._place),
             "system": {
                 "processes": len(others),
@@ -98,7 +112,7 @@ class _Joined:
         state = _state(actor, proc, node)
         return {
             "name": actor.name,
-            **self._used(actor.pid, proc),
+            **self._used_by(actor, proc),
             "state": state,
             "restarts": actor.restarts,
             "actors": [_actor(actor, state, node)],
@@ -109,6 +123,14 @@ class _Joined:
             return self.process(owner, proc)
         used = self._used(self.status.pid, proc)
         return {"name": "controller", **used, "state": "ready", "restarts": 0, "actors": []}
+
+    def _used_by(self, actor: ActorStatus, proc: ProcNode | None) -> dict[str, Any]:
+        """As the system says where it is the controller's, else as its own host does."""
+        if actor.with_controller:
+            return self._used(actor.pid, proc)
+        used = _Joined(self.status, Usage())._used(actor.pid, proc)
+        told = {key: getattr(actor, key) for key in OF_ITS_PROCESS}
+        return used | {key: value for key, value in told.items() if value is not None}
 
     def _used(self, pid: int | None, proc: ProcNode | None) -> dict[str, Any]:
         told = proc.rss_bytes if proc is not None and proc.reachable else None
@@ -132,7 +154,7 @@ def _node(proc: ProcNode | None, name: str) -> ActorNode | None:
 
 def _actor(actor: ActorStatus, state: str, node: ActorNode | None) -> dict[str, Any]:
     return {
-        **asdict(actor),
+        **{key: value for key, value in asdict(actor).items() if key not in OF_ITS_PROCESS},
         "state": state,
         "queue_depth": node.queue_depth if node else None,
         "messages_processed": node.messages_processed if node else None,

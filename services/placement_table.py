@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from composer_mesh.configs.memory import SHARED_CODE, in_gb, total
-from composer_mesh.configs.placing import Placed
+from composer_mesh.configs.placing import Placed, Placement
 from composer_mesh.configs.processes import WHOLE
 from composer_mesh.configs.room import Host
 from composer_mesh.services.seats import Seats
@@ -25,15 +25,21 @@ def print_placement(seats: Seats, console: Console) -> None:
 
     Makes the console as wide as the table.
     """
-    placement = seats.placement
+    if seats.placement.placed:
+        _print_table(seats.placement, console)
+    for note in seats.notes:
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_table(placement: Placement, console: Console) -> None:
     table = Table("process", *COLUMNS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns[2:]:
         column.justify = "right"
     for column in table.columns:
         column.no_wrap = True
-    hosts = {host.name: host for host in placement.hosts}
+    gpu_memory = {host.name: host.gpu_memory for host in placement.hosts}
     for one in placement.placed:
-        table.add_row(*_process(one, hosts[one.host]))
+        table.add_row(*_process(one, gpu_memory.get(one.host, 0)))
     table.add_section()
     for host in placement.hosts:
         table.add_row(*_host(host, placement.on(host.name)))
@@ -42,14 +48,12 @@ def print_placement(seats: Seats, console: Console) -> None:
     console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print("placement (memory in GB: estimated / available)", style="italic")
     console.print(table)
-    for note in seats.notes:
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _process(placed: Placed, host: Host) -> tuple[str, ...]:
+def _process(placed: Placed, gpu_memory: int) -> tuple[str, ...]:
     process = placed.process
     share = f" ({placed.gpu_share:g})" if placed.gpus and placed.gpu_share < 1 else ""
-    gpu = f"{in_gb(placed.gpu_bytes)} / {in_gb(placed.gpu_share * host.gpu_memory)}"
+    gpu = f"{in_gb(placed.gpu_bytes)} / {in_gb(placed.gpu_share * gpu_memory)}"
     memory = in_gb(total(process.memory.host))
     given = "" if process.given is None else f" / {in_gb(process.given)}"
     return (

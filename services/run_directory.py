@@ -42,6 +42,20 @@ def claimed(output: Path) -> Iterator[None]:
         yield
 
 
+def holder(output: Path) -> int | None:
+    """The process of this machine that holds a directory; None where nobody does.
+
+    It only looks: who tried the lock would be in the way of a run that begins.
+    """
+    lock = (output / ".lock").resolve()
+    try:
+        pid = int(lock.read_text())
+        opened = list(Path(f"/proc/{pid}/fd").iterdir())
+    except (OSError, ValueError):
+        return None
+    return pid if any(_leads_to(one, lock) for one in opened) else None
+
+
 def set_aside(output: Path) -> Path | None:
     """Move an earlier run out of the way to `output.1`, `.2`, …; its new place, or None."""
     if not holds_a_run(output):
@@ -64,6 +78,13 @@ def refuse_a_used(output: Path) -> None:
 def holds_a_run(output: Path) -> bool:
     """Whether a run was started in this directory, finished or not."""
     return any((output / name).exists() for name in _TRACES_OF_A_RUN)
+
+
+def _leads_to(link: Path, file: Path) -> bool:
+    try:
+        return link.readlink() == file
+    except OSError:  # closed meanwhile
+        return False
 
 
 def _free_place(output: Path) -> Path:

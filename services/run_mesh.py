@@ -5,7 +5,7 @@ What they do together is the controller's business; what happens when one dies, 
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -16,7 +16,8 @@ from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import HeartbeatRules
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
@@ -73,17 +74,22 @@ class RunMesh:
 
     @classmethod
     async def start(
-        cls, config: Config, host: MeshHost, record: Recorder, half: Half = "both"
+        cls,
+        config: Config,
+        host: MeshHost,
+        record: Recorder,
+        half: Half = "both",
+        seats: Seats | None = None,
     ) -> "RunMesh":
-        """Start every process at once. Waits until each actor answers."""
+        """Start every process at once, where its seat is. Waits until each actor answers."""
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
-        seats = Seats.of(config)
+        seats = seats or Seats.of(config)
         for note in seats.notes:
             record("placement", "", note)
         start, token = Pools(config, host, seats, record), new_token()
-        teachers = SdpoTeachers(config, host, seats.envs("sdpo_teacher"), record)
-        trainers = TrainerRanks(config, host, seats.envs("trainer"))
+        teachers = SdpoTeachers(config, host, seats.taker("sdpo_teacher"), record)
+        trainers = TrainerRanks(config, host, seats.taker("trainer"))
         samples, trains, whole = half != "training", half != "sampling", half == "both"
         own_teachers = trains and config.sdpo.has_own_actors
         _, generators, environments, replay, reference, _, experts, hints = await together(
@@ -190,12 +196,17 @@ async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def _describe(actor: SpawnedActor) -> ActorStatus:
+    known = ActorStatus(actor.name, actor.kind, actor.pid, host=actor.host.name)
     try:
         about = await actor.call("describe", deadline_s=DESCRIBE_DEADLINE_S)
     except DeadlineExceeded:
-        return ActorStatus(actor.name, actor.kind, actor.pid, "busy", None, "does not answer now")
+        return replace(known, state="busy", activity="does not answer now")
     except ActorDied as died:
-        return ActorStatus(actor.name, actor.kind, actor.pid, "dead", None, died.reason)
-    state = "ready" if about["activity"] == "idle" else "busy"
-    version = about["policy_version"]
-    return ActorStatus(actor.name, actor.kind, actor.pid, state, version, about["activity"])
+        return replace(known, state="dead", activity=died.reason)
+    return replace(
+        known,
+        state="ready" if about["activity"] == "idle" else "busy",
+        policy_version=about["policy_version"],
+        activity=about["activity"],
+        rss_bytes=about["rss_bytes"],
+    )

@@ -3,8 +3,9 @@
 What they do is `run_mesh`'s business; how a pool works, `service`'s.
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_mesh.actors.engines.vllm_settings import process_environment
@@ -15,24 +16,28 @@ from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.share import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.services import service
 from composer_mesh.services.hint_mesh import MeshHintWriter
+from composer_mesh.services.key_checks import key_variables
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.seats import Seats
+from composer_mesh.services.seats import Seat, Seats
 from composer_mesh.services.service import Service
 
 ALL_AT_ONCE = 1_000_000
 """Generators and environments batch and queue by themselves: the more they see, the better."""
 NOTHING: Mapping[str, str] = {}
+ASKING = ("teacher_replay", "hint_writer")
+NO_PROXY = "NO_PROXY"
 
 
 @dataclass(frozen=True)
 class Pools:
     """Starts the pools that a config asks for. Each method waits until its processes answer.
 
-    Each process is told its part of its host, as its seat says, in its environment. What a pool
+    Each process starts where its seat is, and is told its part of that host. What a pool
     was asked when a process died or failed, it is asked again: all its endpoints give
     the same answer twice, but for what a session holds.
     """
@@ -86,13 +91,18 @@ class Pools:
         further: Mapping[str, str] = NOTHING,
         **options: Any,
     ) -> Service:
+        def seat(slot: int) -> Seat:
+            taken = self.seats.take(name, slot)
+            asking = {} if taken.host is None else asking_env(self.config, name)
+            return replace(taken, env={**taken.env, **further, **asking})
+
         rules = self.config.supervision
         options = {"deadline_s": self.config.run.deadline_s} | options
         pool = await service.spawn(
             kind,
             n=n,
             name=name,
-            env=lambda slot: {**self.seats.env(name, slot), **further},
+            seat=seat,
             host=self.host,
             attempts=1 + rules.rollout_retries,
             restart=RestartRules.of(rules, self.config.run.seed),
@@ -100,3 +110,19 @@ class Pools:
             **options,
         )
         return pool.options(retry_errors=True)
+
+
+def asking_env(
+    config: Config, kind: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What a process on another host must be told that asks models over HTTP; else nothing.
+
+    Processes of this machine inherit its keys; another host has them from here, and gives them only
+    to who needs them. No proxy that it knows is asked for the run's own experts.
+    """
+    told = {name: environ[name] for name in key_variables(config, kind) if name in environ}
+    if kind in ASKING and config.serves_experts and environ.get(ADDRESS):
+        direct = environ.get(NO_PROXY) or environ.get(NO_PROXY.lower()) or ""
+        direct = ",".join(filter(None, [direct, environ[ADDRESS]]))
+        told |= {NO_PROXY: direct, NO_PROXY.lower(): direct}
+    return told

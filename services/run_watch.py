@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.configs.schema import RunConfig
-from composer_mesh.mesh.admin import start_admin
+from composer_mesh.mesh.admin import TlsFiles, start_admin
+from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.mesh.telemetry import start_telemetry
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.census import census
-from composer_mesh.services.control import Control
+from composer_mesh.services.control import Command, Control
 from composer_mesh.services.live_run import commands_for
 from composer_mesh.services.scaling import Scaling
 from composer_mesh.services.service import Service
@@ -40,8 +43,21 @@ class LookedAt(Protocol):
     async def describe(self) -> list[ActorStatus]: ...
 
 
+class Hosts(Protocol):
+    """The hosts of a run: their names by what Monarch calls them, and their cores."""
+
+    @property
+    def names(self) -> Mapping[str, str]: ...
+
+    @property
+    def cores(self) -> int | None: ...
+
+
 class RunWatch:
-    """The looks that one run allows; `progress` says its steps and restarts so far."""
+    """The looks that one run allows; `progress` says its steps and restarts so far.
+
+    `commands` are those that it takes besides changes of its pools.
+    """
 
     def __init__(
         self,
@@ -50,16 +66,22 @@ class RunWatch:
         view: RunView,
         record: Record,
         progress: Callable[[], tuple[int, int]],
+        commands: Mapping[str, Command] | None = None,
     ) -> None:
         self._root, self._config = root, config
         self._view, self._record, self._progress = view, record, progress
+        self._commands = dict(commands or {})
         self._known: dict[str, Any] = {}
+        self._hosts: Hosts | None = None
 
-    async def open(self, host: MeshHost, transport: str) -> None:
+    async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
         """Start the servers, before the first actor, and say by which commands to look."""
         telemetry = await start_telemetry() if self._config.telemetry else None
         admin = await start_admin(host, telemetry)
         self.opened(transport, admin, telemetry)
+        if admin.startswith("https:") and (tls := TlsFiles.of_environment()) is not None:
+            self._known["admin_tls"] = asdict(tls)
+        self._hosts = hosts
         self._view.hints(commands_for(self._root, self._config.telemetry))
 
     def opened(self, transport: str, admin: str | None, telemetry: str | None) -> None:
@@ -84,9 +106,12 @@ class RunWatch:
             self._write(state=state, actors=())
 
     async def _take_commands(self, mesh: LookedAt, until: AsyncExitStack) -> None:
-        scaling = Scaling(mesh.pools, self._record)
+        scaling = Scaling(
+            mesh.pools, self._record, cores=self._hosts.cores if self._hosts else None
+        )
+        commands = {"scale": scaling.scale, **self._commands}
         try:
-            await until.enter_async_context(Control(self._root, {"scale": scaling.scale}))
+            await until.enter_async_context(Control(self._root, commands))
         except OSError as error:
             self._record("no_commands", "", f"there is no control socket: {error}")
 
@@ -111,10 +136,13 @@ class RunWatch:
         step, restarts = self._progress()
         status = RunStatus(
             pid=os.getpid(),
+            host=this_host(),
+            hostname=socket.gethostname(),
             step=step,
             steps=self._config.steps,
             policy_version=step,
             restarts=restarts,
+            hosts=dict(self._hosts.names) if self._hosts else {},
             **self._known,
         )
         write_status(self._root, status)

@@ -41,9 +41,11 @@ class Scaling:
         pools: Mapping[str, Pool],
         record: Callable[[str, str, str], None],
         largest: int | None = None,
+        cores: int | None = None,
     ) -> None:
+        """`cores` are those of all hosts, this machine's if unset; they bound a pool's size."""
         self._pools, self._record = pools, record
-        self._largest = largest or max(FEW_CORES, PER_CORE * (os.cpu_count() or 1))
+        self._largest = largest or max(FEW_CORES, PER_CORE * (cores or os.cpu_count() or 1))
 
     async def scale(self, **wanted: Any) -> dict[str, dict[str, int]]:
         """Have so many replicas of each kind; returns how many there were and are.

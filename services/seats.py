@@ -1,31 +1,41 @@
 """Where the processes of a run are: the placement of a config on its hosts, and what each is told.
 
-The decision is `configs.placing`'s. Here is which hosts it is about, what could not be known, and
-the environment that brings its part to a process (`mesh.share`).
+The decision is `configs.placing`'s. Here is which hosts it is about, what could not be known, what
+becomes of those whose host is lost, and the environment that brings its part to a process
+(`mesh.share`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.memory import in_gb
+from composer_mesh.configs.described import (
+    WrongHost,
+    about,
+    check_described,
+    check_found,
+    check_has,
+    check_together,
+)
 from composer_mesh.configs.model_sizes import ModelSizes, UnknownSizes
-from composer_mesh.configs.placing import Placed, Placement, described_hosts, place
-from composer_mesh.configs.processes import Process, sizes_of
+from composer_mesh.configs.placing import (
+    Placed,
+    Placement,
+    aliases_of,
+    described_hosts,
+    place,
+    place_again,
+    stay_with_controller,
+)
+from composer_mesh.configs.processes import Process, processes_of, sizes_of
 from composer_mesh.configs.room import Host
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.share import share_env
 
-Envs = Callable[[int], Mapping[str, str]]
-"""The environment of the process with this number among those of its kind."""
-
-SLACK = 0.98
-"""What a kernel leaves of a machine's memory is a little less than what its owner counts."""
-
-
-class WrongHost(ConfigError):
-    """The hosts that a config describes are not where the run is started."""
+FOUND_LATER = (
+    "the hosts of the run are found when it is launched: whether it fits is not known before; "
+    "describe them in placement.hosts to check it"
+)
 
 
 class NoSeat(Exception):
@@ -43,73 +53,180 @@ class NoSeat(Exception):
 
 
 @dataclass(frozen=True)
+class Seat:
+    """A host by its name, None for the controller's own machine, and what a process is told."""
+
+    host: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+SeatOf = Callable[[int], Seat]
+"""The seat of the process with this number among those of its kind, for one start of it."""
+
+
+@dataclass(frozen=True)
 class Seats:
-    """The placement of one run; `notes` say where hosts come from and what is not in the sums."""
+    """The placement of one run; `notes` say where hosts come from and what is not in the sums.
+
+    On several hosts a process keeps its seat while its host is there, also while it is away itself.
+    """
 
     placement: Placement
     notes: tuple[str, ...] = ()
+    staying: tuple[str, ...] = ()
+    """Kinds that stay on the controller's machine."""
+    aliases: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Further names that the config calls a host by."""
+    _hosts: dict[str, Host] = field(default_factory=dict)
+    _lost: list[str] = field(default_factory=list)
+    _taken: dict[tuple[str, int], Placed] = field(default_factory=dict)
+    _known: dict[tuple[str, int], Process] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, found: Callable[[], Host] = this_machine) -> "Seats":
-        """Place a run; raises `CannotPlace` or `UnfitPlace`. Looks for hosts if none is described.
+    def of(
+        cls,
+        config: Config,
+        hosts: Sequence[Host] | None = None,
+        found: Callable[[], Host] = this_machine,
+    ) -> "Seats":
+        """Place a run; `hosts` are those that are there, once that is known.
 
-        Memory of a model whose sizes nobody knows is left out of the sums, and that is said.
+        Looks at this machine where a local run describes none. Raises `CannotPlace`, `UnfitPlace`
+        or `WrongHost`. Memory of a model whose sizes nobody knows is left out of the sums, and that
+        is said.
         """
-        described = described_hosts(config.placement)
-        hosts = described or (found(),)
-        notes = (
-            [] if described else [f"found {about(hosts[0])}; describe hosts to check for others"]
-        )
-        if (folder := config.policy.path) is not None and not folder.is_dir():
-            notes.append(f"{folder} is not there: its sizes are policy.sizes, nothing else checked")
-        sizes: ModelSizes | None = None
-        try:
-            sizes = sizes_of(config.policy)
-        except UnknownSizes as unknown:
-            notes.append(f"memory of models is not in these sums: {unknown}")
-        return cls(place(config, hosts, sizes), tuple(notes))
+        check_described(config)
+        notes: list[str] = []
+        sizes = _sizes(config, notes)
+        those = _hosts_of(config, hosts, found, notes)
+        staying, groups = stay_with_controller(config), aliases_of(config.placement)
+        if not those:
+            processes_of(config, sizes)  # what fits on no host is refused before any is known
+            return cls(Placement((), ()), tuple(notes), staying)
+        aliases = {
+            host.name: groups.get(known, frozenset()) | {known} for known, host in those.items()
+        }
+        placement = place(config, tuple(those.values()), sizes, aliases)
+        check_together(config, {one.host for one in placement.of_kind("trainer")})
+        return cls(placement, tuple(notes), staying, aliases)
+
+    def __post_init__(self) -> None:
+        self._hosts.update((host.name, host) for host in self.placement.hosts)
+        for kind in {one.process.kind for one in self.placement.placed}:
+            for number, placed in enumerate(self.placement.of_kind(kind)):
+                self._taken[kind, number] = placed
+                self._known[kind, number] = placed.process
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that are there now."""
+        return tuple(self._hosts)
+
+    def take(self, kind: str, number: int = 0) -> Seat:
+        """The seat for a start of a process: its own, or one on a host that has room.
+
+        Raises `NoRoom` where none has, `NoSeat` where a local run was placed without it.
+        """
+        if kind in self.staying:
+            return Seat(None, self.env(kind, number))
+        placed = self._taken.get((kind, number))
+        if placed is None:
+            process = self._process(kind, number)
+            there = tuple(self._hosts.values())
+            placed = place_again(process, tuple(self._taken.values()), there, self.aliases)
+            self._taken[kind, number] = placed
+        return Seat(placed.host, _env(placed))
+
+    def taker(self, kind: str) -> SeatOf:
+        """`take` of one kind."""
+        return lambda number: self.take(kind, number)
+
+    def lose(self, host: str) -> None:
+        """A host is gone, and with it the seats there; nothing happens where it was not there."""
+        if self._hosts.pop(host, None) is None:
+            return
+        self._lost.append(host)
+        for who, placed in list(self._taken.items()):
+            if placed.host == host and who[0] not in self.staying:
+                del self._taken[who]
+
+    def join(self, host: Host) -> None:
+        """A host is there from now on: for those that find no room on the others, or come anew.
+
+        One whose name the config does not know has what was wanted of the first host that was lost.
+        """
+        if host.name in self._hosts:
+            raise ValueError(f"host {host.name} is there already: call the new one otherwise")
+        if host.name in self._lost:
+            self._lost.remove(host.name)
+        elif self._lost:
+            lost = self._lost.pop(0)
+            self.aliases[host.name] = frozenset({lost}) | self.aliases.get(lost, frozenset())
+        self._hosts[host.name] = host
 
     def env(self, kind: str, number: int = 0) -> dict[str, str]:
         """What the process of this number is told, whichever of its place's processes it is.
 
         Beyond the placement it shares what others share; raises `NoSeat` where the kind does not.
         """
-        seats = [one for one in self.placement.placed if one.process.kind == kind]
+        seats = self.placement.of_kind(kind)
         if number >= len(seats) and (own := _own(seats[0].process)):
             raise NoSeat(kind, number, own)
         return _env(seats[min(number, len(seats) - 1)])
 
-    def envs(self, kind: str) -> Envs:
-        """`env` of one kind."""
-        return lambda number: self.env(kind, number)
+    def _process(self, kind: str, number: int) -> Process:
+        """A process of a kind, also one beyond the placement."""
+        known = self._known.get((kind, number))
+        if known is None:
+            known = replace(self._known[kind, 0], name=f"{kind}-{number}")
+        return known
 
 
 def refuse_other_hosts(config: Config, found: Callable[[], Host] = this_machine) -> None:
-    """Refuse to start what is described for other machines than this one; raises `WrongHost`."""
+    """Refuse to start what is described for other machines than this one; raises `WrongHost`.
+
+    Of a run on workers that is known when they are there.
+    """
+    if config.cluster.remote:
+        return
     described = described_hosts(config.placement)
     if len(described) > 1:
         raise WrongHost(
             f"placement.hosts describes {len(described)} hosts, but a run is started on this "
-            "machine alone: check shows the placement, train needs one host described, or none"
+            "machine alone while cluster.kind is 'local': describe one host or none, or say where "
+            "the hosts are with cluster.kind"
         )
     for host in described:
-        here = found()
-        said = (host.cores, host.gpus, host.memory * SLACK, host.gpu_memory * SLACK)
-        if any(more > less for more, less in zip(said, _figures(here), strict=True)):
-            raise WrongHost(
-                f"placement.hosts describes {about(host)}, but this machine is {about(here)}: "
-                "start the run there, or correct placement.hosts"
-            )
+        check_has(host, found(), "this machine", "start the run there")
 
 
-def about(host: Host) -> str:
-    """`localhost: 2 cores, 23.5 GB, no GPU`."""
-    gpus = f"{host.gpus} GPUs of {in_gb(host.gpu_memory)} GB" if host.gpus else "no GPU"
-    return f"{host.name}: {host.cores} cores, {in_gb(host.memory)} GB, {gpus}"
+def _hosts_of(
+    config: Config,
+    hosts: Sequence[Host] | None,
+    found: Callable[[], Host],
+    notes: list[str],
+) -> dict[str, Host]:
+    """The hosts to place a run on, by the config's names; empty where they are not known yet."""
+    if config.cluster.remote and hosts is not None:
+        return check_found(config, hosts)
+    if described := described_hosts(config.placement):
+        return {host.name: host for host in described}
+    if config.cluster.remote:
+        notes.append(FOUND_LATER)
+        return {}
+    here = found()
+    notes.append(f"found {about(here)}; describe hosts to check for others")
+    return {here.name: here}
 
 
-def _figures(host: Host) -> tuple[float, ...]:
-    return (host.cores, host.gpus, host.memory, host.gpu_memory)
+def _sizes(config: Config, notes: list[str]) -> ModelSizes | None:
+    if (folder := config.policy.path) is not None and not folder.is_dir():
+        notes.append(f"{folder} is not there: its sizes are policy.sizes, nothing else checked")
+    try:
+        return sizes_of(config.policy)
+    except UnknownSizes as unknown:
+        notes.append(f"memory of models is not in these sums: {unknown}")
+        return None
 
 
 def _own(process: Process) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
 from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
 from composer_mesh.services.pool.endpoints import Endpoints, default_name
@@ -27,6 +28,7 @@ from composer_mesh.services.pool.replicas import Call, Env, Recipe, Replica, unh
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
 from composer_mesh.services.pool.sessions import Session
+from composer_mesh.services.seats import SeatOf
 
 DEADLINE_S = 120.0
 ATTEMPTS = 3
@@ -206,6 +208,7 @@ async def spawn(
     restart: RestartRules | None = None,
     record: Recorder = unheard,
     numbered: bool = True,
+    seat: SeatOf | None = None,
     **kwargs: Any,
 ) -> Service:
     """Start `n` replicas of an actor, each in its own process. Waits until all of them are ready.
@@ -215,7 +218,8 @@ async def spawn(
     replica is the service's own business where calls have several `attempts`, and ends the run
     where they have one, unless `policy` says otherwise.
 
-    `env` is added to the environment of each process, or what it gives for the process's slot. With
+    `env` is added to the environment of each process, or what it gives for the process's slot;
+    a `seat`, asked for the slot at each start, says the host too and stands instead of it. With
     `restart` the dead are replaced by its rules, and that is told to `record`; without, a
     resize replaces them. Where replicas are not `numbered`, the first has the service's name.
     """
@@ -228,7 +232,7 @@ async def spawn(
     policy = policy or (FaultPolicy.OWNER if forgiving else FaultPolicy.ESCALATE)
     name = name or default_name(actor_class)
     rest = (host, args, kwargs, env, policy, deadline_s, restart, record, numbered)
-    recipe = Recipe(name, actor_class, *rest)
+    recipe = Recipe(name, actor_class, *rest, seat)
     service = Service(recipe, Router(max_outstanding, queue), rules)
     await service._begin(n, load)
     return service

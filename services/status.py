@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.mesh.machine import NAME, this_host
 from composer_mesh.mesh.processes import is_alive
 
 STATUS_FILE = "status.json"
@@ -23,7 +25,8 @@ class ActorStatus:
     """One actor as the controller knows it.
 
     `pid` is None where its process is still to come, `outstanding` the calls that the controller
-    has under way there, None where it does not count them.
+    has under way there, None where it does not count them. `host` is None, or `localhost`, for the
+    controller's own machine; what a process uses of another one is told by that host.
     """
 
     name: str
@@ -34,11 +37,25 @@ class ActorStatus:
     activity: str = ""
     restarts: int = 0
     outstanding: int | None = None
+    host: str | None = None
+    rss_bytes: int | None = None
+    cpu_percent: float | None = None
+
+    @property
+    def with_controller(self) -> bool:
+        """Whether its process is on the controller's machine."""
+        return self.host in (None, NAME)
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as it is now; `state` is one of the controller's words, or one of `ENDED`."""
+    """A run as it is now; `state` is one of the controller's words, or one of `ENDED`.
+
+    `host` is what the controller's machine and container are known by (`mesh.machine.this_host`),
+    `hostname` its name. `admin_tls` are the paths of the fields of `mesh.admin.TlsFiles`, where the
+    admin server asks for a certificate. `hosts` are the names that the run has for hosts, by
+    Monarch's address.
+    """
 
     pid: int
     admin_url: str | None
@@ -50,11 +67,23 @@ class RunStatus:
     actors: tuple[ActorStatus, ...] = ()
     restarts: int = 0
     telemetry_url: str | None = None
+    host: str = ""
+    hostname: str = ""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    admin_tls: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def here(self) -> bool:
+        """Whether its controller is on this machine, in this container."""
+        return not self.host or self.host == this_host()
 
     @property
     def live(self) -> bool:
-        """Whether the run goes on: not ended by its own word, and its process is there."""
-        return self.state not in ENDED and is_alive(self.pid)
+        """Whether the run goes on: not ended by its own word, and its process is there.
+
+        Of a process elsewhere its word is all that is known here.
+        """
+        return self.state not in ENDED and (not self.here or is_alive(self.pid))
 
 
 def write_status(path: Path, status: RunStatus) -> None:

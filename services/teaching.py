@@ -22,21 +22,17 @@ from typing import Any
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, classify, error_key, is_deterministic
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor, while_alive
-from composer_mesh.mesh.supervision import (
-    ActorDied,
-    FaultPolicy,
-    MeshError,
-    Recorder,
-    RemoteError,
-)
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor, while_alive
+from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder, RemoteError
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 from composer_mesh.services.pool.setups import TELL_S
-from composer_mesh.services.seats import Envs
+from composer_mesh.services.seating import spawn_on, when_there_is_room
+from composer_mesh.services.seats import SeatOf
 from composer_mesh.services.step_signals import Request, StepWork, requests_for
 
 Record = Callable[[str, str, str], None]
@@ -49,8 +45,8 @@ class _Lost(Exception):
 class SdpoTeachers:
     """The teachers' processes and the work between them and the trainer's ranks."""
 
-    def __init__(self, config: Config, host: MeshHost, env: Envs, record: Recorder) -> None:
-        self._config, self._host, self._env, self._record = config, host, env, record
+    def __init__(self, config: Config, host: MeshHost, seat: SeatOf, record: Recorder) -> None:
+        self._config, self._host, self._seat, self._record = config, host, seat, record
         self._deadline_s = config.run.deadline_s
         count = config.sdpo.replicas
         self._names = [f"sdpo_teacher-{n}" for n in range(count)] if count > 1 else ["sdpo_teacher"]
@@ -201,8 +197,9 @@ class SdpoTeachers:
         return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
 
     async def _spawn(self, name: str) -> SpawnedActor:
-        env = self._env(self._names.index(name))
-        return await self._host.spawn(name, SDPOTeacherActor, env=env, policy=FaultPolicy.OWNER)
+        number = self._names.index(name)
+        seat = await when_there_is_room(lambda: self._seat(number), self._host, name)
+        return await spawn_on(self._host, seat, name, SDPOTeacherActor)
 
     async def _load(self, teacher: SpawnedActor) -> None:
         await teacher.call("load", self._config, self._folder, deadline_s=self._deadline_s)

@@ -6,17 +6,22 @@ here.
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.meeting import Meeting
 from composer_mesh.actors.trainer import TrainerActor
+from composer_mesh.configs.described import check_together
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait, together
-from composer_mesh.services.seats import Envs
+from composer_mesh.services.seating import LOOK_S, spawn_on, when_there_is_room
+from composer_mesh.services.seats import Seat, SeatOf
 
 T = TypeVar("T")
 
@@ -26,17 +31,20 @@ WRITE_DEADLINE_S = 1800.0
 NEWS_S = 3.0
 """How long a death may come after the error that it caused elsewhere."""
 ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Ranks of one host sum their gradients over its loopback device."""
+"""Ranks of one host sum their gradients over its loopback device; others find theirs."""
 
 
 class TrainerRanks:
     """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
 
-    def __init__(self, config: Config, host: MeshHost, env: Envs) -> None:
+    def __init__(
+        self, config: Config, host: MeshHost, seat: SeatOf, look_s: float = LOOK_S
+    ) -> None:
         size = config.trainer.ranks
-        self._config, self._host = config, host
-        self._env = env
-        self._further = ON_THIS_HOST if size > 1 or config.trainer.sharded else {}
+        self._config, self._host, self._seat = config, host, seat
+        self._look_s = look_s
+        self._meet = size > 1 or config.trainer.sharded
+        self._seats: list[Seat] = []
         self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
         self._deadline_s = config.run.deadline_s
         self._folder: Path | None = None
@@ -58,6 +66,8 @@ class TrainerRanks:
         self._generation += 1
         suffix = f".{self._generation}" if self._generation > 1 else ""
         self._current = [name + suffix for name in self._names]
+        self._seats = await self._take_seats()
+        check_together(self._config, {seat.host for seat in self._seats})
         try:
             self.all = await together(*(self._spawn(rank) for rank in range(len(self._names))))
         except BaseException:
@@ -145,23 +155,48 @@ class TrainerRanks:
     def _deaths(self) -> list[asyncio.Future[ActorDied]]:
         return [one.death for one in self.all if one.death is not None]
 
+    async def _take_seats(self) -> list[Seat]:
+        """A seat for each rank. Waits for another host where none has room for all of them."""
+        first = self._current[0]
+        return await when_there_is_room(self._seats_now, self._host, first, self._look_s)
+
+    def _seats_now(self) -> list[Seat]:
+        return [self._seat(rank) for rank in range(len(self._names))]
+
     async def _spawn(self, rank: int) -> SpawnedActor:
-        name, env = self._current[rank], {**self._env(rank), **self._further}
-        return await self._host.spawn(name, TrainerActor, env=env, policy=FaultPolicy.OWNER)
+        seat = self._seats[rank]
+        if self._meet and not self._apart:
+            seat = replace(seat, env={**seat.env, **ON_THIS_HOST})
+        name = self._current[rank]
+        try:
+            return await spawn_on(self._host, seat, name, TrainerActor)
+        except HostLost as lost:
+            raise ActorDied(name, str(lost)) from None
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks are on more than one host."""
+        return len({seat.host for seat in self._seats}) > 1
 
     async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
         return await one.call(endpoint, *args, deadline_s=self._deadline_s)
 
     async def _connect(self) -> None:
-        size = len(self.all)
-        if size == 1:
+        if len(self.all) == 1:
+            return
+        if self._seats[0].host is not None:  # no file of this machine is seen there
+            opening = self._call(self.first, "open_meeting", self._deadline_s, self._apart)
+            await self._meet_at(await opening)
             return
         # Private to this user, and only needed until all have met.
         with TemporaryDirectory(prefix="composer-mesh-") as folder:
-            meeting = Path(folder) / "ranks"
-            await together(
-                *(
-                    self._call(one, "connect", rank, size, meeting, self._deadline_s)
-                    for rank, one in enumerate(self.all)
-                )
+            await self._meet_at(Path(folder) / "ranks")
+
+    async def _meet_at(self, meeting: Meeting) -> None:
+        size = len(self.all)
+        await together(
+            *(
+                self._call(one, "connect", rank, size, meeting, self._deadline_s)
+                for rank, one in enumerate(self.all)
             )
+        )

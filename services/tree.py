@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, read_mesh
+from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, TlsFiles, read_mesh
 from composer_mesh.services.events_command import Lines, event_of
 from composer_mesh.services.live_run import EVENTS_FILE, live_run, status_of
 from composer_mesh.services.mesh_view import Usage, merge, pids_of
@@ -76,6 +76,8 @@ class Viewer:
         return list(self._lately)
 
     def _usage(self, status: RunStatus) -> Usage:
+        if not status.here:
+            return Usage()
         pids = pids_of(status)
         memory = {pid: used for pid in pids if (used := resident_bytes(pid)) is not None}
         return Usage(self._meter.look(pids), memory)
@@ -83,7 +85,11 @@ class Viewer:
 
 def _mesh(status: RunStatus) -> MeshTree | None:
     try:
-        return read_mesh(status.admin_url) if status.admin_url else None
+        return (
+            read_mesh(status.admin_url, TlsFiles.told(status.admin_tls))
+            if status.admin_url
+            else None
+        )
     except AdminUnreachable:
         return None
 

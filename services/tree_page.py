@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from composer_mesh.mesh.machine import NAME as LOCALHOST
 from composer_mesh.services.events_command import event_line
 from composer_mesh.services.page import STATE_STYLES, plain_text
 
@@ -68,16 +69,24 @@ class MeshPage:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST)
-        hosts, missing = self.about["hosts"], self.about["missing"]
+        hosts, missing = self.about["hosts"], _by_host(self.about["missing"])
+        everybody = [one for host in hosts for one in host["processes"]] + self.about["missing"]
+        longest = max((len(plain_text(one["name"])) for one in everybody), default=0)
+        alone = hosts[0]["name"] if len(hosts) == 1 else LOCALHOST
+        missing[alone] = missing.pop(LOCALHOST, []) + missing.pop(alone, [])
         yield self._header()
         for host in hosts:
             yield _line(f"host {host['name']}", "bold")
-            yield _table(host["processes"] + (missing if len(hosts) == 1 else []), width)
+            processes = host["processes"] + missing.pop(host["name"], [])
+            yield _table(processes, width, longest)
             yield _line(f"  and {host['system']['actors']} actors of Monarch itself", "dim")
         if not self.about["mesh"]:
             yield _line("the admin server does not answer: this is the run's own word", "yellow")
-        if missing and len(hosts) != 1:
-            yield _table(missing, width)
+        for name, processes in missing.items():
+            if len(missing) > 1 and processes:
+                yield _line(f"host {name}", "bold")
+            if processes:
+                yield _table(processes, width, longest)
         if self.lately:
             yield _line("lately", "bold")
         for event in self.lately:
@@ -95,6 +104,14 @@ class MeshPage:
         )
 
 
+def _by_host(processes: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The same by the names of their hosts."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for process in processes:
+        found.setdefault(_actor(process, "host") or LOCALHOST, []).append(process)
+    return found
+
+
 def _line(text: str, style: str) -> Text:
     return Text(plain_text(text), style=style, no_wrap=True, overflow="ellipsis")
 
@@ -107,12 +124,15 @@ def _event_line(event: Mapping[str, Any], width: int) -> Text:
     return line
 
 
-def _table(processes: list[dict[str, Any]], width: int) -> Table:
+def _table(processes: list[dict[str, Any]], width: int, longest: int) -> Table:
+    """Processes one below the other; `longest` is the name for which all tables leave room."""
     wide = width >= WIDE
     columns = [column for column in COLUMNS if wide or not column.wide]
     padding = (0, 2 if wide else 1, 0, 0)
     table = Table(box=None, width=width, padding=padding, pad_edge=False)
-    table.add_column("  process", no_wrap=True, overflow="ellipsis", header_style="dim")
+    table.add_column(
+        "  process", no_wrap=True, overflow="ellipsis", header_style="dim", min_width=longest + 2
+    )
     table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1, header_style="dim")
     for column in columns:
         table.add_column(column.title, no_wrap=True, justify="right", header_style="dim")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer_mesh.configs.placing import described_hosts
+from composer_mesh.configs.layout import host_count
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.weights.choice import Transport, choose
 
@@ -16,13 +16,16 @@ FOLDER = "weights"
 
 
 @contextmanager
-def settled(config: Config, root: Path) -> Iterator[tuple[Config, Transport]]:
+def settled(
+    config: Config, root: Path, hosts: int | None = None
+) -> Iterator[tuple[Config, Transport]]:
     """A run's config with its transport named, and why it is this one; `root` is its directory.
 
-    Raises `TransportUnavailable` with the repair. What `disk` leaves goes with the block, and what
-    it left when the run was killed, before.
+    `hosts` are those that the run has, which its config may not say. Raises `TransportUnavailable`
+    with the repair. What `disk` leaves goes with the block, and what it left when the run was
+    killed, before.
     """
-    transport = choose(config.weights, max(1, len(described_hosts(config.placement))))
+    transport = choose(config.weights, host_count(config) if hosts is None else hosts)
     folder = _folder(config, root)
     named = {"transport": transport.name, "folder": folder}
     weights = config.weights.model_copy(update=named)

@@ -94,7 +94,8 @@ class Healer:
         self._record(
             "actor_restarted",
             replica.name,
-            f"process {pid}, {took_s:.1f} s after the end of {dead.name}",
+            f"process {pid}{_where(replica)}, {took_s:.1f} s after the end of {dead.name}",
+            host=self._host_of(replica),
             generation=replica.generation,
             replaces=dead.name,
         )
@@ -107,11 +108,19 @@ class Healer:
             "actor_given_up",
             dead.name,
             f"{cause}; {why}",
+            host=self._host_of(dead),
             generation=dead.generation,
             cause=cause,
             **{"class": classify(error).value},
         )
 
-    def _record(self, event: str, actor: str, detail: str, **fields: object) -> None:
-        about = {"host": self._recipe.host.name, "kind": self._recipe.actor_class.kind}
+    def _host_of(self, replica: Replica) -> str:
+        return replica.host or self._recipe.host.name
+
+    def _record(self, event: str, actor: str, detail: str, *, host: str, **fields: object) -> None:
+        about = {"host": host, "kind": self._recipe.actor_class.kind}
         self._recipe.record(event, actor, detail, **about, **fields)
+
+
+def _where(replica: Replica) -> str:
+    return f" on {replica.host}" if replica.host else ""

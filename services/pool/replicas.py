@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor, while_alive
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import ReplicaState, Seat
+from composer_mesh.services.seating import spawn_on, when_there_is_room
+from composer_mesh.services.seats import Seat as Place
+from composer_mesh.services.seats import SeatOf as PlaceOf
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class Replica(Seat):
     """One process of a service and the calls that it has under way.
 
     `generation` counts the processes that have had this slot; `told` are the set-up calls that it
-    has heard. A call is under way until its answer, its deadline or the replica's end, also when
-    nobody waits for it any more.
+    has heard; `host` is the name of its host, None on the controller's machine. A call is under way
+    until its answer, its deadline or the replica's end, also when nobody waits for it any more.
     """
 
     slot: int = 0
     generation: int = 1
     actor: SpawnedActor | None = field(default=None, repr=False)
+    host: str | None = None
     failures: int = 0
     reason: str = ""
     told: dict[str, Call] = field(default_factory=dict, repr=False)
@@ -85,6 +90,7 @@ class Replica(Seat):
             "state": self.state.value,
             "generation": self.generation,
             "pid": self.actor.pid if self.actor else None,
+            "host": self.host,
             "outstanding": self.outstanding,
             "calls": self.calls,
             "sessions": self.sessions,
@@ -106,7 +112,8 @@ class Recipe:
     """How a process of this service is started, and how often again; without rules never again.
 
     `deadline_s` is for each set-up call of one that is started again; `numbered` is whether the
-    first slot has its number in its name.
+    first slot has its number in its name; a `seat` for the slot says the host too and stands
+    instead of `env`.
     """
 
     name: str
@@ -120,17 +127,37 @@ class Recipe:
     restart: RestartRules | None = None
     record: Recorder = unheard
     numbered: bool = True
+    seat: PlaceOf | None = None
 
     async def start(self, replica: Replica) -> None:
-        """Start a replica's process. Waits until its actor answers."""
-        replica.actor = await self.host.spawn(
+        """Start a replica's process where its seat is now. Waits until its actor answers.
+
+        One that comes in place of another waits for room too, where its host is lost.
+        """
+        place = await self._placed(replica)
+        replica.host = place.host
+        replica.actor = await spawn_on(
+            self.host,
+            place,
             replica.name,
             self.actor_class,
             *self.args,
-            env=self.env(replica.slot) if callable(self.env) else self.env,
             policy=self.policy,
             **self.kwargs,
         )
+
+    async def _placed(self, replica: Replica) -> Place:
+        def take() -> Place:
+            return self._place(replica.slot)
+
+        if replica.generation == 1:
+            return take()
+        return await when_there_is_room(take, self.host, replica.name)
+
+    def _place(self, slot: int) -> Place:
+        if self.seat is not None:
+            return self.seat(slot)
+        return Place(None, (self.env(slot) if callable(self.env) else self.env) or {})
 
     async def stop(self, replica: Replica) -> None:
         """Stop a replica's process, dead or alive. Waits until it is gone."""

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from composer_mesh.configs.described import WrongHost
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.room import Host
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.share import CORES, GPU_SHARE, GPUS
 from composer_mesh.services.placement_table import print_placement, ranges
-from composer_mesh.services.seats import NoSeat, Seats, WrongHost, refuse_other_hosts
+from composer_mesh.services.seats import NoSeat, Seats, refuse_other_hosts
 
 GIB = 2**30
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -23,7 +24,7 @@ def run(*overrides: str) -> Config:
 
 
 def seats(*overrides: str, host: Host = SERVER) -> Seats:
-    return Seats.of(run(*overrides), lambda: host)
+    return Seats.of(run(*overrides), found=lambda: host)
 
 
 def test_each_process_has_the_threads_of_its_kind() -> None:
@@ -65,7 +66,7 @@ def test_what_was_found_is_said_and_what_is_described_is_not_looked_for() -> Non
     def nobody() -> Host:
         raise AssertionError("a described host was looked for")
 
-    assert Seats.of(described, nobody).notes == ()
+    assert Seats.of(described, found=nobody).notes == ()
 
 
 MODEL = (
@@ -78,8 +79,8 @@ MODEL = (
 def test_declared_sizes_stand_for_a_folder_that_is_not_there_and_that_is_said() -> None:
     config = load_config(QUICKSTART, MODEL, model_later=True)
     with pytest.raises(ConfigError, match=r"trainer needs of its host: .* master weights 29\.9 "):
-        Seats.of(config, lambda: SERVER)
-    found = Seats.of(config, lambda: Host("large", 16, 999 * GIB))
+        Seats.of(config, found=lambda: SERVER)
+    found = Seats.of(config, found=lambda: Host("large", 16, 999 * GIB))
     assert (
         "models/none is not there: its sizes are policy.sizes, nothing else checked" in found.notes
     )
@@ -99,12 +100,12 @@ def test_declared_sizes_must_be_those_of_the_folder(tmp_path: Path) -> None:
     )
     config = load_config(QUICKSTART, (f"policy.path={tmp_path}", MODEL[1]))
     with pytest.raises(ConfigError, match="declares vocab_size = 128256 but it is 9 of "):
-        Seats.of(config, lambda: SERVER)
+        Seats.of(config, found=lambda: SERVER)
 
 
 def test_a_model_of_unknown_make_is_left_out_of_the_sums_and_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    found = Seats.of(run(f"policy.path={tmp_path}"), lambda: SERVER)
+    found = Seats.of(run(f"policy.path={tmp_path}"), found=lambda: SERVER)
     assert any("memory of models is not in these sums" in note for note in found.notes)
 
 

@@ -143,7 +143,7 @@ def test_a_process_of_another_machine_is_not_taken_for_one_of_this_machine() -> 
     far = MeshTree((dataclasses.replace(MESH.hosts[0], name="tcp:10.0.0.2:1"),))
     (host,) = merge("quick", STATUS, far, HEAVY)["hosts"]
     assert host["name"] == "tcp:10.0.0.2:1"
-    assert [process["cpu_percent"] for process in host["processes"]] == [None] * 4
+    assert [process["cpu_percent"] for process in host["processes"]] == [None] * 3
 
 
 def test_a_wide_page_says_all_of_a_process() -> None:

@@ -15,12 +15,11 @@ import sys
 import warnings
 import weakref
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.weights.carriers.port import SLOTS, Shape
 from composer_mesh.mesh.weights.errors import PublisherGone, TransportUnavailable
 from composer_mesh.mesh.weights.marks import MARK_BYTES
@@ -133,10 +132,3 @@ def _map(file: SharedFile) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-@cache
-def this_host() -> str:
-    """What two processes have in common if they can find each other by process id."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"

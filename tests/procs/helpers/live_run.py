@@ -162,17 +162,18 @@ def launched(
     settings: Mapping[str, Any],
     folder: Path | None = None,
     options: Sequence[str] = (),
+    within: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
     """Start `train` on the shortened preset, in a working directory or in the tests' own.
 
-    What still lives at the end of the block is killed.
+    `within` is put before the command. What still lives at the end of the block is killed.
     """
     values = {**SHORT, "policy.cache_dir": cache, **settings}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
     with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
         process = subprocess.Popen(
-            [*command, "--output", str(root), *options],
+            [*within, *command, "--output", str(root), *options],
             stdout=out,
             stderr=err,
             start_new_session=True,

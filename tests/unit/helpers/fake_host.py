@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
@@ -12,7 +12,7 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, HostLost
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
 
@@ -68,6 +68,8 @@ class FakeActor:
     slow: asyncio.Event | None = None
     host: FakeHost | None = field(default=None, repr=False)
     stopped: bool = False
+    on: str | None = None
+    env: Mapping[str, str] | None = None
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         if self.death.done():
@@ -113,6 +115,7 @@ class FakeHost:
     """
 
     name = "localhost"
+    room_s = 0.0
 
     def __init__(self) -> None:
         self.supervisor = None
@@ -122,15 +125,28 @@ class FakeHost:
         self.broken: Exception | None = None
         self.slow: asyncio.Event | None = None
         self.answer: Answer | None = None
+        self.lost_hosts: set[str] = set()
         self._pids = count(100)
 
-    async def spawn(self, name: str, kind: Any, *args: Any, policy: Any, **_: Any) -> FakeActor:
+    async def spawn(
+        self,
+        name: str,
+        kind: Any,
+        *args: Any,
+        policy: Any,
+        on: str | None = None,
+        env: Mapping[str, str] | None = None,
+        **_: Any,
+    ) -> FakeActor:
         assert name not in {actor.name for actor in self.started}, f"{name} is used twice"
         if self.gate is not None:
             await self.gate.wait()
+        if on in self.lost_hosts:
+            raise HostLost(str(on), "it is gone")
         death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
         actor = FakeActor(name, next(self._pids), policy, death)
         actor.broken, actor.slow, actor.host = self.broken, self.slow, self
+        actor.on, actor.env = on, env
         self.started.append(actor)
         return actor
 

@@ -20,6 +20,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.services.seats import Seat
 from composer_mesh.services.teaching import SdpoTeachers
 from composer_mesh.services.training import MeshTraining
 
@@ -177,12 +178,18 @@ class FakeRank(FakeActor):
 class FakeHost:
     """Starts fake teachers; `prepare` may set up each before it is used."""
 
+    room_s = 0.0
+
     def __init__(self, log: Log) -> None:
         self.log, self.prepare = log, _as_it_is
         self.started: list[FakeTeacher] = []
+        self.where: list[str | None] = []
 
-    async def spawn(self, name: str, _kind: Any, *, env: Any, policy: FaultPolicy) -> FakeTeacher:
+    async def spawn(
+        self, name: str, _kind: Any, *, env: Any, policy: FaultPolicy, on: str | None = None
+    ) -> FakeTeacher:
         assert policy is FaultPolicy.OWNER
+        self.where.append(on)
         teacher = FakeTeacher(name, self.log)
         self.prepare(teacher)
         self.started.append(teacher)
@@ -209,7 +216,11 @@ class Ring:
         self.events: Log = []
         self.host = FakeHost(self.log)
         self.ranks = [FakeRank(f"trainer-{n}", self.log, count) for n, count in enumerate(ranks)]
-        self.sdpo = SdpoTeachers(config, self.host, lambda _: {}, self.record)  # type: ignore[arg-type]
+        self.seats: dict[int, str] = {}
+        self.sdpo = SdpoTeachers(config, self.host, self.seat, self.record)  # type: ignore[arg-type]
+
+    def seat(self, number: int) -> Seat:
+        return Seat(self.seats.get(number), {})
 
     def record(self, *event: str, **_: Any) -> None:
         self.events.append(event)

@@ -1,0 +1,35 @@
+"""Paths of a config that mean the same from every folder.
+
+A config may be written with relative paths, which are meant from where its user stands.
+"""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from composer_mesh.configs.schema import Config
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def with_whole_paths(config: Config, folder: Path | None = None) -> Config:
+    """The same run with absolute paths; relative ones are meant from `folder`, or from here."""
+    return _section(config, folder or Path.cwd())
+
+
+def _section(section: Model, folder: Path) -> Model:
+    changed = {name: _value(value, folder) for name, value in section}
+    return section.model_copy(update=changed)
+
+
+def _value(value: Any, folder: Path) -> Any:
+    if isinstance(value, Path):
+        return folder / value
+    if isinstance(value, BaseModel):
+        return _section(value, folder)
+    if isinstance(value, tuple | list):
+        return type(value)(_value(one, folder) for one in value)
+    if isinstance(value, dict):
+        return {name: _value(one, folder) for name, one in value.items()}
+    return value

@@ -1,0 +1,220 @@
+"""A host that a worker offers: attached to, watched by its agent, lost when it is silent.
+
+The controller beats; while the agent answers, the lease of the worker is renewed. A host that is
+silent for longer than its lease has ended all that it ran for the run, whatever cut it off: that is
+why its work may be given to others then, and why it never serves again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import HostMesh, ProcMesh, attach_to_workers
+
+from composer_mesh.mesh.actor import monarch_name
+from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.hosts import address as addresses
+from composer_mesh.mesh.hosts.agent import HostAbout, HostAgent
+from composer_mesh.mesh.hosts.here import CHILD
+from composer_mesh.mesh.hosts.versions import differences, versions
+from composer_mesh.mesh.share import ADDRESS, FOLDER
+from composer_mesh.mesh.supervision import HostLost, MeshError, call
+from composer_mesh.mesh.waiting import cancel_and_wait
+
+BEATS = 5
+"""How often the controller beats in the time of a lease."""
+MARGIN = 1.4
+"""A host counts as lost after that many leases of silence: by then it has ended its own."""
+REFUSALS = 2
+"""A worker whose port has refused that often is gone, and what it had started with it."""
+AGAIN_S = 1.0
+LOOK_S = 5.0
+"""How long the agent waits for an end before it is asked again."""
+ANSWER_S = 30.0
+
+
+class HostRefused(MeshError):
+    """A worker that cannot serve this run: what was found, what must be, the repair."""
+
+
+class RemoteHost:
+    """One attached worker. `close` gives it back, and it ends."""
+
+    def __init__(self, name: str, address: str, lease_s: float) -> None:
+        self.name, self.address = name, address
+        self.lost: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()
+        self.about: HostAbout | None = None
+        self._lease_s = lease_s
+        self._mesh: HostMesh | None = None
+        self._procs: ProcMesh | None = None
+        self._agent: Any = None
+        self._beating: asyncio.Task[None] | None = None
+
+    @property
+    def mesh(self) -> HostMesh:
+        if self._mesh is None:
+            raise HostLost(self.name, "it is not attached")
+        return self._mesh
+
+    @property
+    def known(self) -> HostAbout:
+        """What it said of itself when it was attached."""
+        if self.about is None:
+            raise HostLost(self.name, "it is not attached")
+        return self.about
+
+    async def attach(self, deadline_s: float) -> None:
+        """Attach, start its agent, compare versions. Raises `HostRefused`.
+
+        The deadline holds for the whole.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._attach()
+        except (TimeoutError, MeshError) as error:
+            if isinstance(error, HostRefused):
+                raise
+            why = str(error) or f"no answer within {deadline_s:g} s"
+            raise HostRefused(
+                f"{self.name} at {self.address} could not be attached ({why}): is composer-mesh "
+                "worker running there, with the authority of this run, the same Monarch and a port "
+                "that this machine reaches?"
+            ) from error
+        self._beating = asyncio.create_task(self._beat())
+
+    async def _attach(self) -> None:
+        await self._until_it_listens()
+        with without_noise():
+            self._mesh = attach_to_workers(
+                workers=[self.address], ca="trust_all_connections", name=monarch_name(self.name)
+            )
+        try:
+            await self._mesh.initialized
+        except RuntimeError as error:
+            raise MeshError(str(error).partition("\n\n")[0]) from error
+        self._procs = self._mesh.spawn_procs(name=monarch_name(f"{self.name}-agent"))
+        self._agent = self._procs.spawn("host_agent", HostAgent)
+        self.about = await self._ask("about")
+        if found := differences(self.name, versions(), self.about.versions):
+            raise HostRefused(
+                f"{'; '.join(found)}: install the same on all hosts, with the same composer-mesh"
+            )
+        await self._ask("beat")
+
+    async def close(self, deadline_s: float) -> None:
+        """Give the host back: its worker ends. Waits for its word, at most `deadline_s`."""
+        if self._beating is not None:
+            await cancel_and_wait([self._beating])
+        if self._agent is not None and self.lost is not None and not self.lost.done():
+            with contextlib.suppress(MeshError):  # then its lease runs out
+                await self._ask("give_back", deadline_s=deadline_s)
+        self.lose("it was given back")
+
+    async def sees(self, path: os.PathLike[str]) -> str | None:
+        """The first line of a file as this host sees it; None where it has no such file."""
+        found: str | None = await self._ask("sees", path)
+        return found
+
+    async def has_folder(self, path: os.PathLike[str]) -> bool:
+        """Whether it has a folder."""
+        found: bool = await self._ask("has_folder", path)
+        return found
+
+    def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
+        arguments = ["-m", CHILD, name, token, str(self.known.server)]
+        return BootstrapCommand(self.known.python, None, arguments, {**self._places(), **env})
+
+    def _places(self) -> dict[str, str]:
+        """Where the user stands, and which modules are found there: the same as here."""
+        paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        return {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            FOLDER: str(Path.cwd()),
+            ADDRESS: addresses.split(self.address)[1],
+        }
+
+    async def ended(self, pid: int) -> str:
+        """The agent waits in small parts, so that an answer that is lost holds nobody up."""
+        while True:
+            try:
+                words: str | None = await self._ask("ended", pid, LOOK_S)
+            except MeshError:
+                words = None
+                await asyncio.sleep(AGAIN_S)
+            if words is not None:
+                return words
+            if self.lost is not None and self.lost.done():
+                return self.lost.result()
+
+    async def wait_gone(self, pid: int, deadline_s: float) -> bool:
+        try:
+            return await self._ask("ended", pid, deadline_s) is not None
+        except MeshError:  # nothing there can be asked: its lease ends it
+            return False
+
+    async def kill(self, pids: Sequence[int]) -> None:
+        with contextlib.suppress(MeshError):
+            await self._ask("kill", list(pids))
+
+    async def born(self, *marks: str) -> list[int]:
+        try:
+            found: list[int] = await self._ask("born", list(marks))
+        except MeshError:
+            return []
+        return found
+
+    async def _beat(self) -> None:
+        """Beat until the host is silent for too long.
+
+        Time is counted in beats, so that it stands still while this process itself does.
+        """
+        loop, every_s = asyncio.get_running_loop(), self._lease_s / BEATS
+        silent, refused = 0, 0
+        while silent < BEATS * MARGIN:
+            began = loop.time()
+            try:
+                await self._ask("beat", deadline_s=every_s)
+                silent, refused = 0, 0
+            except MeshError:
+                silent, refused = silent + 1, refused + 1 if await self._listens() is False else 0
+            if refused >= REFUSALS:
+                self.lose(f"nobody listens at {self.address} any more")
+                return
+            await asyncio.sleep(max(0.0, every_s - (loop.time() - began)))
+        self.lose(f"it gave no sign of life for {self._lease_s * MARGIN:g} s")
+
+    async def _until_it_listens(self) -> None:
+        """Monarch gives an address up for good that it could not reach."""
+        while True:
+            if await self._listens():
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _listens(self) -> bool | None:
+        """Whether somebody listens there; None where its machine is silent about it."""
+        _, host, port = addresses.split(self.address)
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), AGAIN_S)
+        except ConnectionRefusedError:
+            return False
+        except (TimeoutError, OSError):
+            return None
+        writer.close()
+        return True
+
+    def lose(self, reason: str) -> None:
+        """Take note that nothing there can be reached any more."""
+        if self.lost is not None and not self.lost.done():
+            self.lost.set_result(f"its host {self.name} is lost: {reason}")
+
+    async def _ask(self, endpoint: str, *args: Any, deadline_s: float = ANSWER_S) -> Any:
+        if self._agent is None:
+            raise HostLost(self.name, "it is not attached")
+        reply = getattr(self._agent, endpoint).call_one(*args)
+        return await call(reply, deadline_s, f"host {self.name}", endpoint, None)

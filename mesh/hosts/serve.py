@@ -1,0 +1,48 @@
+"""The program of a worker that serves Monarch: it starts the processes of a run on its host.
+
+A worker starts it and looks after it (`worker`). Its argument is the address that it listens on. It
+ends with its worker, and everything that it has started ends with it. How each of these has ended
+it notes in the worker's folder, where the host's agent reads it: only a parent can know.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.mesh.hosts.ends import Ends
+from composer_mesh.mesh.hosts.tied import end_with_parent
+
+FOLDER = "COMPOSER_MESH_WORKER_FOLDER"
+"""The folder of the worker, in the environment of all that it starts."""
+LOOK_S = 0.5
+
+
+def serve(address: str, folder: Path) -> None:
+    """Serve a run until the worker ends this process."""
+    prepare_environment()  # Monarch reads it when it is imported
+    from monarch.actor import run_worker_loop_forever
+
+    threading.Thread(target=Ends(folder).keep, name="ends of processes", daemon=True).start()
+    # Who may attach is settled by the certificates of the transport: docs/threat-model.md.
+    run_worker_loop_forever(address=address, ca="trust_all_connections")
+
+
+def end_with(parent: int) -> None:
+    """End this process once its worker is gone, where the kernel does not see to it."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    worker = os.getppid()
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with, args=[worker], daemon=True).start()
+    serve(sys.argv[1], Path(os.environ[FOLDER]))

@@ -1,0 +1,75 @@
+"""Processes that must not outlive others: what the kernel offers for it, on Linux.
+
+Elsewhere these do nothing, and the slower ways stand alone: looking, and leases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_S = 0.05
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever the processes below this one leave behind."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def end_descendants(deadline_s: float = 10.0) -> list[int]:
+    """Kill all that this process has started, and what that has started; collect it.
+
+    Waits until none is left; returns those that still are at the deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while (left := descendants(os.getpid())) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        collect()
+        time.sleep(LOOK_S)
+    return left
+
+
+def collect() -> dict[int, int]:
+    """The children of this process that have ended, with their wait status."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = ended[1]
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """Every process below one, also those that wait to be collected."""
+    parents = _parents()
+    found, front = [], {root}
+    while front:
+        front = {pid for pid, parent in parents.items() if parent in front}
+        found += sorted(front)
+    return found
+
+
+def _parents() -> dict[int, int]:
+    found: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            found[int(entry.name)] = int(fields[1])
+    return found

@@ -1,0 +1,51 @@
+"""What a host has installed that must be the same everywhere, and how hosts differ.
+
+Messages between processes are pickles of our own classes, so a host with another Python, torch,
+Monarch or other sources of ours would fail later, or silently compute something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "torchmonarch", "composer-mesh")
+SOURCES = "composer-mesh sources"
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Name and version of each; our own sources by their digest."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    found = {"Python": python} | {name: _version(name) for name in PACKAGES}
+    return found | {SOURCES: _digest()}
+
+
+def differences(host: str, here: dict[str, str], there: dict[str, str]) -> list[str]:
+    """`gpu-1 has torch 2.12.0, the controller 2.13.0` for each that differs."""
+    return [
+        f"{host} has {name} {there.get(name, 'of no version')}, the controller {mine}"
+        for name, mine in here.items()
+        if there.get(name) != mine
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _digest() -> str:
+    package = Path(__file__).resolve().parents[2]
+    floors = ("configs", "losses", "rollouts", "mesh", "actors", "services", "integrations")
+    found = hashlib.sha256()
+    for floor in floors:
+        for file in sorted((package / floor).rglob("*.py")):
+            found.update(f"{file.relative_to(package)}\n".encode())
+            found.update(file.read_bytes())
+    return found.hexdigest()[:12]

@@ -1,0 +1,197 @@
+"""The command `composer-mesh worker`: offers this host to a run, and ends all of it afterwards.
+
+    worker  (this process: knows no Monarch, nothing can hold it up)
+    └── serve   (Monarch's host: listens, starts processes)
+        ├── the host's agent, which hears the controller and renews the lease
+        └── the actors of the run
+
+Whoever reaches the port may run any code here, so it is bound to an address that only the hosts of
+a run reach, and by TLS to those that its authority knows. When the controller gives the host back,
+or is not heard for the time of the lease, nothing of the run stays, whatever state it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from composer_mesh.mesh import programs
+from composer_mesh.mesh.hosts import address as addresses
+from composer_mesh.mesh.hosts.certificates import tls_environment
+from composer_mesh.mesh.hosts.lease import Lease
+from composer_mesh.mesh.hosts.roster import Record, announce, read_record, withdraw
+from composer_mesh.mesh.hosts.serve import FOLDER
+from composer_mesh.mesh.hosts.tied import adopt_orphans, collect, end_descendants
+from composer_mesh.mesh.machine import this_host
+from composer_mesh.mesh.processes import is_alive
+
+AUTO = "auto"
+LOOK_S = 0.1
+LISTEN_S = 60.0
+ENDED, LEFT_ALONE = 0, 1
+
+
+class WorkerRefused(Exception):
+    """A worker that cannot be started so: what was given, the bound and the repair."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker was asked for on its command line.
+
+    `lease_s` is how long it goes on without its controller, `wait_s` how long it waits for one;
+    `with_process` is a local process without which there is no use for it.
+    """
+
+    listen: str = "tls://auto:0"
+    name: str = ""
+    roster: Path | None = None
+    authority: Path | None = None
+    lease_s: float = 15.0
+    wait_s: float = 600.0
+    with_process: int | None = None
+    subnets: tuple[str, ...] = ()
+    any_address: bool = False
+
+
+def worker_command(options: WorkerOptions) -> int:
+    """Serve one run. The status is 0 when the run gave the host back or SIGTERM ended it.
+
+    1 when no controller came, when it was not heard any more, or when serving failed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="composer-mesh-worker-"))
+    try:
+        return _Worker(options, folder).serve()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class _Worker:
+    options: WorkerOptions
+    folder: Path
+    clock: Callable[[], float] = time.monotonic
+    _told: list[int] = field(default_factory=list)
+
+    def serve(self) -> int:
+        name = self.options.name or socket.gethostname().partition(".")[0]
+        address = self._address(name)
+        env = self._environment(address)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._told.append(number))
+        adopt_orphans()
+        program = [sys.executable, "-m", "composer_mesh.mesh.hosts.serve", address]
+        serving = programs.beside(program, env)
+        try:
+            return self._look_after(serving, name, address)
+        finally:
+            self._leave_nothing(name)
+
+    def _look_after(self, serving: int, name: str, address: str) -> int:
+        if (why := self._until_it_listens(serving, address)) is not None:
+            return self._say(name, why, LEFT_ALONE)
+        record = Record(name, address, sys.executable, os.getpid(), this_host())
+        _write(sys.stdout, f"{name} listens on {address}")
+        with self._announced(record):
+            return self._say(name, *self._until_it_ends(serving))
+
+    def _until_it_listens(self, serving: int, address: str) -> str | None:
+        """Wait until somebody accepts connections; why nobody does, or None."""
+        _, host, port = addresses.split(address)
+        end = self.clock() + LISTEN_S
+        while self.clock() < end and not self._told:
+            if serving in collect():
+                return "it could not serve: its own words are above"
+            with contextlib.suppress(OSError), socket.create_connection((host, port), LOOK_S):
+                return None
+            time.sleep(LOOK_S)
+        return "it was told to end" if self._told else f"it did not listen within {LISTEN_S:g} s"
+
+    def _until_it_ends(self, serving: int) -> tuple[str, int]:
+        """Wait for the end, and say what it is."""
+        lease, began, options = Lease(self.folder), self.clock(), self.options
+        while True:
+            if self._told:
+                return f"ended by {signal.Signals(self._told[0]).name}", ENDED
+            if lease.ended:
+                return "the run gave this host back", ENDED
+            if serving in collect():
+                return "it stopped serving", LEFT_ALONE
+            if options.with_process is not None and not is_alive(options.with_process):
+                return f"process {options.with_process} is gone", LEFT_ALONE
+            age = lease.age_s()
+            if age is None and self.clock() - began > options.wait_s:
+                return f"no controller came within {options.wait_s:g} s", LEFT_ALONE
+            if age is not None and age > options.lease_s:
+                return f"nothing was heard of the controller for {options.lease_s:g} s", LEFT_ALONE
+            time.sleep(LOOK_S)
+
+    @contextlib.contextmanager
+    def _announced(self, record: Record) -> Iterator[None]:
+        """On the roster while the block runs, where there is one."""
+        roster = self.options.roster
+        if roster is not None:
+            announce(roster, record)
+        try:
+            yield
+        finally:
+            if roster is not None:
+                with contextlib.suppress(OSError):
+                    withdraw(roster, record)
+
+    def _address(self, name: str) -> str:
+        """Where to listen. A port on which this name was found before is not used again.
+
+        Monarch cannot attach twice to one address, so one that comes back must have another.
+        """
+        options = self.options
+        scheme, host, port = addresses.split(options.listen)
+        if host == AUTO:
+            host = addresses.own_address(scheme, options.subnets)
+        addresses.check_listen(
+            addresses.join(scheme, host, port), options.subnets, options.any_address
+        )
+        if port == 0:
+            return addresses.join(scheme, host, addresses.free_port(host))
+        known = None if options.roster is None else read_record(options.roster, name)
+        if known is not None and known.address.startswith(addresses.join(scheme, host, 0)[:-1]):
+            port = max(port, addresses.split(known.address)[2] + 1)
+        return addresses.join(scheme, host, port)
+
+    def _environment(self, address: str) -> Mapping[str, str]:
+        """That of all that is started here; a key of its own for TLS."""
+        scheme, host, _ = addresses.split(address)
+        env = {**os.environ, FOLDER: str(self.folder)}
+        if scheme != "tls":
+            return env
+        if self.options.authority is None:
+            raise WorkerRefused(
+                f"--listen {address} asks for TLS but --authority is not given, so nobody could "
+                "be told from a stranger: pass the folder with ca.pem and ca.key of the run"
+            )
+        own = self.folder / "tls"
+        return env | tls_environment(self.options.authority, own, [host])
+
+    def _leave_nothing(self, name: str) -> None:
+        if left := end_descendants():
+            _write(sys.stderr, f"{name}: processes {left} do not end")
+
+    def _say(self, name: str, why: str, status: int) -> int:
+        _write(sys.stdout if status == ENDED else sys.stderr, f"{name}: {why}")
+        return status
+
+
+def _write(stream: TextIO, words: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # who started it may have left
+        stream.write(f"composer-mesh worker {words}\n")
+        stream.flush()

@@ -1,0 +1,79 @@
+"""An actor that runs: how it is called, and how long others may rely on it.
+
+Who started it, and what becomes of it, is `spawn`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from monarch.actor import ProcMesh
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.heartbeat import LastWord
+from composer_mesh.mesh.hosts.host import Host
+from composer_mesh.mesh.supervision import ActorDied, call
+from composer_mesh.mesh.waiting import cancel_and_wait
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class SpawnedActor:
+    """An actor: its name in this run, its kind, the reference to call it by, its process.
+
+    `death` is done once it is known to be gone; None where nobody supervises. `host` is where.
+    """
+
+    name: str
+    kind: str
+    ref: Any
+    pid: int
+    actor_class: type[MeshActor]
+    procs: ProcMesh = field(repr=False)
+    host: Host = field(repr=False)
+    death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
+    last: LastWord = field(default_factory=LastWord, repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has noticed its end."""
+        return self.death is None or not self.death.done()
+
+    async def call(
+        self, endpoint: str, *args: Any, deadline_s: float = 120.0, **kwargs: Any
+    ) -> Any:
+        """Call one endpoint. Waits for its answer, at most `deadline_s`."""
+        reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
+        answer: Any = await call(reply, deadline_s, self.name, endpoint, self.death)
+        self.last.heard()
+        return answer
+
+
+async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s: float = 0.0) -> T:
+    """Work that also ends, by `ActorDied`, with an actor whose memory others may be reading.
+
+    A read from a process that is gone may hang, or fail before the end of the process is known:
+    that long is an error of the work held back to see whether it comes of such an end.
+    """
+    task, death = asyncio.ensure_future(work), actor.death
+    either: list[asyncio.Future[Any]] = [task, *([death] if death else [])]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        doubtful = bool(news_s) and task.done() and _may_come_of_a_death(task)
+        if death is not None and doubtful:
+            await asyncio.wait([death], timeout=news_s)
+        if death is not None and death.done() and (doubtful or not task.done()):
+            raise ActorDied(*death.result().args)
+        return task.result()
+    finally:
+        await cancel_and_wait([task])
+
+
+def _may_come_of_a_death(task: asyncio.Future[Any]) -> bool:
+    """Whether work has failed, and not for a death that is known."""
+    failed = None if task.cancelled() else task.exception()
+    return failed is not None and not isinstance(failed, ActorDied)

@@ -1,0 +1,141 @@
+"""Which addresses a host may listen on, and which one it takes by itself."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_mesh.mesh.hosts.address import (
+    BadAddress,
+    check_listen,
+    free_port,
+    join,
+    own_address,
+    split,
+)
+
+
+@given(
+    scheme=st.sampled_from(["tls", "tcp"]),
+    host=st.ip_addresses().map(str)
+    | st.from_regex(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", fullmatch=True),
+    port=st.integers(0, 65535),
+)
+def test_an_address_that_is_put_together_comes_apart_again(
+    scheme: str, host: str, port: int
+) -> None:
+    assert split(join(scheme, host, port)) == (scheme, host, port)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.5:22300",
+        "ipc://10.0.0.5:22300",
+        "tls://10.0.0.5",
+        "tls://:22300",
+        "tls://10.0.0.5:",
+        "tls://10.0.0.5:65536",
+        "tls://10.0.0.5:-1",
+        "tls://10.0.0.5:٣",
+        "tls://*:22300",
+        "tls://::1:22300",
+        "tls://[10.0.0.5]:22300",
+        "tcp://10.0.0.5:22300@tcp://0.0.0.0:22300",
+        "tls://10.0.0.5,0.0.0.0:22300",
+        "tls://10.0.0.5 :22300",
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
+    with pytest.raises(BadAddress, match=r"such as tls://10\.0\.0\.5:22300") as refused:
+        split(address)
+    assert repr(address) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "[::1]", "10.0.0.5", "172.31.0.9", "192.168.1.1", "100.64.3.4", "[fd00::2]"],
+)
+def test_loopback_and_private_addresses_pass(host: str) -> None:
+    check_listen(f"tls://{host}:22300")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "0", "[::ffff:0.0.0.0]", "0x0"])
+def test_every_spelling_of_all_addresses_is_refused(host: str) -> None:
+    with pytest.raises(BadAddress, match="every address of the machine"):
+        check_listen(f"tls://{host}:22300")
+    with pytest.raises(BadAddress, match="every address of the machine"):
+        check_listen(f"tls://{host}:22300", subnets=["0.0.0.0/0", "::/0"])
+
+
+@pytest.mark.parametrize(
+    "host", ["8.8.8.8", "172.32.0.1", "169.254.169.254", "[2001:4860::1]", "[::ffff:8.8.8.8]"]
+)
+def test_addresses_that_are_not_private_are_refused_with_the_ways_out(host: str) -> None:
+    with pytest.raises(BadAddress, match=r"is not private.*private address.*--subnet.*any-address"):
+        check_listen(f"tcp://{host}:22300")
+
+
+def test_a_network_that_is_named_bounds_the_addresses_and_may_be_public() -> None:
+    check_listen("tls://131.1.2.3:22300", subnets=["131.1.0.0/16"])
+    check_listen("tls://127.0.0.1:22300", subnets=["131.1.0.0/16"])
+    with pytest.raises(BadAddress, match=r"10\.0\.0\.5 is not in 131\.1\.0\.0/16.*--subnet"):
+        check_listen("tls://10.0.0.5:22300", subnets=["131.1.0.0/16"])
+
+
+def test_only_the_explicit_flag_opens_every_address() -> None:
+    check_listen("tls://0.0.0.0:22300", any_address=True)
+    with pytest.raises(BadAddress, match="is no address"):
+        check_listen("tls://*:22300", any_address=True)
+
+
+def test_a_name_is_judged_by_where_it_leads() -> None:
+    check_listen("tls://localhost:22300")
+    with pytest.raises(BadAddress, match=r"cannot be looked up.*IP address"):
+        check_listen("tls://no-such-host.invalid:22300")
+
+
+def test_a_subnet_that_is_no_network_is_named() -> None:
+    with pytest.raises(BadAddress, match=r"subnet '10\.0\.0\.5/8' is no network"):
+        check_listen("tls://10.0.0.5:22300", subnets=["10.0.0.5/8"])
+
+
+def test_the_own_address_can_be_listened_on_and_passes_the_check() -> None:
+    host = own_address("tls")
+    check_listen(join("tls", host, 0))
+    assert 0 < free_port(host) <= 65535
+
+
+@pytest.mark.parametrize("towards", ["127.0.0.1", "tls://127.0.0.1:22300", "localhost"])
+def test_the_own_address_is_the_one_from_which_the_other_is_reached(towards: str) -> None:
+    assert own_address("tcp", towards=towards) in {"127.0.0.1", "::1"}
+
+
+def test_without_an_address_in_the_subnet_the_refusal_names_those_there_are() -> None:
+    with pytest.raises(BadAddress, match=r"no address in 10\.255\.255\.252/32, it has .*--subnet"):
+        own_address("tls", subnets=["10.255.255.252/32"])
+
+
+def test_a_way_to_nowhere_is_told() -> None:
+    with pytest.raises(BadAddress, match=r"no route to no-such-host\.invalid"):
+        own_address("tls", towards="no-such-host.invalid")
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(BadAddress, match="scheme is 'ipc' but must be one of tls, tcp"):
+        own_address("ipc")
+
+
+def test_the_free_port_is_not_one_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert free_port("127.0.0.1") != taken.getsockname()[1]
+
+
+def test_an_address_of_another_machine_has_no_free_port_here() -> None:
+    with pytest.raises(BadAddress, match=r"198\.51\.100\.7 is no address of this machine"):
+        free_port("198.51.100.7")

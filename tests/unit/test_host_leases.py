@@ -1,0 +1,134 @@
+"""What a host knows of its controller and of the roster, without any process of Monarch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.mesh.hosts import worker as workers
+from composer_mesh.mesh.hosts.ends import Ends
+from composer_mesh.mesh.hosts.lease import Lease
+from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
+from composer_mesh.mesh.hosts.tied import descendants
+from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
+from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
+
+RECORD = Record("gpu-1", "tls://10.0.0.5:22300", "/usr/bin/python3", 12, "boot")
+
+
+def test_a_lease_ages_from_each_renewal_and_ends_by_word(tmp_path: Path) -> None:
+    now = [100.0]
+    lease = Lease(tmp_path, lambda: now[0])
+    assert (lease.age_s(), lease.ended) == (None, False)
+    lease.renew()
+    now[0] = 107.5
+    assert (lease.age_s(), lease.ended) == (7.5, False)
+    lease.renew()
+    assert lease.age_s() == 0.0
+    lease.end()
+    assert (lease.age_s(), lease.ended) == (None, True)
+
+
+def test_the_roster_lists_workers_in_natural_order_and_ignores_what_is_no_record(
+    tmp_path: Path,
+) -> None:
+    assert read_roster(tmp_path / "none") == []
+    for number in (10, 9, 1):
+        announce(tmp_path, replace(RECORD, name=f"gpu-{number}"))
+    (tmp_path / "torn.json").write_text('{"name": "x"')
+    (tmp_path / "list.json").write_text("[]")
+    assert [one.name for one in read_roster(tmp_path)] == ["gpu-1", "gpu-9", "gpu-10"]
+
+
+def test_a_worker_withdraws_its_own_record_only(tmp_path: Path) -> None:
+    announce(tmp_path, RECORD)
+    other = replace(RECORD, address="tls://10.0.0.6:22300", pid=13)
+    announce(tmp_path, other)
+    withdraw(tmp_path, RECORD)
+    assert read_record(tmp_path, "gpu-1") == other
+    withdraw(tmp_path, other)
+    assert read_record(tmp_path, "gpu-1") is None
+
+
+def test_hosts_that_differ_are_told_by_name_and_version() -> None:
+    here = versions()
+    assert set(here) == {"Python", "torch", "torchmonarch", "composer-mesh", SOURCES}
+    assert differences("gpu-1", here, dict(here)) == []
+    there = {**here, "torch": "2.12.0"}
+    del there["torchmonarch"]
+    assert differences("gpu-1", here, there) == [
+        f"gpu-1 has torch 2.12.0, the controller {here['torch']}",
+        f"gpu-1 has torchmonarch of no version, the controller {here['torchmonarch']}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (WorkerOptions(listen="tls://127.0.0.1:0"), "--authority is not given"),
+        (WorkerOptions(listen="tcp://0.0.0.0:22300"), "0.0.0.0"),
+        (WorkerOptions(listen="tcp://10.1.2.3:5000", subnets=("10.9.0.0/16",)), "10.9.0.0/16"),
+    ],
+)
+def test_a_worker_that_anybody_could_use_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, options: WorkerOptions, said: str
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(workers.programs, "beside", lambda *args: started.append(args))
+    with pytest.raises((WorkerRefused, ValueError), match=said):
+        worker_command(options)
+    assert started == []
+
+
+def test_how_a_child_has_ended_is_noted_by_its_parent(tmp_path: Path) -> None:
+    noting = (
+        "import pathlib, subprocess, sys, threading, time\n"
+        "from composer_mesh.mesh.hosts.ends import Ends\n"
+        "ends = Ends(pathlib.Path(sys.argv[1]))\n"
+        "threading.Thread(target=ends.keep, daemon=True).start()\n"
+        "child = subprocess.Popen(['sh', '-c', 'read line; exit 7'], stdin=subprocess.PIPE)\n"
+        "time.sleep(1)\n"
+        "print(child.pid, flush=True)\n"
+        "child.stdin.close()\n"  # nobody may collect it before its end is noted
+        "while ends.of(child.pid) is None: time.sleep(0.01)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", noting, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    ends = Ends(tmp_path)
+    assert ends.of(int(done.stdout)) == "its process exited with code 7"
+    assert ends.of(1) is None
+
+
+def test_a_worker_without_its_process_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    options = ["--listen", "tcp://127.0.0.1:0", "--with-process", str(gone.pid)]
+    command = [sys.executable, "-m", "composer_mesh", "worker", "--name", "w", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"process {gone.pid} is gone" in done.stderr
+
+
+def test_descendants_are_all_below_a_process() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
+    try:
+        end = time.monotonic() + 30
+        while len(found := descendants(child.pid)) < 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(found) == 1
+        assert child.pid in descendants(os.getpid())
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
