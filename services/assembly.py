@@ -5,16 +5,16 @@ The order of start and stop, and what a person is told. The run itself is the co
 
 import asyncio
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from composer_mesh.actors.checkpoint_folder import (
     CheckpointFailed,
@@ -24,6 +24,8 @@ from composer_mesh.actors.checkpoint_folder import (
 from composer_mesh.actors.policy import load_tokenizer
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.placing import NoRoom
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
@@ -41,10 +43,13 @@ from composer_mesh.services.metrics import replay_metrics
 from composer_mesh.services.recipes import UnreadableRecipe
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.report import read_metrics, summary_table, write_summary
+from composer_mesh.services.resume import whence
 from composer_mesh.services.run_directory import RunDirectoryError
+from composer_mesh.services.run_hosts import RunHosts
 from composer_mesh.services.run_mesh import RunMesh
 from composer_mesh.services.run_parts import RunParts
 from composer_mesh.services.run_watch import RunWatch
+from composer_mesh.services.stopping import STOPPED, Stopping, grace_s, until_interrupted
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.view import RunView
@@ -53,7 +58,7 @@ from composer_mesh.services.weight_transport import settled
 FAILED = 1
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
-    *(CheckpointFailed, UnreadableCheckpoint, UnreadableRecipe),
+    *(CheckpointFailed, ConfigError, NoRoom, UnreadableCheckpoint, UnreadableRecipe),
 )
 """Errors that say all there is to know, and what to do about it."""
 
@@ -68,7 +73,8 @@ def train_command(config: Config, output: Path, resumed: Sequence[Change] | None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
         run = Run(config, store, view, resumed)
-        code = asyncio.run(until_interrupted(run.live()))
+        live = until_interrupted(run.live(), run.stopping, grace_s(config))
+        code = asyncio.run(live)
     summary = write_summary(
         output,
         wall_s=time.monotonic() - began,
@@ -87,30 +93,9 @@ def train_command(config: Config, output: Path, resumed: Sequence[Change] | None
     console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
     if code == FAILED:
         sys.stderr.write(f"composer-mesh: {run.failure}\n")
+    elif code:
+        console.print(Text(whence(output, config.run.steps)), soft_wrap=True)
     return code
-
-
-async def until_interrupted(work: Coroutine[Any, Any, int]) -> int:
-    """Run to the end, or until SIGINT or SIGTERM; then let everything be taken down in order.
-
-    That takes a bounded time, so further signals do not disturb it.
-    """
-    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
-    received: list[int] = []
-
-    def interrupt(number: int) -> None:
-        if not received:
-            task.cancel()
-        received.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        return 128 + received[0]
 
 
 @dataclass
@@ -123,6 +108,8 @@ class Run:
     resumed: Sequence[Change] | None = None
     failure: str = ""
     controller: Controller | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    _hosts: RunHosts = field(init=False)
     _mesh: RunMesh | None = None
     _trainer: LastingTrainer | None = None
     _past: Past = field(default_factory=Past)
@@ -130,7 +117,12 @@ class Run:
 
     def __post_init__(self) -> None:
         self._watch = RunWatch(
-            self.store.root, self.config.run, self.view, self.event, self._progress
+            self.store.root,
+            self.config.run,
+            self.view,
+            self.event,
+            self._progress,
+            {"stop": self.stop, "join": self.join},
         )
 
     @property
@@ -154,11 +146,9 @@ class Run:
         supervisor = Supervisor(self.event)
         state = "failed"
         try:
-            with settled(self.config, self.store.root) as (config, weights):
-                async with MeshHost(supervisor) as host:
-                    await self._live_on(host, supervisor, config, weights)
-            state = "finished"
-            return 0
+            await self._live_with_hosts(supervisor)
+            state = "stopped" if self.stopping.ended else "finished"
+            return STOPPED if self.stopping.ended else 0
         except asyncio.CancelledError:
             state = "stopped"
             raise
@@ -172,8 +162,35 @@ class Run:
             self.failure = "".join(traceback.format_exception(error)).rstrip()
             return FAILED
         finally:
-            self.event(f"run_{state}", "", self.failure.rpartition("\n")[2])
+            self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
             self._watch.ended(state)
+
+    async def stop(self, now: bool = False) -> bool:
+        """Let the run end; whether a checkpoint is written before. Does not wait for it."""
+        return self.stopping.ask(now)
+
+    async def join(self, address: str) -> str:
+        """Attach a further worker; the name that its host has in the run."""
+        return await self._hosts.join(address)
+
+    def _left(self, state: str) -> str:
+        """From where a run that was stopped goes on."""
+        return whence(self.store.root, self.config.run.steps) if state == "stopped" else ""
+
+    async def _live_with_hosts(self, supervisor: Supervisor) -> None:
+        """Live on the hosts of the run, and give them back however it ends."""
+        host = MeshHost(supervisor)
+        hosts = self._hosts = RunHosts(self.config, self.store.root, host, self.event)
+        try:
+            if self.config.cluster.remote:
+                self.view.phase("waiting for hosts")
+                await hosts.attach()
+            with settled(self.config, self.store.root, hosts.count) as (config, weights):
+                hosts.shared_memory = weights.name == "shm"
+                async with host, hosts.watched():
+                    await self._live_on(host, supervisor, config, weights)
+        finally:
+            await hosts.give_back()
 
     async def _live_on(
         self, host: MeshHost, supervisor: Supervisor, config: Config, weights: Transport
@@ -204,7 +221,7 @@ class Run:
         self.view.phase("starting actors")
         signals = f"RDMA over {transport_name()}"
         transport = f"weights by {weights.name}, signals by {signals}"
-        await self._watch.open(host, transport)
+        await self._watch.open(host, transport, self._hosts)
         self.view.transport(transport)
         detail = f"weights travel by {weights}, teacher signals by {signals}"
         self.event("transport", "", detail, weights=weights.name)
@@ -218,7 +235,7 @@ class Run:
             await mesh.close()
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
-        return await RunMesh.start(config, host, self.event)
+        return await RunMesh.start(config, host, self.event, seats=self._hosts.place())
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
@@ -236,6 +253,7 @@ class Run:
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
         trainer = self._trainer = parts.trainer(begun)
         controller = self.controller = parts.controller(trainer, self.view, past)
+        controller.stopping = self.stopping
         self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))
 

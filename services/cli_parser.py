@@ -52,6 +52,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in that directory where it was stopped",
     )
     other.add_argument(
+        "--resume-or-begin",
+        action="store_true",
+        help="go on with the run in that directory, or begin it; a finished one stays as it is",
+    )
+    other.add_argument(
         "--replay-traces",
         type=Path,
         metavar="RUN",
@@ -61,6 +66,93 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--rollout-only",
         action="store_true",
         help="sample and store rollouts, without a trainer",
+    )
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="the run's directory, the same on all hosts; runs/NAME when not given",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in that directory"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print every file and command; change nothing"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="do not follow the run's output until it ends"
+    )
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--listen",
+        default="tls://auto:0",
+        metavar="ADDRESS",
+        help="tls://HOST:PORT or tcp://HOST:PORT; auto is this host's private address, port 0 a "
+        "free one; tls://auto:0 by default",
+    )
+    parser.add_argument("--name", default="", help="of this host in the run; its own by default")
+    parser.add_argument(
+        "--roster", type=Path, metavar="DIR", help="folder in which workers announce themselves"
+    )
+    parser.add_argument(
+        "--authority", type=Path, metavar="DIR", help="folder with ca.pem and ca.key; tls needs it"
+    )
+    parser.add_argument(
+        "--lease",
+        type=_seconds,
+        default=15.0,
+        metavar="S",
+        help="seconds without the controller after which all of the run here ends; 15 by default",
+    )
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for the controller to come; 600 by default",
+    )
+    parser.add_argument(
+        "--with-process", type=int, metavar="PID", help="end when this local process is gone"
+    )
+    parser.add_argument(
+        "--subnet",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="network whose addresses may be listened on; any private one by default; may be "
+        "given many times",
+    )
+    parser.add_argument(
+        "--any-address",
+        action="store_true",
+        help="listen on public addresses too, where whoever gets through may run any code",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+def _add_stop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
+    parser.add_argument(
+        "--now", action="store_true", help="without a checkpoint, in the middle of the step"
+    )
+
+
+def _add_join(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
+    parser.add_argument(
+        "address", metavar="ADDRESS", help="where a worker listens, such as tls://10.0.0.7:22300"
     )
 
 
@@ -139,6 +231,10 @@ COMMANDS = {
     "check-run": ("find what is damaged or missing in a run directory", _add_check_run),
     "train": ("train and evaluate a run", _add_train),
     "ablate": ("compare a run with and without its channels", _add_ablate),
+    "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
+    "worker": ("offer this host to a run", _add_worker),
+    "stop": ("let a run write a checkpoint and end", _add_stop),
+    "join": ("add a host to a run that goes on", _add_join),
     "replay": ("preference pairs from the traces of a run", add_options),
     "traces": ("the rollouts of a run: list, show and export them", add_traces_options),
     "reward": ("post a reward for a rollout of a run, also after training on it", _add_reward),

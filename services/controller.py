@@ -14,6 +14,9 @@ been: what it `begun` with are the steps that are done, one that was planned, an
 Where rollouts may lag, the sync of a version runs beside the next step. The window opens when all
 have pulled, and what needs the new version everywhere waits for it: evaluations, checkpoints, the
 end. Where they may not, everything waits for everything.
+
+Whoever asks the run to stop is heeded where it only waits, and between steps: what is done is in a
+checkpoint then, and the rest is what a resume does.
 """
 
 import asyncio
@@ -35,6 +38,7 @@ from composer_mesh.services.replay.asking import Replayed
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.report import Evaluation
 from composer_mesh.services.rollout import Rollouts
+from composer_mesh.services.stopping import StopAsked, Stopping
 from composer_mesh.services.sync_beside import SyncBeside
 
 
@@ -70,11 +74,13 @@ class Controller:
     begun: Begun = field(default_factory=Begun)
     rest: Replayed = field(default_factory=Replayed)
     """What teachers answered too late for the last step."""
+    stopping: Stopping = field(default_factory=Stopping)
 
     def __post_init__(self) -> None:
         schedule, begun = self.config.schedule, self.begun
         self.step, self.evaluations = begun.steps, list(begun.evaluations)
         self._planned = begun.planned
+        self._saved = 0 if begun.checkpoint is None else begun.checkpoint.step
         self._window = Window(
             schedule.prompts_per_step,
             schedule.max_lag,
@@ -95,37 +101,59 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Evaluate, train every step, save, evaluate. Waits for the end of the run.
+        """Evaluate, train every step, save, evaluate. Waits for the end of the run, or for a stop.
 
         However it ends, nothing that it started is still under way.
         """
+        self.stopping.heeded = True
         try:
             await self._syncs.guard(self._run())
         finally:
+            self.stopping.heeded = False
             await self._groups.close()
             if self.ports.replay is not None:
                 await self.ports.replay.close()
+            await self.stopping.close()
 
     async def _run(self) -> None:
+        try:
+            await self._to_the_end()
+        except StopAsked:
+            await self._leave()
+
+    async def _to_the_end(self) -> None:
         await self._begin()
         self.ports.watch.phase("training")
         for step in range(self.begun.steps, self.config.run.steps):
+            self.stopping.check()
             await self._one_step(step)
-        await self.ports.save(self.config.run.steps)
+        await self._save(self.config.run.steps)
         if not self._evaluated(self.config.run.steps):
             await self._evaluate(self.config.run.steps)
         if self.ports.replay is not None:
             self.rest = await self.ports.replay.drain()
         await self.ports.saved()
 
+    async def _leave(self) -> None:
+        """Bring what is done to the disk, so that a resume need not do it again."""
+        self.ports.watch.phase("writing a checkpoint, to stop")
+        await self._syncs.finish()
+        if self.step > self._saved:
+            await self._save(self.step)
+        await self.ports.saved()
+        self.stopping.left()
+
+    async def _save(self, steps: int) -> None:
+        await self.ports.save(steps)
+        self._saved = steps
+
     async def _begin(self) -> None:
         """Serve the policy that the run begins with; save and evaluate it where that is due."""
-        start, checkpoint = self.begun.steps, self.begun.checkpoint
+        start = self.begun.steps
         if start:
             self._window.pulled(await self._syncs.now())
-        saved = checkpoint is not None and checkpoint.step == start
-        if start and self._saves_after(start) and not saved:
-            await self.ports.save(start)
+        if self._saves_after(start) and start > self._saved:
+            await self._save(start)
         due = not start or self._evaluates_after(start)
         if due and not self._evaluated(start):
             await self._evaluate(start)
@@ -176,7 +204,8 @@ class Controller:
 
     async def _collect(self, step: int) -> list[Group]:
         """The step's groups. Waits for the slowest of them."""
-        groups = await self._groups.collect(self.config.schedule.prompts_per_step)
+        collecting = self._groups.collect(self.config.schedule.prompts_per_step)
+        groups = await self.stopping.unless(collecting)
         sizes, wanted = [len(group.traces) for group in groups], self.config.schedule.group_size
         self.ports.rollouts.retries.check_step(step + 1, sizes, wanted)
         return groups
@@ -195,7 +224,9 @@ class Controller:
         self._fill_window()
 
     async def _take_pairs(self, step: int) -> Taken | None:
-        return None if self.ports.replay is None else await self.ports.replay.take(step)
+        if self.ports.replay is None:
+            return None
+        return await self.stopping.unless(self.ports.replay.take(step))
 
     async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
         """Save where it is due. An alarm that ends the run does so here, after a checkpoint."""
@@ -203,7 +234,7 @@ class Controller:
         alarm = watch.judge(metrics) if watch is not None else None
         if alarm is not None or self._saves_after(steps):
             await self._syncs.finish()
-            await self.ports.save(steps)
+            await self._save(steps)
         if alarm is not None:
             await self.ports.saved()
             raise alarm
@@ -232,7 +263,7 @@ class Controller:
         """
         self.ports.watch.phase(f"evaluating after step {step}")
         asked = self.config.eval.episodes
-        traces = await self._groups.evaluate(asked)
+        traces = await self.stopping.unless(self._groups.evaluate(asked))
         self.ports.rollouts.retries.check_evaluation(step, len(traces), asked)
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))

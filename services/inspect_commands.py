@@ -22,12 +22,13 @@ from rich.text import Text
 from composer_mesh.mesh.admin import (
     CONTROLLER_PROC,
     AdminUnreachable,
+    TlsFiles,
     open_tui,
     read_mesh,
     read_stacks,
 )
 from composer_mesh.services.live_run import RunUnavailable, live_run, status_of
-from composer_mesh.services.mesh_view import owner_of
+from composer_mesh.services.mesh_view import is_controllers, owner_of
 from composer_mesh.services.page import plain_text
 from composer_mesh.services.stacks import Stacks, read_pyspy, stack_lines
 from composer_mesh.services.status import RunStatus
@@ -56,14 +57,16 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
 async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
     """The stacks of the controller and of each actor. Waits for all of them."""
     url = _admin_of(status)
-    mesh = await asyncio.to_thread(read_mesh, url)
+    mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.told(status.admin_tls))
     targets: list[tuple[str, int | None, str]] = []
-    for proc in (proc for host in mesh.hosts for proc in host.procs):
-        if proc.name == CONTROLLER_PROC:
+    for host, proc in ((host, proc) for host in mesh.hosts for proc in host.procs):
+        if proc.name == CONTROLLER_PROC and is_controllers(host, status):
             targets.append(("controller", status.pid, proc.reference))
         elif (owner := owner_of(proc, status)) is not None:
             targets.append((owner.name, owner.pid, proc.reference))
-    answers = await read_stacks(url, [reference for *_, reference in targets])
+    answers = await read_stacks(
+        url, [reference for *_, reference in targets], TlsFiles.told(status.admin_tls)
+    )
     return [
         read_pyspy(name, pid, answer, native)
         for (name, pid, _), answer in zip(targets, answers, strict=True)
@@ -104,10 +107,11 @@ def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
 
 def tui_command(run: Path | None) -> int:
     """Open Monarch's own terminal interface on a live run, until it is left."""
-    url = _admin_of(status_of(live_run(run)))
+    status = status_of(live_run(run))
+    url = _admin_of(status)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RunUnavailable("the interface needs a terminal: use composer-mesh tree instead")
-    open_tui(url)
+    open_tui(url, TlsFiles.told(status.admin_tls))
     return 0
 
 

@@ -35,6 +35,7 @@ def commands_for(run: Path, telemetry: bool) -> list[str]:
         f"composer-mesh tree {place} --watch",
         f"composer-mesh events {place} --follow",
         f"composer-mesh scale {place} generator=N",
+        f"composer-mesh stop {place}",
         f"composer-mesh stacks {place}",
         f"composer-mesh tui {place}",
     ]

@@ -13,7 +13,7 @@ from typing import Any
 from composer_mesh.actors.signals import SignalHandle
 from composer_mesh.actors.sources import asks_the_student, has_own_head
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.alignment import HintedView

@@ -12,7 +12,7 @@ from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.actors.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch

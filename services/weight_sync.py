@@ -6,7 +6,7 @@ Only the order of calls; bytes move in `mesh.weights`.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.ports import MayTrain

@@ -25,7 +25,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tasks import Task, make_task
 from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.assembly import FAILED, Run, until_interrupted
+from composer_mesh.services.assembly import FAILED, Run
 from composer_mesh.services.batcher import Batcher
 from composer_mesh.services.composing import Composer
 from composer_mesh.services.halves.replaying import ReplayPorts, ReplayTraining, TeachersAlone
@@ -36,6 +36,7 @@ from composer_mesh.services.looking_back import Past
 from composer_mesh.services.replay.parts import make_late_rewards
 from composer_mesh.services.run_mesh import Half, RunMesh
 from composer_mesh.services.run_parts import RunParts
+from composer_mesh.services.stopping import until_interrupted
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training import MeshTraining, ReplayTeachers
@@ -52,7 +53,7 @@ def half_command(config: Config, output: Path, source: Path | None) -> int:
         run: HalfRun = SamplingRun(config, store, view)
         if source is not None and reader is not None:
             run = ReplayRun(config, store, view, source=reader, root=source)
-        code = asyncio.run(until_interrupted(run.live()))
+        code = asyncio.run(until_interrupted(run.live(), run.stopping))
     Console().print(Text(f"{config.run.name}: {run.told}"), soft_wrap=True)
     if code == FAILED:
         sys.stderr.write(f"composer-mesh: {run.failure}\n")
@@ -68,7 +69,7 @@ class HalfRun(Run, ABC):
     """What came of it, for the one who started it."""
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
-        return await RunMesh.start(config, host, self.event, self.half)
+        return await RunMesh.start(config, host, self.event, self.half, self._hosts.place())
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
@@ -80,6 +81,10 @@ class HalfRun(Run, ABC):
         self.view.phase("loading the policy")
         await mesh.load(folder, task, self.store.root)
         await self._work(mesh, task, chat)
+
+    def _left(self, state: str) -> str:
+        """Half a run is not resumed."""
+        return self.told if state == "stopped" else ""
 
     @abstractmethod
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_world import CHANNELS, Done, World, rollouts_of
+from controller_world import CHANNELS, Done, World, controller_of, rollouts_of
 
 from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.actors.sqlite_file import SqliteFile
@@ -34,6 +34,7 @@ from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.hint_writing import HintWriting
 from composer_mesh.services.looking_back import Past, begun_of, look_back, restore_asking
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
+from composer_mesh.services.stopping import Stopping
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
 from composer_mesh.services.store.schema import KIND, STORE_FILE
@@ -108,12 +109,13 @@ class Life:
         self.checkpoints: dict[int, str] = {}
         self.events: list[Done] = []
         self.sampled: list[str] = []
+        self.stopping = Stopping()
 
     async def live(
         self, resumed: bool, seed: int, happened: asyncio.Event | None = None, things: int = 0
     ) -> None:
         """Go on to the end; sets the event when so many things have happened in the world."""
-        world = Learning(self.task, self.chat, seed=seed)
+        world, self.stopping = Learning(self.task, self.chat, seed=seed), Stopping()
         world.happened, world.things = happened, things
         world.checkpoints = self.checkpoints
         try:
@@ -148,7 +150,7 @@ class Life:
         rollouts = rollouts_of(world, config)
         hints = HintWriting(world, config, world.task, world.chat, lambda _: None)
         ports = Ports(rollouts, stream, world, world, store, world, world.save, world.saved, hints)
-        return Controller(config, world.task, composer, ports, begun)
+        return Controller(config, world.task, composer, ports, begun, stopping=self.stopping)
 
     def _post(self, store: RunStore, trace_id: str, reward: float) -> None:
         if not any(one.trace_id == trace_id for one in store.reading.rewards(None)):
@@ -172,10 +174,8 @@ def timing(key: str) -> bool:
     return key.startswith(("time/", "store/")) or key == "weights/hidden_share"
 
 
-async def stopped_after(moment: tuple[int, int], life: Life, resumed: bool, seed: int) -> bool:
-    """Whether the run came to its end before it was stopped: after so many turns of the loop when
-    so many things had happened in its world.
-    """
+async def at(moment: tuple[int, int], life: Life, resumed: bool, seed: int) -> asyncio.Task[None]:
+    """The run, after so many turns of the loop when so many things had happened in its world."""
     things, turns = moment
     running = asyncio.create_task(life.live(resumed, seed, happened := asyncio.Event(), things))
     ahead = asyncio.create_task(happened.wait())
@@ -183,12 +183,30 @@ async def stopped_after(moment: tuple[int, int], life: Life, resumed: bool, seed
     ahead.cancel()
     for _ in range(turns):
         await asyncio.sleep(0)
+    return running
+
+
+async def stopped_after(moment: tuple[int, int], life: Life, resumed: bool, seed: int) -> bool:
+    """Whether the run came to its end before it was cancelled."""
+    running = await at(moment, life, resumed, seed)
     running.cancel()
     try:
         await running
     except asyncio.CancelledError:
         return False
     return True
+
+
+async def asked_after(moment: tuple[int, int], life: Life, resumed: bool, seed: int) -> bool:
+    """Whether the run came to its end although it was asked to stop."""
+    running = await at(moment, life, resumed, seed)
+    life.stopping.over(running)
+    life.stopping.ask()
+    try:
+        await running
+    except asyncio.CancelledError:
+        return False  # before anybody could heed it
+    return not life.stopping.ended
 
 
 @pytest.fixture
@@ -237,3 +255,58 @@ async def test_no_group_that_was_finished_is_sampled_again_where_rollouts_run_ah
     assert again | finished == set(range(STEPS * PROMPTS))
     if config.schedule.max_lag:
         assert not again & finished
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_run_that_is_asked_to_stop_has_a_checkpoint_of_its_last_step_and_goes_on_as_if_not(
+    make_life: Any, config: Config, seed: int
+) -> None:
+    rng = random.Random(seed)
+    whole = make_life("whole")
+    await whole.live(resumed=False, seed=1)
+    life, lives = make_life("asked"), 0
+    while not await asked_after(a_moment(rng), life, lives > 0, seed=1):
+        lives += 1
+        assert lives < 400, life.metrics()
+        steps = len(life.metrics())
+        assert max(life.checkpoints, default=0) == steps
+        assert not any(name == "run_caught_up" for name, _ in life.events)
+    assert lives > 2
+    assert [one["step"] for one in life.metrics()] == [1, 2, 3, 4]
+    if config.schedule.max_lag == 0:
+        assert life.metrics() == whole.metrics()
+
+
+class Hanging(World):
+    """Whose generation hangs when the first step is trained."""
+
+    async def train(self, batch: StepBatch) -> dict[str, Any]:
+        metrics = await super().train(batch)
+        self.hang = "generation"
+        return metrics
+
+    async def save(self, step: int) -> None:
+        for _ in range(100):  # a disk is slow
+            await asyncio.sleep(0)
+        await super().save(step)
+
+    def abandon(self, session_id: str) -> None:
+        super().abandon(session_id)
+        self.done.append(("abandoned", session_id))
+
+
+async def test_rollouts_that_are_sampled_together_stay_together_until_the_checkpoint_is_written(
+    config: Config, tokenizer: Any, toolbox: ToolboxTask
+) -> None:
+    """One that left its batch would change the last digits of the others, which are stored."""
+    world = Hanging(toolbox, ChatFormat(tokenizer, toolbox.tools), seed=1)
+    controller = controller_of(world, config)
+    running = asyncio.create_task(controller.run())
+    for _ in range(5000):  # until nothing can go on
+        await asyncio.sleep(0)
+    assert controller.stopping.ask()
+    await running
+    kinds = [kind for kind, _ in world.done]
+    assert kinds.count("abandoned") >= PROMPTS
+    assert kinds.index("saved") < kinds.index("abandoned")
+    assert world.names("saved")[-1] == controller.step >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ async def test_the_status_has_every_actor_and_how_far_the_run_is(world: World) -
     assert [actor.name for actor in status.actors] == ["trainer", "generator-0", "generator-0.2"]
     assert (status.state, status.step, status.steps, status.restarts) == ("running", 3, 20, 2)
     assert (status.pid, status.admin_url, status.live) == (os.getpid(), "http://admin", True)
+    assert (status.here, status.hostname) == (True, socket.gethostname())
 
 
 async def test_a_run_is_scaled_while_it_is_watched_and_not_after(world: World) -> None:
@@ -143,5 +145,6 @@ def test_a_run_that_never_opened_leaves_no_status(tmp_path: Path) -> None:
 def test_the_commands_can_be_typed_as_they_are_shown() -> None:
     plain = commands_for(Path("runs/a b"), telemetry=False)
     assert plain[0] == "composer-mesh tree 'runs/a b' --watch"
-    assert [line.split()[1] for line in plain] == ["tree", "events", "scale", "stacks", "tui"]
+    named = [line.split()[1] for line in plain]
+    assert named == ["tree", "events", "scale", "stop", "stacks", "tui"]
     assert commands_for(Path("r"), telemetry=True)[-1].startswith("composer-mesh query r ")

@@ -1,0 +1,123 @@
+"""The commands about a config: check it, train it or half of it, compare its channels.
+
+Heavy modules are imported only when they run, after the config has been accepted, so that `check`
+loads neither torch nor Monarch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from composer_mesh.actors.engines.vllm_checks import check_vllm_installed
+from composer_mesh.configs.changes import Change
+from composer_mesh.configs.layout import plan_mesh
+from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
+from composer_mesh.services.commands.accepting import (
+    UsageError,
+    accept,
+    accepted,
+    interrupt_kept,
+    items,
+    numbers,
+    startable,
+)
+from composer_mesh.services.placement_table import print_placement
+from composer_mesh.services.plan_table import print_plan
+from composer_mesh.services.resume import RunFinished, may_be_resumed, refuse_unfit
+from composer_mesh.services.run_directory import RUNS, claimed, refuse_a_used, set_aside
+from composer_mesh.services.store.schema import STORE_FILE
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print the resolved run, its mesh and its placement; starts nothing."""
+    config = load_config(arguments.config, arguments.set, model_later=True)
+    seats = accept(config)
+    if not config.placement.hosts:  # hosts that are described need not be this one
+        check_vllm_installed(config)
+    print(dump_toml(config))
+    print_plan(plan_mesh(config), Console())
+    print_placement(seats, Console())
+    return 0
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Accept the config, claim the run directory, then hand over to the assembly."""
+    config = accepted(arguments)
+    if arguments.rollout_only or arguments.replay_traces:
+        return _half(config, arguments.output, arguments.replay_traces)
+    output, resumed = arguments.output or RUNS / config.run.name, None
+    try:
+        if arguments.resume or (arguments.resume_or_begin and may_be_resumed(output)):
+            resumed = refuse_unfit(output, config)
+        elif not arguments.resume_or_begin:
+            make_room(output, named=arguments.output is not None)
+    except RunFinished as finished:
+        if not arguments.resume_or_begin:
+            raise
+        print(f"nothing to do: {finished}")
+        return 0
+    with claimed(output):
+        return start(config, output, resumed)
+
+
+def _half(config: Config, output: Path | None, source: Path | None) -> int:
+    """Train on the rollouts of a run alone, or sample alone where no run is named."""
+    place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
+    if source is not None and not (source / STORE_FILE).is_file():
+        raise UsageError(
+            f"--replay-traces {source} has no {STORE_FILE} but must be the directory of a run: "
+            "correct it, or resume a run of an older version once, which makes it"
+        )
+    make_room(place, named=output is not None)
+    with claimed(place):
+        prepare_environment()  # Monarch reads it when the assembly imports it
+        with interrupt_kept():
+            from composer_mesh.services.halves.command import half_command
+
+        return half_command(config, place, source)
+
+
+def make_room(output: Path, named: bool) -> None:
+    """A directory that the user has named must be new; an earlier run in another one moves."""
+    if named:
+        refuse_a_used(output)
+    elif place := set_aside(output):
+        print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
+
+
+def ablate(arguments: argparse.Namespace) -> int:
+    """Accept every run of the ablation, train what has not finished, then print the table."""
+    plan = plan_ablation(
+        arguments.config,
+        arguments.set,
+        items(arguments.arms),
+        numbers("--seeds", arguments.seeds),
+        arguments.eval_every,
+    )
+    for run in plan.runs:
+        accept(run.config)
+        startable(run.config)
+    output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
+    refuse_other_runs(plan, output)
+    with claimed(output):
+        from composer_mesh.services.ablation.command import ablate_command
+
+        return ablate_command(plan, output, start)
+
+
+def start(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
+    """Hand over to the assembly, which loads torch and Monarch.
+
+    A run that goes on comes with the changes of its config.
+    """
+    prepare_environment()  # Monarch reads it when the assembly imports it
+    with interrupt_kept():
+        from composer_mesh.services.assembly import train_command
+
+    return int(train_command(config, output, resumed))

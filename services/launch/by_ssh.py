@@ -1,0 +1,160 @@
+"""A run on hosts at given addresses: workers there, the controller on this machine or the first.
+
+ssh, no tunnel    workers and controller are left behind on their hosts: nothing depends on us
+ssh, a tunnel     the controller is here, and each worker in the ssh that carries it
+no ssh            the controller is here; workers on loopback too, others are running already
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from composer_mesh.mesh import programs
+from composer_mesh.mesh.hosts.roster import ROSTER
+from composer_mesh.services.launch import detached
+from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
+from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
+from composer_mesh.services.launch.ssh_words import inside, left_behind, to
+from composer_mesh.services.launch.workers import CONTROLLER, Worker, is_here, workers_of
+
+STATE_S = 20.0
+ASK_S = 5.0
+"""How often another host is asked whether the controller is there, while its log is followed."""
+
+
+class HostsLauncher:
+    """Brings a run to hosts whose addresses the config knows."""
+
+    def plan(self, order: Order) -> Plan:
+        before, after = _begun_by_us(order)
+        commands = [_start(order, one) for one in before]
+        return Plan(
+            commands=[*commands, _controller(order), *(one.command(order) for one in after)]
+        )
+
+    def submit(self, order: Order, plan: Plan) -> Handle:
+        before, after = _begun_by_us(order)
+        log = log_file(order.output)
+        renamed_log(log)
+        for one in (*before, *after):
+            renamed_log(one.log(order))
+            # Of an earlier start; a record that is there is taken for a worker.
+            (order.output / ROSTER / f"{one.name}.json").unlink(missing_ok=True)
+        commands, begun = iter(plan.commands), list[tuple[Worker, int]]()
+        try:
+            for one in before:
+                pid = _begin(order, one, next(commands))
+                begun.append((one, pid))
+            handle = _begin_controller(order, next(commands), log)
+        except programs.ProgramFailed as failed:
+            _undo(order, begun)
+            raise LaunchFailed(f"{failed}; workers that had been started are ended") from None
+        for one in after:
+            pid = detached.pid_of(handle.job)
+            words = [str(pid) if word == CONTROLLER else word for word in next(commands)]
+            programs.detached(words, one.log(order), order.folder)
+        return handle
+
+    def state(self, handle: Handle) -> tuple[State, str]:
+        if not handle.reach:
+            alive = detached.lives(handle.job)
+            pid = detached.pid_of(handle.job)
+            return ("running" if alive else "ended"), f"process {pid}"
+        text = inside(handle.folder, ["kill", "-0", handle.job])
+        done = programs.run([*handle.reach, text], check=False, deadline_s=STATE_S)
+        where = f"process {handle.job} on {_destination(handle)}"
+        if done.status == 255:  # ssh's own
+            return "unknown", f"{where}: {done.stderr.strip() or 'ssh failed'}"
+        return ("ended" if done.status else "running"), where
+
+    def follow(self, handle: Handle) -> Iterator[str]:
+        assert handle.log is not None
+        every_s = ASK_S if handle.reach else 0.0
+        goes_on = detached.Paced(lambda: self.state(handle)[0] != "ended", every_s)
+        return detached.lines_of(handle.log, goes_on)
+
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        if not handle.reach:
+            detached.end(handle.job, grace_s)
+            return
+        script = (
+            'kill -TERM "$1" 2>/dev/null || exit 0; n=0; '
+            'while kill -0 "$1" 2>/dev/null; do '
+            'n=$((n+1)); [ $n -gt "$2" ] && { kill -KILL "$1"; exit 0; }; sleep 1; done'
+        )
+        words = ["sh", "-c", script, "sh", handle.job, f"{grace_s:.0f}"]
+        text = inside(handle.folder, words)
+        programs.run([*handle.reach, text], deadline_s=grace_s + STATE_S)
+
+
+def _begun_by_us(order: Order) -> tuple[list[Worker], list[Worker]]:
+    """Workers that are started by ssh, and those that are started here after the controller."""
+    ours = [one for one in workers_of(order) if not one.expected]
+    by_ssh = [one for one in ours if one.destination]
+    return by_ssh, [one for one in ours if not one.destination]
+
+
+def _controller(order: Order) -> list[str]:
+    """What is run here so that the controller runs where it belongs."""
+    how = ["--resume"] if order.resume else []
+    command = controller_command(order.python, order.output, *how)
+    if reach := _reach(order):
+        return [*reach, left_behind(order.folder, command, log_file(order.output))]
+    return command
+
+
+def _begin_controller(order: Order, command: Sequence[str], log: Path) -> Handle:
+    reach = _reach(order)
+    if reach:
+        job = str(_pid(command, programs.run(command).stdout))
+    else:
+        job = detached.name_of(programs.detached(command, log, order.folder))
+    return Handle("hosts", order.output, job, order.python, order.folder, reach, log)
+
+
+def _reach(order: Order) -> tuple[str, ...]:
+    """How the controller's host is reached; empty where that is this machine."""
+    ssh, first = order.config.cluster.ssh, workers_of(order)[0]
+    if ssh is None or ssh.tunnel or is_here(first.address):
+        return ()
+    return to(first.destination, ssh)
+
+
+def _start(order: Order, one: Worker) -> list[str]:
+    """What is run here so that a worker that ssh reaches runs there."""
+    command, ssh = one.command(order), order.config.cluster.ssh
+    assert ssh is not None
+    if one.tunnel:
+        return [*one.tunnel, inside(order.folder, command)]
+    return [*to(one.destination, ssh), left_behind(order.folder, command, one.log(order))]
+
+
+def _begin(order: Order, one: Worker, command: Sequence[str]) -> int:
+    """Start a worker by ssh; its process id there, or that of its ssh here."""
+    if one.tunnel:
+        return programs.detached(command, one.log(order), order.folder)
+    return _pid(command, programs.run(command).stdout)
+
+
+def _undo(order: Order, begun: Sequence[tuple[Worker, int]]) -> None:
+    """End workers of a launch that failed; one that cannot be reached ends when nobody comes."""
+    for one, pid in begun:
+        ssh = order.config.cluster.ssh
+        if one.tunnel or ssh is None:
+            detached.end(detached.name_of(pid), 0.0)
+        else:
+            text = inside(order.folder, ["kill", "-TERM", str(pid)])
+            programs.run([*to(one.destination, ssh), text], check=False, deadline_s=STATE_S)
+
+
+def _pid(command: Sequence[str], said: str) -> int:
+    """The last line that the other side printed; shells greet before."""
+    last = said.strip().rpartition("\n")[2].strip()
+    if not last.isdecimal():
+        raise programs.ProgramFailed(command, f"it told no process id but {said.strip()[-200:]!r}")
+    return int(last)
+
+
+def _destination(handle: Handle) -> str:
+    return handle.reach[-2]

@@ -1,0 +1,163 @@
+"""`composer-mesh launch`: brings a run to where its config says, and follows it.
+
+Everything that can be refused is refused before anything is written. What a kind of cluster needs
+is its launcher's; here is the order in which it is done, and what a person is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_mesh.configs.paths import with_whole_paths
+from composer_mesh.configs.placing import described_hosts
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
+from composer_mesh.mesh.programs import ProgramFailed
+from composer_mesh.services.commands.accepting import accepted
+from composer_mesh.services.launch.follow import follow
+from composer_mesh.services.launch.handle import hints, read_handle, write_handle
+from composer_mesh.services.launch.kinds import launcher_of
+from composer_mesh.services.launch.orders import FOLDER, authority_of, with_config, write_files
+from composer_mesh.services.launch.ports import (
+    Handle,
+    Launcher,
+    LaunchFailed,
+    LaunchRefused,
+    Order,
+    Plan,
+)
+from composer_mesh.services.launch.workers import CONTROLLER, workers_of
+from composer_mesh.services.resume import RunFinished, may_be_resumed, refuse_unfit
+from composer_mesh.services.run_directory import (
+    RUNS,
+    claimed,
+    holds_a_run,
+    refuse_a_used,
+    set_aside,
+)
+
+
+def launch_command(arguments: argparse.Namespace) -> int:
+    """Launch. The status is the run's, 0 with --detach, 130 when Ctrl-C ended the following."""
+    config = accepted(arguments)
+    output = (arguments.output or RUNS / config.run.name).absolute()
+    if (status := _refuse(output, config, arguments)) is not None:
+        return status
+    order = Order(
+        with_whole_paths(config),
+        tuple(described_hosts(config.placement)),
+        output,
+        Path.cwd(),
+        config.cluster.python or sys.executable,
+        arguments.resume,
+    )
+    launcher = launcher_of(config.cluster.kind)
+    plan = with_config(order, launcher.plan(order))
+    if arguments.dry_run:
+        _print_plan(order, plan)
+        return 0
+    handle = _submit(launcher, order, plan, named=arguments.output is not None)
+    _print_handle(output, handle, config.run.telemetry)
+    return 0 if arguments.detach else follow(launcher, handle, output)
+
+
+def _refuse(output: Path, config: Config, arguments: argparse.Namespace) -> int | None:
+    """Raise where the run may not have that directory; a status where nothing is left to do."""
+    _refuse_a_live(output)
+    if not arguments.resume:
+        if arguments.output is not None:
+            refuse_a_used(output)
+        return None
+    if not may_be_resumed(output) and _is_elsewhere(output):
+        return None  # its directory is on a volume that only the run sees
+    try:
+        refuse_unfit(output, config)
+    except RunFinished as finished:
+        print(f"nothing to do: {finished}")
+        return 0
+    return None
+
+
+def _refuse_a_live(output: Path) -> None:
+    handle = read_handle(output)
+    if handle is None:
+        return
+    state, word = launcher_of(handle.kind).state(handle)
+    if state in ("running", "waiting"):
+        raise LaunchRefused(
+            f"{output} has a run that is {state} ({word}) but takes one at a time: end it with "
+            f"composer-mesh stop {shlex.quote(str(output))}, or name another directory"
+        )
+
+
+def _is_elsewhere(output: Path) -> bool:
+    handle = read_handle(output)
+    return handle is not None and handle.run != output
+
+
+def _submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
+    """Write the files, make what hosts trust, and hand over to the cluster."""
+    if not (order.resume or named) and (place := set_aside(order.output)):
+        print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
+    try:
+        with claimed(order.output):  # refuses while a run is still being written
+            (order.output / FOLDER).mkdir(exist_ok=True)
+            write_files(plan)
+            if _makes_authority(order):
+                make_authority(authority_of(order))
+        handle = launcher.submit(order, plan)
+    except BadAuthority as bad:
+        raise LaunchRefused(str(bad)) from bad
+    except ProgramFailed as failed:
+        raise LaunchFailed(str(failed)) from failed
+    write_handle(order.output, handle)
+    return handle
+
+
+def _makes_authority(order: Order) -> bool:
+    """Whether hosts of the run know each other by TLS, with an authority that is its own."""
+    cluster = order.config.cluster
+    if cluster.kind not in ("hosts", "slurm") or cluster.authority is not None:
+        return False  # a launcher of pods keeps it where pods keep secrets
+    return not any(one.startswith("tcp:") for one in (*cluster.workers, cluster.address or ""))
+
+
+def _print_plan(order: Order, plan: Plan) -> None:
+    """Everything that would be done, in its order."""
+    if not order.resume and holds_a_run(order.output):
+        print(f"# the earlier run in {order.output} would be moved aside")
+    for path, text in plan.files.items():
+        print(f"# file {path}")
+        print("(secret, not shown)" if path in plan.secret else text.rstrip("\n"))
+        print()
+    if _makes_authority(order):
+        print(f"# certificate authority of the run: {authority_of(order)} (secret, not shown)\n")
+    print(f"# commands, in {order.folder}")
+    for command in plan.commands:
+        print(shlex.join(command))
+    if any(CONTROLLER in command for command in plan.commands):
+        print(f"# {CONTROLLER} is the process id of train, known when that has been started")
+    for line in _expected(order):
+        print(f"# {line}")
+
+
+def _expected(order: Order) -> Sequence[str]:
+    """What somebody else has to start."""
+    if order.config.cluster.kind != "hosts":
+        return []
+    return [
+        f"worker {one.name} must be running already: {shlex.join(one.command(order))}"
+        for one in workers_of(order)
+        if one.expected
+    ]
+
+
+def _print_handle(output: Path, handle: Handle, telemetry: bool) -> None:
+    print(f"launched {output} as {handle.kind} {handle.job}")
+    for line in hints(output, handle, telemetry):
+        print(f"  {line}")
+    sys.stdout.flush()

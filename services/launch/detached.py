@@ -1,0 +1,73 @@
+"""A process of this machine that outlives who started it: known again, followed and ended.
+
+Its name is its process id with the moment at which it began, because ids are used again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from composer_mesh.mesh.processes import is_alive, kill_group
+from composer_mesh.services.events_command import Lines
+
+POLL_S = 0.2
+
+
+class Paced:
+    """An answer that is asked for again only after some time."""
+
+    def __init__(self, ask: Callable[[], bool], every_s: float) -> None:
+        self._ask, self._every_s = ask, every_s
+        self._answer, self._next = True, time.monotonic()
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._next:
+            self._answer = self._ask()
+            self._next = time.monotonic() + self._every_s
+        return self._answer
+
+
+def name_of(pid: int) -> str:
+    """What a process is known by."""
+    return f"{pid}@{_began(pid)}"
+
+
+def pid_of(name: str) -> int:
+    """The process id in a name."""
+    return int(name.partition("@")[0])
+
+
+def lives(name: str) -> bool:
+    """Whether that very process is there."""
+    pid = pid_of(name)
+    return is_alive(pid) and name == name_of(pid)
+
+
+def lines_of(log: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
+    """The lines of a log as they come, until what writes it has ended."""
+    return Lines(log).until_the_end(goes_on, lambda: time.sleep(POLL_S))
+
+
+def end(name: str, grace_s: float) -> None:
+    """SIGTERM, and SIGKILL for it and its group when it is there after the grace."""
+    if not lives(name):
+        return
+    os.kill(pid_of(name), signal.SIGTERM)
+    until = time.monotonic() + grace_s
+    while lives(name):
+        if time.monotonic() >= until:
+            kill_group(pid_of(name))
+            return
+        time.sleep(POLL_S)
+
+
+def _began(pid: int) -> str:
+    """Clock ticks from the start of the machine to that of the process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "?"

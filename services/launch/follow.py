@@ -1,0 +1,49 @@
+"""Following a launched run: what its controller prints, and how it ended."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from composer_mesh.services.launch.handle import LAUNCH_FILE
+from composer_mesh.services.launch.ports import Handle, Launcher
+from composer_mesh.services.status import STATUS_FILE, read_status
+from composer_mesh.services.stopping import STOPPED
+
+FAILED, INTERRUPTED = 1, 130
+STATUSES = {"finished": 0, "stopped": STOPPED, "failed": FAILED}
+"""Exit statuses by the last word of a controller."""
+GOOD_WORDS = frozenset({"completed", "succeeded"})
+"""What clusters call a job that ended well, where nothing of the run can be read from here."""
+
+
+def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
+    """Print what the controller prints until the run has ended; its exit status.
+
+    Ctrl-C ends the following only.
+    """
+    try:
+        for line in launcher.follow(handle):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            "\ncomposer-mesh: not followed any more, and the run goes on: end it with "
+            f"composer-mesh stop {shlex.quote(str(place))}\n"
+        )
+        return INTERRUPTED
+    return outcome(launcher, handle, place)
+
+
+def outcome(launcher: Launcher, handle: Handle, place: Path) -> int:
+    """How a run has ended that was launched last from `place`."""
+    status = read_status(place)
+    if status is not None and _is_newer(place / STATUS_FILE, place / LAUNCH_FILE):
+        return STATUSES.get(status.state, FAILED)  # killed: its last word is that it runs
+    word = launcher.state(handle)[1].lower()
+    return 0 if GOOD_WORDS & set(word.split()) else FAILED
+
+
+def _is_newer(one: Path, other: Path) -> bool:
+    return one.stat().st_mtime >= other.stat().st_mtime

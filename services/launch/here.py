@@ -1,0 +1,37 @@
+"""A run on this machine that outlives its terminal: `train`, in a session of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from composer_mesh.mesh import programs
+from composer_mesh.services.launch import detached
+from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
+from composer_mesh.services.launch.ports import Handle, Order, Plan, State
+
+
+class LocalLauncher:
+    """Starts a controller here and leaves it alone."""
+
+    def plan(self, order: Order) -> Plan:
+        how = ["--resume"] if order.resume else []
+        return Plan(commands=[controller_command(order.python, order.output, *how)])
+
+    def submit(self, order: Order, plan: Plan) -> Handle:
+        (command,) = plan.commands
+        log = log_file(order.output)
+        renamed_log(log)
+        job = detached.name_of(programs.detached(command, log, order.folder))
+        return Handle("local", order.output, job, order.python, order.folder, log=log)
+
+    def state(self, handle: Handle) -> tuple[State, str]:
+        if detached.lives(handle.job):
+            return "running", f"process {detached.pid_of(handle.job)}"
+        return "ended", f"process {detached.pid_of(handle.job)} is gone"
+
+    def follow(self, handle: Handle) -> Iterator[str]:
+        assert handle.log is not None
+        return detached.lines_of(handle.log, lambda: detached.lives(handle.job))
+
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        detached.end(handle.job, grace_s)

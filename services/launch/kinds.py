@@ -1,0 +1,25 @@
+"""Which launcher belongs to which kind of cluster; each is imported when it is asked for."""
+
+from __future__ import annotations
+
+from composer_mesh.configs.cluster import ClusterKind
+from composer_mesh.services.launch.ports import Launcher
+
+
+def launcher_of(kind: ClusterKind) -> Launcher:
+    """The launcher of a kind."""
+    if kind == "local":
+        from composer_mesh.services.launch.here import LocalLauncher
+
+        return LocalLauncher()
+    if kind == "hosts":
+        from composer_mesh.services.launch.by_ssh import HostsLauncher
+
+        return HostsLauncher()
+    if kind == "slurm":
+        from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
+
+        return SlurmLauncher()
+    from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher
+
+    return KubernetesLauncher()

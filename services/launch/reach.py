@@ -1,0 +1,123 @@
+"""A command about a run whose controller is on another machine is run there.
+
+Processes, control sockets and servers on loopback are only where the controller is. The run's
+handle says how that is reached: by what the cluster offers for it, so nothing is opened for us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from composer_mesh.configs.cluster import ClusterKind
+from composer_mesh.mesh import programs
+from composer_mesh.services.launch.handle import THERE, read_handle
+from composer_mesh.services.launch.kinds import launcher_of
+from composer_mesh.services.launch.ports import Handle, Launcher
+from composer_mesh.services.live_run import RunUnavailable
+from composer_mesh.services.run_directory import RUNS
+from composer_mesh.services.status import ENDED, newest_live_run, read_status
+
+ABOUT_A_RUN = frozenset(
+    [
+        *("tree", "events", "stacks", "query", "tui", "scale", "stop", "join"),
+        *("traces", "reward", "check-run"),
+    ]
+)
+NEWEST_BY_DEFAULT = frozenset({"tree", "events", "stacks", "tui"})
+ENTER = 'cd "$1" && shift && exec "$@"'
+SSH_FAILED = 255
+ON_A_TERMINAL = {"ssh": (1, "-t"), "srun": (1, "--pty"), "kubectl": (2, "-it")}
+"""Where a program that reaches takes the word for a terminal, and which."""
+
+
+def reached(
+    arguments: argparse.Namespace,
+    words: Sequence[str],
+    launchers: Callable[[ClusterKind], Launcher] = launcher_of,
+) -> int | None:
+    """Run a command where its run is; the exit status, or None where that is here."""
+    if arguments.command not in ABOUT_A_RUN or THERE in os.environ:
+        return None
+    named: Path | None = arguments.run
+    run = named
+    if named is None and arguments.command in NEWEST_BY_DEFAULT:
+        run = newest_live_run(RUNS)
+    if run is None or (handle := elsewhere(run)) is None:
+        return None
+    try:
+        if not _runs(run, handle, launchers(handle.kind)):
+            return None
+        there = _renamed(words, run, handle.run) if named else [*words, str(handle.run)]
+        return _run_there(run, handle, there)
+    except programs.ProgramFailed as failed:
+        _not_reached(arguments, f"{run} cannot be reached: {failed}")
+    except RunUnavailable as unavailable:
+        _not_reached(arguments, str(unavailable))
+    return None
+
+
+def elsewhere(run: Path) -> Handle | None:
+    """The handle of a run that goes on away from here; None where it is here, or has ended."""
+    handle, status = read_handle(run), read_status(run)
+    if status is not None and status.host and status.here:
+        return None
+    if handle is not None and handle.reach:
+        return handle
+    if status is not None and not status.here and status.state not in ENDED:
+        where = status.hostname or "another machine"
+        raise RunUnavailable(
+            f"the controller of {run} is on {where}, and {run} has no launch.json that says how "
+            "to reach it: run this command there"
+        )
+    return None
+
+
+def command_there(handle: Handle, run: Path, words: Sequence[str], terminal: bool) -> list[str]:
+    """What is run here so that `composer-mesh WORDS` runs where the controller is."""
+    own = [handle.python, "-m", "composer_mesh", *words]
+    inside = ["sh", "-c", ENTER, "sh", str(handle.folder), "env", f"{THERE}={run}", *own]
+    reach = list(handle.reach)
+    program = Path(reach[0]).name
+    if terminal and program in ON_A_TERMINAL:
+        place, word = ON_A_TERMINAL[program]
+        reach.insert(place, word)
+    if program == "ssh":  # it hands one text to a shell
+        return [*reach, shlex.join(inside)]
+    return [*reach, *inside]
+
+
+def _runs(run: Path, handle: Handle, launcher: Launcher) -> bool:
+    """Whether there is a controller to reach; raises where there is none yet."""
+    state, word = launcher.state(handle)
+    if state == "waiting":
+        raise RunUnavailable(f"{run} has not begun, it waits for its hosts ({word})")
+    return state != "ended"
+
+
+def _run_there(run: Path, handle: Handle, words: Sequence[str]) -> int:
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    command = command_there(handle, run, words, terminal)
+    status = programs.attached(command)
+    if status == SSH_FAILED and Path(command[0]).name == "ssh":
+        raise RunUnavailable(
+            f"the controller of {run} cannot be reached by {shlex.join(handle.reach)}: its own "
+            "words are above"
+        )
+    return status
+
+
+def _not_reached(arguments: argparse.Namespace, why: str) -> None:
+    """A stop has another way, through the cluster; everything else ends here."""
+    if arguments.command != "stop":
+        raise RunUnavailable(why)
+
+
+def _renamed(words: Sequence[str], run: Path, there: Path) -> list[str]:
+    """The words that were typed, with the run's directory as it is called there."""
+    place = next(n for n, word in enumerate(words) if n and Path(word) == run)
+    return [*words[:place], str(there), *words[place + 1 :]]

@@ -1,0 +1,91 @@
+"""`composer-mesh stop`: lets a run write a checkpoint and end, and says from where it goes on.
+
+It asks the controller; where none answers, whoever started it: the cluster, or a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.programs import ProgramFailed
+from composer_mesh.services.control import ask
+from composer_mesh.services.launch.handle import read_handle, resume_command
+from composer_mesh.services.launch.kinds import launcher_of
+from composer_mesh.services.launch.ports import Handle, LaunchFailed
+from composer_mesh.services.live_run import RunUnavailable
+from composer_mesh.services.resume import whence
+from composer_mesh.services.run_directory import holder
+from composer_mesh.services.status import read_status
+from composer_mesh.services.stopping import GRACE_S, TAKE_DOWN_S
+
+FAILED = 1
+POLL_S = 0.1
+
+
+def stop_command(run: Path, now: bool = False) -> int:
+    """Stop a run and wait for its end. The result is the exit status: 1 where it failed."""
+    try:
+        patient = asyncio.run(ask(run, "stop", now=now))
+        _say("a checkpoint is written, then the run ends" if patient else "the run ends")
+        _wait_for_the_end(run)
+    except RunUnavailable as unavailable:
+        _by_who_started_it(run, now, unavailable)
+    return _tell(run)
+
+
+def _by_who_started_it(run: Path, now: bool, unavailable: RunUnavailable) -> None:
+    """End a run that does not answer, or not yet; raises where there is none."""
+    if pid := holder(run):
+        _say(f"process {pid} takes no commands now: it is sent a signal")
+        os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
+        _wait_for_the_end(run)
+        return
+    handle = read_handle(run)
+    if handle is None or not _is_there(handle):
+        raise unavailable
+    _say(f"the controller does not answer: {handle.kind} {handle.job} is ended")
+    try:
+        launcher_of(handle.kind).stop(handle, 0.0 if now else GRACE_S + TAKE_DOWN_S)
+    except ProgramFailed as failed:
+        raise LaunchFailed(str(failed)) from failed
+
+
+def _is_there(handle: Handle) -> bool:
+    try:
+        return launcher_of(handle.kind).state(handle)[0] in ("running", "waiting", "unknown")
+    except ProgramFailed as failed:
+        raise LaunchFailed(str(failed)) from failed
+
+
+def _wait_for_the_end(run: Path) -> None:
+    """Until the process that holds the run's directory is gone."""
+    pid = holder(run)
+    while pid is not None and is_alive(pid):
+        time.sleep(POLL_S)
+
+
+def _tell(run: Path) -> int:
+    status, handle = read_status(run), read_handle(run)
+    if status is None and handle is not None and handle.run != run.absolute():
+        sys.stdout.write(f"ended; go on with: {resume_command(run)}\n")
+        return 0
+    if status is None:
+        sys.stdout.write("stopped before it had begun\n")
+        return 0
+    if status.state == "failed":
+        raise RunUnavailable(f"{run} has failed before it could stop: look at its events")
+    if status.state == "finished":
+        sys.stdout.write("it had come to its end\n")
+        return 0
+    sys.stdout.write(f"{whence(run, status.steps)}\ngo on with: {resume_command(run)}\n")
+    return 0
+
+
+def _say(words: str) -> None:
+    sys.stderr.write(f"composer-mesh: {words}\n")

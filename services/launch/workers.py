@@ -1,0 +1,164 @@
+"""The workers of a run at given addresses: who starts which, with which words.
+
+A worker on loopback is a process of this machine. The others are started by ssh where the config
+says how, and expected to be running where it does not. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from composer_mesh.configs.cluster import SshConfig
+from composer_mesh.mesh.hosts import address as addresses
+from composer_mesh.mesh.hosts.roster import ROSTER
+from composer_mesh.mesh.hosts.tunnel import TunnelRefused, star
+from composer_mesh.services.launch.orders import FOLDER, authority_of
+from composer_mesh.services.launch.ports import LaunchRefused, Order
+
+CONTROLLER = "CONTROLLER"
+"""Stands for the controller's process id, which is known when that has been started."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One host of a run; `destination` is what ssh calls it, empty where no ssh is needed.
+
+    `tunnel` is the ssh that carries its connections and runs it, without the text; empty where
+    nothing is tunnelled. One that is `expected` is started by its owner.
+    """
+
+    name: str
+    address: str
+    destination: str = ""
+    expected: bool = False
+    tunnel: tuple[str, ...] = ()
+
+    def command(self, order: Order) -> list[str]:
+        """What runs on the host."""
+        cluster = order.config.cluster
+        words = [order.python, "-m", "composer_mesh", "worker", "--listen", self.address]
+        words += ["--name", self.name, "--roster", str(order.output / ROSTER)]
+        if self.address.startswith("tls:"):
+            words += ["--authority", str(authority_of(order))]
+        words += ["--lease", f"{cluster.lease_s:g}", "--wait", f"{cluster.attach_s:g}"]
+        for subnet in cluster.subnets:
+            words += ["--subnet", subnet]
+        if not self.destination and not self.expected:
+            words += ["--with-process", CONTROLLER]
+        return words
+
+    def log(self, order: Order) -> Path:
+        """Where its words go."""
+        return order.output / FOLDER / f"worker-{self.name}.log"
+
+
+def workers_of(order: Order) -> list[Worker]:
+    """The workers in the order of `cluster.workers`; raises `LaunchRefused`."""
+    cluster = order.config.cluster
+    names = [host.name for host in order.hosts] or [
+        f"host-{n}" for n in range(len(cluster.workers))
+    ]
+    _check_names(names, cluster.workers)
+    pairs = list(zip(names, cluster.workers, strict=True))
+    if cluster.ssh is None:
+        return [Worker(name, one, expected=not _on_loopback(one)) for name, one in pairs]
+    destinations = _destinations(cluster.ssh, cluster.workers)
+    if cluster.ssh.tunnel:
+        return list(_tunnelled(order, pairs, destinations))
+    return [
+        Worker(name, one, "" if is_here(one) else destination)
+        for (name, one), destination in zip(pairs, destinations, strict=True)
+    ]
+
+
+def is_here(address: str) -> bool:
+    """Whether an address belongs to this machine: whether one could listen there."""
+    _, host, _ = addresses.split(address)
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    family, kind, protocol, _, place = found[0]
+    with closing(socket.socket(family, kind, protocol)) as one:
+        try:
+            one.bind(place)
+        except OSError:
+            return False
+    return True
+
+
+def _tunnelled(
+    order: Order, pairs: Sequence[tuple[str, str]], destinations: Sequence[str]
+) -> Iterator[Worker]:
+    cluster = order.config.cluster
+    assert cluster.ssh is not None
+    if cluster.address is None:
+        raise LaunchRefused(
+            "cluster.ssh.tunnel is true but cluster.address is not set, and hosts must know by "
+            'which port they reach the controller: set it, such as "tls://127.0.0.1:22300"'
+        )
+    for address in (*cluster.workers, cluster.address):
+        if not _on_loopback(address):
+            raise LaunchRefused(
+                f"cluster.ssh.tunnel is true but {address} is not on loopback, so it would be "
+                "reached without the tunnel: write 127.0.0.1 with a port of its own for each"
+            )
+    ports = [addresses.split(address)[2] for address in cluster.workers]
+    scheme, _, own = addresses.split(cluster.address)
+    try:
+        made = star(destinations, ports, own, options=cluster.ssh.options, scheme=scheme)
+    except TunnelRefused as refused:
+        raise LaunchRefused(str(refused)) from None
+    for (name, address), tunnel in zip(pairs, made.tunnels, strict=True):
+        # The worker runs in the connection that carries it, so neither outlives the other.
+        command = tuple(word for word in tunnel.command if word != "-N")
+        yield Worker(name, address, tunnel.destination, tunnel=command)
+
+
+def _destinations(ssh: SshConfig, workers: Sequence[str]) -> list[str]:
+    if not ssh.destinations and ssh.tunnel:
+        raise LaunchRefused(
+            "cluster.ssh.tunnel is true but cluster.ssh.destinations is empty, and loopback "
+            "addresses do not say which host is meant: name what ssh calls each host"
+        )
+    if not ssh.destinations:
+        return [addresses.split(address)[1] for address in workers]
+    if len(ssh.destinations) != len(workers):
+        raise LaunchRefused(
+            f"cluster.ssh.destinations has {len(ssh.destinations)} hosts but cluster.workers has "
+            f"{len(workers)} addresses: name one for each, in their order"
+        )
+    for destination in ssh.destinations:
+        if destination.startswith("-") or not destination.strip():
+            raise LaunchRefused(
+                f"cluster.ssh.destinations has {destination!r}, which ssh would not take for a "
+                "host: write a host, user@host or an alias of your ssh config"
+            )
+    return list(ssh.destinations)
+
+
+def _on_loopback(address: str) -> bool:
+    _, host, _ = addresses.split(address)
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_names(names: Sequence[str], workers: Sequence[str]) -> None:
+    if len(names) != len(workers):
+        raise LaunchRefused(
+            f"placement.hosts describes {len(names)} hosts but cluster.workers has {len(workers)} "
+            "addresses: describe each of them, or none"
+        )
+    for address in workers:
+        if addresses.split(address)[2] == 0:
+            raise LaunchRefused(
+                f"cluster.workers has {address}, but nobody would know which port that is: write "
+                "a fixed one, such as 22300"
+            )

@@ -1,0 +1,154 @@
+"""How a run is asked to stop: by a signal or a command, with a checkpoint or at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from composer_mesh.services.stopping import (
+    GRACE_S,
+    STOPPED,
+    StopAsked,
+    Stopping,
+    grace_s,
+    until_interrupted,
+)
+
+
+class Work:
+    """Something that heeds a stop; its checkpoint takes until the gate opens."""
+
+    def __init__(self, heeds: bool = True) -> None:
+        self.stopping, self.gate = Stopping(), asyncio.Event()
+        self.begun, self.asked = asyncio.Event(), asyncio.Event()
+        self.heeds, self.saved = heeds, False
+
+    async def live(self) -> int:
+        self.stopping.heeded = self.heeds
+        self.begun.set()
+        try:
+            await self.stopping.unless(asyncio.Event().wait())
+        except StopAsked:
+            self.asked.set()
+            await self.gate.wait()
+            self.saved = True
+        self.stopping.left()
+        return STOPPED
+
+    async def signalled(self, *numbers: int, patience_s: float = GRACE_S) -> int:
+        """The exit status when signals come, one after the other."""
+        whole = until_interrupted(self.live(), self.stopping, patience_s)
+        running = asyncio.ensure_future(whole)
+        await self.begun.wait()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            if number == signal.SIGTERM and self.heeds:
+                heard = asyncio.ensure_future(self.asked.wait())
+                await asyncio.wait([heard, running], return_when=asyncio.FIRST_COMPLETED)
+                heard.cancel()
+        return await running
+
+
+async def test_sigterm_waits_for_the_checkpoint() -> None:
+    work = Work()
+    work.gate.set()
+    assert await work.signalled(signal.SIGTERM) == 143
+    assert work.saved
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_does_not_wait_for_it(second: int) -> None:
+    work = Work()
+    assert await work.signalled(signal.SIGTERM, second) == 143
+    assert not work.saved
+
+
+async def test_sigint_ends_at_once() -> None:
+    work = Work()
+    work.gate.set()
+    assert await work.signalled(signal.SIGINT) == 130
+    assert not work.asked.is_set()
+
+
+async def test_nobody_waits_longer_for_a_checkpoint_than_was_said() -> None:
+    work = Work()
+    assert await work.signalled(signal.SIGTERM, patience_s=0.0) == 143
+    assert not work.saved
+
+
+async def test_what_has_nothing_to_finish_ends_at_once() -> None:
+    work = Work(heeds=False)
+    assert await work.signalled(signal.SIGTERM) == 143
+    assert not work.asked.is_set()
+
+
+async def test_a_command_stops_as_a_signal_does_and_further_ones_change_nothing() -> None:
+    work = Work()
+    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
+    await work.begun.wait()
+    assert work.stopping.ask()
+    work.gate.set()
+    assert await running == STOPPED
+    assert work.saved
+    assert not work.stopping.ask()
+
+
+async def test_a_command_may_ask_for_the_end_at_once() -> None:
+    work = Work()
+    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
+    await work.begun.wait()
+    assert not work.stopping.ask(now=True)
+    assert await running == STOPPED
+    assert not work.asked.is_set()
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_none_of_our_ends() -> None:
+    work = Work()
+    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
+    await work.begun.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+class Hangs:
+    """Waits for nothing, until it is cancelled."""
+
+    ended = False
+
+    async def hang(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended = True
+
+
+async def test_what_is_left_ends_at_last_and_what_is_done_counts() -> None:
+    stopping = Stopping()
+
+    async def done() -> int:
+        stopping._asked.set()
+        return 3
+
+    assert await stopping.unless(done()) == 3
+    left = Hangs()
+    with pytest.raises(StopAsked):
+        await stopping.unless(left.hang())
+    assert not left.ended  # what shares something with it must not notice yet
+    await stopping.close()
+    assert left.ended
+    with pytest.raises(StopAsked):
+        stopping.check()
+
+
+@pytest.mark.parametrize(("given", "left"), [(120, 90.0), (40, 20.0), (600, 570.0)])
+def test_slurm_says_how_long_a_checkpoint_may_take(
+    build_config: Any, given: int, left: float
+) -> None:
+    config = build_config(cluster={"kind": "slurm", "slurm": {"grace_s": given}})
+    assert grace_s(config) == left
+    assert grace_s(build_config()) == GRACE_S
