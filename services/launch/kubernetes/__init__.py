@@ -1,0 +1,1 @@
+"""A run on Kubernetes: its objects, how it is brought there with kubectl, followed and ended."""

@@ -1,0 +1,109 @@
+"""What the objects of a run are called in Kubernetes, and which names it does not take.
+
+A run is called like its directory, a host as `[placement]` says; objects have narrower names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from composer_mesh.configs.placement import HostConfig
+from composer_mesh.services.launch.ports import LaunchRefused, Order
+
+RUN, ROLE, HOST = "composer-mesh/run", "composer-mesh/role", "composer-mesh/host"
+CONTROLLER, WORKER, CLAIM = "controller", "worker", "claim"
+LONGEST = 52
+"""Letters of an object's name: Kubernetes adds eleven for a label of the pods."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hosts that are alike: one object, with a pod for each of them."""
+
+    host: HostConfig
+    object: str
+
+    @property
+    def worker_name(self) -> str:
+        """The name in the placement, which the pod puts together from its own number."""
+        return self.host.name if self.host.count == 1 else f"{self.host.name}-$(POD_INDEX)"
+
+
+def run_name(run: Path | PurePosixPath) -> str:
+    """What the run's objects begin with; raises `LaunchRefused` where nothing is left of a name."""
+    name = dns(run.name)
+    if not name:
+        raise LaunchRefused(
+            f"the run's directory is called {run.name!r}, of which Kubernetes takes no letter: "
+            "name another with --output, such as runs/quickstart"
+        )
+    return name
+
+
+def groups_of(order: Order) -> tuple[Group, ...]:
+    """The described hosts with names for their objects; raises `LaunchRefused`."""
+    run, mesh = run_name(order.output), _is_mesh(order)
+    described = order.config.placement.hosts
+    if not described:
+        raise LaunchRefused(
+            "placement.hosts describes no host, and Kubernetes is asked for pods of these sizes: "
+            "write [[placement.hosts]] with name, count, cores and memory_gb"
+        )
+    groups = tuple(Group(host, _object(run, host.name, mesh)) for host in described)
+    _check(run, groups)
+    return groups
+
+
+def labels(run: str, role: str) -> dict[str, str]:
+    """What every object and pod of a run carries.
+
+    Monarch's operator puts its own app.kubernetes.io/name on pods, so nothing selects by that.
+    """
+    return {
+        "app.kubernetes.io/name": "composer-mesh",
+        "app.kubernetes.io/instance": run,
+        "app.kubernetes.io/component": role,
+        "app.kubernetes.io/managed-by": "composer-mesh",
+        RUN: run,
+        ROLE: role,
+    }
+
+
+def selector(of: Mapping[str, str]) -> str:
+    """Labels as kubectl takes them."""
+    return ",".join(f"{key}={value}" for key, value in of.items())
+
+
+def dns(text: str) -> str:
+    """The letters of a name that may be in the name of an object, which begins with a letter."""
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return f"run-{plain}" if plain[:1].isdecimal() else plain
+
+
+def _is_mesh(order: Order) -> bool:
+    return order.config.cluster.kubernetes.flavour == "monarchmesh"
+
+
+def _object(run: str, host: str, mesh: bool) -> str:
+    """A MonarchMesh has letters and digits alone in its name, other objects dashes too."""
+    name = f"{run}-{re.sub(r'[^a-z0-9]+', '-', host.lower()).strip('-')}"
+    return name.replace("-", "") if mesh else name
+
+
+def _check(run: str, groups: tuple[Group, ...]) -> None:
+    names = [f"{run}-{CONTROLLER}", *(group.object for group in groups)]
+    for group in groups:
+        if names.count(group.object) > 1:
+            raise LaunchRefused(
+                f"host {group.host.name!r} of placement.hosts would be called {group.object!r} in "
+                "Kubernetes, and so would another object of the run: give it another name"
+            )
+    for name in names:
+        if len(name) > LONGEST:
+            raise LaunchRefused(
+                f"{name!r} has {len(name)} letters but the name of an object {LONGEST} at most: "
+                "name a shorter directory with --output, or shorter hosts in placement.hosts"
+            )

@@ -1,0 +1,219 @@
+"""The pods of a run: one for each host, and the controller's.
+
+Nobody in them is root or can become it, no pod has a token of the cluster's, and keys come from
+Secrets alone. Restarts and owners are the business of `manifests`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer_mesh.configs.memory import GB, MB, SHARED_CODE
+from composer_mesh.configs.placing import WITH_CONTROLLER
+from composer_mesh.configs.processes import processes_of
+from composer_mesh.services.launch.kubernetes import places
+from composer_mesh.services.launch.kubernetes.names import (
+    CLAIM,
+    CONTROLLER,
+    HOST,
+    WORKER,
+    Group,
+    labels,
+)
+from composer_mesh.services.launch.ports import Order
+
+Table = dict[str, Any]
+
+USER = 1000
+"""User and group of every process: no root, and the volume is writable for the group."""
+GPU = "nvidia.com/gpu"
+GRACE_S = 300
+"""How long a controller that is told to end has for its checkpoint."""
+WORKER_GRACE_S = 30
+WAIT_S = 3600
+"""How long a worker waits for a controller, which may itself wait for a node."""
+LOST_NODE_S = 60
+"""Seconds after which a pod leaves a node that is not heard any more; Kubernetes' own is 300."""
+NAME = "COMPOSER_MESH_HOST"
+"""Variable with the worker's name: the command of a probe knows variables, and no $(NAME)."""
+LISTENS = f"""\
+import json, os, pathlib, socket, sys
+record = pathlib.Path(sys.argv[1], os.environ["{NAME}"] + ".json")
+host, _, port = json.loads(record.read_text())["address"].partition("://")[2].rpartition(":")
+socket.create_connection((host.strip("[]"), int(port)), 5).close()
+"""
+"""Whether somebody listens where this worker has announced itself; its port is free each time."""
+
+
+def worker_template(order: Order, run: str, group: Group) -> Table:
+    """The pod of one host."""
+    container = _container(order, WORKER, _worker_command(order))
+    container["env"] += [
+        _from_field("POD_INDEX", "metadata.labels['apps.kubernetes.io/pod-index']"),
+        {"name": NAME, "value": group.worker_name},
+    ]
+    container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    container |= {
+        "resources": _host_resources(order, group),
+        "startupProbe": _probe(order, periodSeconds=5, failureThreshold=60),
+        "readinessProbe": _probe(order, periodSeconds=20, failureThreshold=3),
+    }
+    spec = {**_spec(order, run, WORKER_GRACE_S), "containers": [container]}
+    memory = {"medium": "Memory", "sizeLimit": _memory(group)}
+    spec["volumes"].append({"name": "shm", "emptyDir": memory})
+    if group.host.gpus:
+        spec["tolerations"].append({"key": GPU, "operator": "Exists", "effect": "NoSchedule"})
+    return {"metadata": {"labels": {**labels(run, WORKER), HOST: group.object}}, "spec": spec}
+
+
+def controller_template(order: Order, run: str, launch: str) -> Table:
+    """The pod of the controller; `launch` tells this launch from others of the same name."""
+    resources = {"resources": _controller_resources(order)}
+    claim = _container(order, CLAIM, _claim_command(order, launch)) | resources
+    container = _container(order, CONTROLLER, _controller_command(order)) | resources
+    mount = {"name": "config", "mountPath": str(places.CONFIG), "readOnly": True}
+    container["volumeMounts"].append(mount)
+    spec = {
+        **_spec(order, run, GRACE_S),
+        "restartPolicy": "Never",  # the Job starts another pod, and decides when not to
+        "initContainers": [claim],
+        "containers": [container],
+    }
+    spec["volumes"].append({"name": "config", "configMap": {"name": run}})
+    return {"metadata": {"labels": labels(run, CONTROLLER)}, "spec": spec}
+
+
+def authority_name(run: str) -> str:
+    """The Secret of the run's certificate authority."""
+    return f"{run}-authority"
+
+
+def _worker_command(order: Order) -> list[str]:
+    cluster = order.config.cluster
+    subnets = [part for subnet in cluster.subnets for part in ("--subnet", subnet)]
+    return [
+        *_program(order, "worker"),
+        *("--listen", "tls://auto:0"),  # a port that was used before cannot be attached to again
+        *("--name", f"$({NAME})"),
+        *("--roster", str(places.roster_there(order))),
+        *("--authority", str(places.AUTHORITY)),
+        *("--lease", f"{cluster.lease_s:g}"),
+        *("--wait", str(WAIT_S)),
+        *subnets,
+    ]
+
+
+def _controller_command(order: Order) -> list[str]:
+    config = str(places.CONFIG / places.CONFIG_FILE)
+    run = str(places.run_there(order))
+    return [*_program(order, "train"), config, "--output", run, "--resume-or-begin"]
+
+
+def _claim_command(order: Order, launch: str) -> list[str]:
+    module = "composer_mesh.services.launch.kubernetes.claim"
+    command = [places.python_there(order), "-m", module, str(places.run_there(order)), launch]
+    return [*command, "--resume"] if order.resume else command
+
+
+def _program(order: Order, name: str) -> list[str]:
+    return [places.python_there(order), "-m", "composer_mesh", name]
+
+
+def _spec(order: Order, run: str, grace_s: int) -> Table:
+    """What all pods of a run have in common."""
+    kubernetes = order.config.cluster.kubernetes
+    account = kubernetes.service_account
+    return {
+        **({"serviceAccountName": account} if account else {}),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "nodeSelector": dict(kubernetes.node_selector),
+        "tolerations": [
+            {
+                "key": f"node.kubernetes.io/{state}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": LOST_NODE_S,
+            }
+            for state in ("unreachable", "not-ready")
+        ],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.volume}},
+            {
+                "name": "authority",
+                "secret": {"secretName": authority_name(run), "defaultMode": 0o440},
+            },
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+
+
+def _container(order: Order, name: str, command: list[str]) -> Table:
+    kubernetes = order.config.cluster.kubernetes
+    capabilities: Table = {"drop": ["ALL"]}
+    if name == WORKER and kubernetes.rdma_resource:
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins memory
+    return {
+        "name": name,
+        "image": kubernetes.image,
+        "command": command,
+        "workingDir": kubernetes.mount,
+        "env": [
+            {"name": "HOME", "value": "/tmp"},
+            {"name": "USER", "value": "composer-mesh"},  # this user is not in the image's passwd
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
+        "envFrom": [{"secretRef": {"name": secret}} for secret in kubernetes.secrets],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": kubernetes.mount},
+            {"name": "authority", "mountPath": str(places.AUTHORITY), "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+
+
+def _host_resources(order: Order, group: Group) -> Table:
+    """Exactly what the placement describes: asked for, and never exceeded."""
+    host, rdma = group.host, order.config.cluster.kubernetes.rdma_resource
+    wanted = {
+        "cpu": str(host.cores),
+        "memory": _memory(group),
+        **({GPU: str(host.gpus)} if host.gpus else {}),
+        **({rdma: "1"} if rdma else {}),
+    }
+    return {"requests": wanted, "limits": dict(wanted)}
+
+
+def _controller_resources(order: Order) -> Table:
+    """For the controller and what stays beside it; memory may be twice what is estimated."""
+    beside = [one for one in processes_of(order.config, None) if one.kind in WITH_CONTROLLER]
+    memory = SHARED_CODE + sum(one.host_bytes for one in beside)
+    return {
+        "requests": {"cpu": str(len(beside)), "memory": f"{memory // MB}Mi"},
+        "limits": {"memory": f"{max(2 * memory, 2 * GB) // MB}Mi"},
+    }
+
+
+def _memory(group: Group) -> str:
+    return f"{int(group.host.memory_gb * 1024)}Mi"
+
+
+def _probe(order: Order, **times: int) -> Table:
+    """The worker accepts connections; whether it also works is what its lease is for."""
+    roster = str(places.roster_there(order))
+    command = [places.python_there(order), "-I", "-c", LISTENS, roster]
+    return {"exec": {"command": command}, "timeoutSeconds": 10, **times}
+
+
+def _from_field(name: str, path: str) -> Table:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
