@@ -24,7 +24,7 @@ from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.choice import choose

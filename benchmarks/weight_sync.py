@@ -171,7 +171,7 @@ async def run(report: Report, sizes: list[Size]) -> None:
 
 async def open_torchstore(host: MeshHost) -> None:
     """Its own start: a controller and one volume, in processes of their own."""
-    assert host.mesh is not None
+    assert host.here.mesh is not None
     os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 << 30))
     import torchstore as ts
 

@@ -19,7 +19,8 @@ from chaos_schedule import Fault, Planned
 from echo_actors import EchoActor
 
 from composer_mesh.mesh.processes import is_alive, kill, wait_gone
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, MeshError
 
 DEADLINE_S = 30.0

@@ -22,7 +22,8 @@ from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.consensus import Outcome, decide
 from composer_mesh.rollouts.money import Prices, dollars, nano

@@ -14,7 +14,8 @@ from tensor_actors import BytesActor, TiedModel, WeightsActor
 
 from composer_mesh.configs.weights import WeightTransport
 from composer_mesh.mesh.processes import wait_gone
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor, while_alive
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.transport import SendBuffer, TransportError, read
 from composer_mesh.mesh.weights.carriers import shm, torchstore
@@ -117,7 +118,7 @@ async def test_a_killed_publisher_leaves_nothing_and_nobody_waits_for_it(host: M
 async def test_the_front_of_what_is_read_one_sidedly_is_read_again_in_the_end(
     host: MeshHost,
 ) -> None:
-    assert host.mesh is not None
+    assert host.here.mesh is not None
     publisher = WeightPublisher(TiedModel().state_dict, transport=Transport("rdma"))
     handles = [await publisher.publish(version) for version in (1, 2)]
     assert (await WeightReceiver().receive(handles[0])).version == 1
@@ -133,7 +134,7 @@ async def test_the_front_of_what_is_read_one_sidedly_is_read_again_in_the_end(
 
 
 async def test_a_closed_buffer_can_no_longer_be_read(host: MeshHost) -> None:
-    assert host.mesh is not None
+    assert host.here.mesh is not None
     buffer = SendBuffer(1024)
     handle = await buffer.write(b"abc")
     assert bytes((await read(handle)).numpy()) == b"abc"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -33,10 +34,10 @@ def test_check_prints_what_the_page_shows(
     (tmp_path / "FILE.jsonl").write_text(ROWS)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    status = main(command.split()[2:])
+    status = main(shlex.split(command)[2:])
     shown = capsys.readouterr()
     refused = lines[0] != "..."
     assert status == (2 if refused else 0)
     found = shown.err if refused else shown.out[shown.out.index("placement (memory") :]
     expected = lines if refused else lines[1:]
-    assert [line.rstrip() for line in found.splitlines()] == expected
+    assert [line.rstrip() for line in found.rstrip().splitlines()] == expected

@@ -60,6 +60,18 @@ def request(number: int = 1, model: str = "never-wrong", **extra: object) -> dic
     return {"model": model, "messages": question(number), **extra}
 
 
+@pytest.mark.parametrize("address", ["127.0.0.4", "::1"])
+def test_it_listens_on_the_address_that_it_is_given_and_on_no_other(address: str) -> None:
+    with ExpertServer(panel(), TOKEN, address=address) as server:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=server.base_url, headers=headers, trust_env=False) as client:
+            assert client.get("/models").status_code == 200
+            assert client.get("/models", headers={"Authorization": "no"}).status_code == 401
+        port = httpx.URL(server.base_url).port
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
+
+
 def test_an_answer_is_a_chat_completion(web: httpx.Client) -> None:
     body = web.post("/chat/completions", json=request()).json()
     choice = body["choices"][0]

@@ -38,10 +38,11 @@ def test_every_module_says_what_it_is() -> None:
     assert [path for path in SOURCES if not ast.get_docstring(parsed(path))] == []
 
 
-def test_only_two_places_start_processes() -> None:
-    """One starts those of the mesh, the other programs that are none of it."""
+def test_only_three_places_start_processes() -> None:
+    """Actors of a run, the agent of each of its hosts, and programs that are no actors."""
     starters = [path for path in SOURCES if starts_processes(parsed(path))]
-    assert starters == [ROOT / "mesh" / "programs.py", ROOT / "mesh" / "spawn.py"]
+    places = ("hosts/remote.py", "programs.py", "spawn.py")
+    assert starters == [ROOT / "mesh" / place for place in places]
 
 
 def starts_processes(module: ast.Module) -> bool:

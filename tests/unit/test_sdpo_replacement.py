@@ -212,3 +212,18 @@ async def test_the_end_of_a_run_ends_replacements_under_way(build_config: Any) -
     await ring.settle()
     await asyncio.wait_for(ring.sdpo.close(), 5)
     assert ring.sdpo.restarts == 0
+
+
+async def test_a_teacher_whose_host_is_lost_comes_again_where_its_seat_is_then(
+    build_config: Any,
+) -> None:
+    ring = Ring(config(build_config, replicas=2))
+    ring.seats = {0: "a", 1: "b"}
+    first, _ = await ring.begin()
+    assert ring.host.where == ["a", "b"]
+    ring.seats[0] = "b"
+    first.die()
+    assert [teacher.name for teacher in await ring.sdpo.ready(0)] == ["sdpo_teacher-1"]
+    await ring.settle()
+    assert ring.host.where == ["a", "b", "b"]
+    assert len(ring.sdpo.alive()) == 2

@@ -9,7 +9,7 @@ import pytest
 from fake_host import FakeActor, FakeHost, turns
 from healing_service import Events, healing, states, until_served
 
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
 
 

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
+from composer_mesh.actors.meeting import Address
+from composer_mesh.configs.placing import NoRoom
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
+from composer_mesh.services.seats import Seat
 from composer_mesh.services.trainer_ranks import TrainerRanks
+
+MEETING = Address("10.0.0.5", 4711)
 
 
 class FakeRank:
@@ -21,6 +26,8 @@ class FakeRank:
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         self.heard.append((endpoint, *args))
+        if endpoint == "open_meeting":
+            return MEETING
         return 3 if endpoint == "load" and args[-1] else 0
 
     def die(self) -> None:
@@ -28,14 +35,27 @@ class FakeRank:
 
 
 class FakeHost:
-    """Starts fakes, but none of the names in `refused`."""
+    """Starts fakes, but none of the names in `refused`, and none on a host that is `lost_host`."""
 
     def __init__(self) -> None:
+        self.room_s = 60.0
         self.actors: list[FakeRank] = []
         self.refused: set[str] = set()
+        self.lost_host = ""
+        self.told: list[dict[str, Any]] = []
+        self.notes: list[tuple[str, ...]] = []
+        self.supervisor = self
 
-    async def spawn(self, name: str, _kind: Any, *, env: Any, policy: FaultPolicy) -> FakeRank:
+    def note(self, *event: str) -> None:
+        self.notes.append(event)
+
+    async def spawn(
+        self, name: str, _kind: Any, *, env: Any, policy: FaultPolicy, on: str | None = None
+    ) -> FakeRank:
         assert policy is FaultPolicy.OWNER
+        self.told.append({"on": on, **env})
+        if on == self.lost_host:
+            raise HostLost(on, "it gave no sign of life for 21 s")
         assert name not in [actor.name for actor in self.actors]
         if name in self.refused:
             raise ActorDied(name, "no memory")
@@ -59,7 +79,7 @@ def host() -> FakeHost:
 
 
 async def started(host: FakeHost, build_config: Any, size: int = 2) -> TrainerRanks:
-    ranks = TrainerRanks(build_config(trainer={"ranks": size}), host, lambda _: {})  # type: ignore[arg-type]
+    ranks = TrainerRanks(build_config(trainer={"ranks": size}), host, lambda _: Seat())  # type: ignore[arg-type]
     await ranks.start()
     assert await ranks.load(Path("policy")) == 0
     return ranks
@@ -131,3 +151,90 @@ async def test_a_death_that_only_a_caller_heard_of_is_known_to_all_afterwards(
     ranks = await started(host, build_config)
     await ranks.cause_of(ActorDied("trainer-0", "gone"))
     assert ranks.died() is not None
+
+
+def on(hosts: str) -> Any:
+    """Seats on these hosts, in the order of ranks."""
+    return lambda rank: Seat(hosts[rank], {"RANK": str(rank)})
+
+
+async def test_ranks_of_this_machine_meet_by_a_file_and_sum_over_loopback(
+    host: FakeHost, build_config: Any
+) -> None:
+    await started(host, build_config)
+    assert host.told == 2 * [{"on": None, "GLOO_SOCKET_IFNAME": "lo"}]
+    (meeting,) = {actor.heard[0][3] for actor in host.actors}
+    assert isinstance(meeting, Path)
+
+
+async def test_ranks_that_are_all_on_another_host_meet_on_its_loopback(
+    host: FakeHost, build_config: Any
+) -> None:
+    ranks = TrainerRanks(build_config(trainer={"ranks": 2}), host, on("aa"))  # type: ignore[arg-type]
+    await ranks.start()
+    await ranks.load(Path("policy"))
+    assert [told["GLOO_SOCKET_IFNAME"] for told in host.told] == ["lo", "lo"]
+    opened = host.actors[0].heard[0]
+    assert (opened[0], opened[2]) == ("open_meeting", False)
+    assert {actor.heard[-2][3] for actor in host.actors} == {MEETING}
+
+
+async def test_ranks_of_several_hosts_meet_where_the_first_one_listens(
+    host: FakeHost, build_config: Any
+) -> None:
+    ranks = TrainerRanks(build_config(trainer={"ranks": 2}), host, on("ab"))  # type: ignore[arg-type]
+    await ranks.start()
+    await ranks.load(Path("policy"))
+    assert host.told == [{"on": "a", "RANK": "0"}, {"on": "b", "RANK": "1"}]
+    first, second = host.actors
+    assert [call[0] for call in first.heard] == ["open_meeting", "connect", "load"]
+    assert [call[0] for call in second.heard] == ["connect", "load"]
+    assert first.heard[0][2] is True
+    assert first.heard[1][1:4] == (0, 2, MEETING)
+    assert second.heard[0][1:4] == (1, 2, MEETING)
+
+
+async def test_a_rank_that_starts_on_a_lost_host_has_died_as_any_other(
+    host: FakeHost, build_config: Any
+) -> None:
+    ranks = TrainerRanks(build_config(trainer={"ranks": 2}), host, on("ab"))  # type: ignore[arg-type]
+    host.lost_host = "b"
+    with pytest.raises(ActorDied, match="trainer-1 died: host b cannot be used: it gave no sign"):
+        await ranks.start()
+    assert host.actors == []
+
+
+class Full:
+    """No host has room for rank 1 until `free`; then a host b has it."""
+
+    def __init__(self) -> None:
+        self.free, self.asked_often = asyncio.Event(), asyncio.Event()
+        self.asked = 0
+
+    def __call__(self, rank: int) -> Seat:
+        self.asked += 1
+        if self.asked > 9:
+            self.asked_often.set()
+        if rank and not self.free.is_set():
+            raise NoRoom("no host has room for trainer-1")
+        return Seat("ab"[rank], {})
+
+
+async def test_ranks_wait_for_a_host_with_room_and_say_so_once(
+    host: FakeHost, build_config: Any
+) -> None:
+    seats, two = Full(), build_config(trainer={"ranks": 2})
+    ranks = TrainerRanks(two, host, seats, look_s=0.0)  # type: ignore[arg-type]
+    starting = asyncio.create_task(ranks.start())
+    await seats.asked_often.wait()
+    assert host.notes == [("waits_for_room", "trainer-0", "no host has room for trainer-1")]
+    seats.free.set()
+    await starting
+    assert [told["on"] for told in host.told] == ["a", "b"]
+
+
+async def test_the_wait_for_a_host_has_an_end(host: FakeHost, build_config: Any) -> None:
+    host.room_s = 1e-9
+    ranks = TrainerRanks(build_config(trainer={"ranks": 2}), host, Full())  # type: ignore[arg-type]
+    with pytest.raises(NoRoom):
+        await ranks.start()

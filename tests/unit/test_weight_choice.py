@@ -59,6 +59,24 @@ def test_a_run_settles_on_one_transport_for_all_its_actors(
         assert choose(config.weights).name == "rdma"
 
 
+def test_the_hosts_that_a_run_has_decide_and_not_what_its_config_can_say(
+    build_config: Any, tmp_path: Path
+) -> None:
+    one = build_config(placement={"hosts": (HOST,)})
+    with settled(one, tmp_path, hosts=2) as (config, transport):
+        assert config.weights.transport == "rdma"
+        assert transport.reason == "the run has 2 hosts"
+    two = build_config(placement={"hosts": ({**HOST, "count": 2},)})
+    with settled(two, tmp_path, hosts=1) as (config, _):
+        assert config.weights.transport == "shm"
+    workers = {"kind": "hosts", "workers": ("tcp://10.0.0.5:1", "tcp://10.0.0.6:1")}
+    with settled(build_config(cluster=workers), tmp_path) as (config, _):
+        assert config.weights.transport == "rdma"
+    shared = build_config(weights={"transport": "shm"})
+    with pytest.raises(TransportUnavailable, match="2 hosts"), settled(shared, tmp_path, hosts=2):
+        pass
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_what_disk_leaves_goes_with_the_run(build_config: Any, tmp_path: Path, given: bool) -> None:
     root, shared = tmp_path / "runs" / "one", tmp_path / "shared"

@@ -10,7 +10,7 @@ from fake_host import FakeHost, serve, turns
 from fake_teachers import FakeActor, Log, weights
 from healing_service import Events, healing, states, until_served
 
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.weights.errors import WeightsMismatch
 from composer_mesh.mesh.weights.handle import WeightsHandle

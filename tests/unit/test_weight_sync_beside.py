@@ -10,7 +10,7 @@ from fake_host import FakeHost, turns
 from fake_teachers import FakeActor, Log, Ring, config, weights
 from healing_service import Events, healing
 
-from composer_mesh.mesh.spawn import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.service import Service
