@@ -1,5 +1,5 @@
 # Everything a clone needs: `make quickstart` trains, `make vllm` trains with vLLM on the CPU,
-# `make test` tests, `make check` is what CI runs.
+# `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help quickstart vllm test check clean
+.PHONY: help quickstart vllm test test-slurm check clean
 
 help:
 	@sed -n '1,2p;4,8p' Makefile
@@ -33,6 +33,18 @@ vllm: $(STAMPS)/vllm
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit -n $(TEST_JOBS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/procs -n $(RUN_JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# Runs as jobs of a real Slurm on this machine, which the tests start and end themselves. Takes
+# about ten minutes. Needs the Debian packages slurm-wlm and munge; root gets them installed.
+test-slurm: $(STAMPS)/dev
+	@PATH="$$PATH:/usr/sbin:/sbin"; \
+	if command -v slurmctld && command -v slurmd && command -v munged; then exit 0; fi >/dev/null; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "Slurm is not installed here: apt install slurm-wlm munge" >&2; exit 1; \
+	fi; \
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -q -y --no-install-recommends slurm-wlm munge
+	COMPOSER_MESH_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .

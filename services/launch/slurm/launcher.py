@@ -1,0 +1,163 @@
+"""Runs as batch jobs of Slurm: submit, watch, follow, reach and stop one.
+
+The launcher is only a client. All that a run needs is in its job, so nothing here must stay up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_mesh.services.launch.orders import renamed_log
+from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
+from composer_mesh.services.launch.slurm import queue
+from composer_mesh.services.launch.slurm.places import Places
+from composer_mesh.services.launch.slurm.queue import JobState
+from composer_mesh.services.launch.slurm.script import job_script, reach_script
+
+CANCELLED_S = 60.0
+"""From scancel to the end of a job at the latest: Slurm kills after KillWait, 30 s by default."""
+
+
+@dataclass
+class SlurmLauncher:
+    """The launcher of kind "slurm"; looks at files every `look_s`, asks Slurm every `ask_s`."""
+
+    look_s: float = 1.0
+    ask_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def plan(self, order: Order) -> Plan:
+        """Two scripts and one sbatch; asks Slurm nothing. Raises `LaunchRefused`."""
+        places = Places(order.output)
+        return Plan(
+            files={places.script: job_script(order), places.reach: reach_script(order)},
+            commands=(("sbatch", "--parsable", str(places.script)),),
+        )
+
+    def submit(self, order: Order, plan: Plan) -> Handle:
+        """Submit the job, whose files have been written. Raises `LaunchFailed`."""
+        places = Places(order.output)
+        for left in (places.stopping, places.queued_at, places.job):
+            left.unlink(missing_ok=True)
+        renamed_log(places.log)
+        (command,) = plan.commands
+        job = queue.submit(command)
+        places.job.write_text(f"{job}\n")
+        return Handle(
+            kind="slurm",
+            run=order.output,
+            job=job,
+            python=order.python,
+            folder=order.folder,
+            reach=("bash", str(places.reach)),
+            log=places.log,
+        )
+
+    def state(self, handle: Handle) -> tuple[State, str]:
+        """How the job is, and Slurm's own word for it."""
+        found = queue.ask(_job(handle))
+        return found.state, str(found)
+
+    def follow(self, handle: Handle) -> Iterator[str]:
+        """What the controller prints until the job has ended, queued again or not."""
+        tail, said = _Tail(Places(handle.run).log), ""
+        while True:
+            job = _job(handle)
+            found = queue.ask(job)
+            if (now := _waits(job, found)) != said and now:
+                yield now
+            said = now
+            if found.state == "ended" and _job(handle) == job:
+                yield from tail.rest()
+                yield f"job {job} has ended: {found}"
+                return
+            yield from self._lines_until_asked_again(tail)
+
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        """Let the run write a checkpoint, then end the job; it is not queued again."""
+        places = Places(handle.run)
+        places.folder.mkdir(parents=True, exist_ok=True)
+        places.stopping.touch()
+        job = _job(handle)
+        if grace_s > 0 and queue.ask(job).state in ("running", "unknown"):
+            queue.tell(job)
+            if self._ends_within(handle, grace_s).state == "ended":
+                return
+        queue.cancel(_job(handle))
+        found = self._ends_within(handle, CANCELLED_S)
+        if found.state != "ended":
+            raise LaunchFailed(
+                f"job {_job(handle)} is still {found}, {CANCELLED_S:g} s after scancel: look at "
+                "its nodes, where a process may hang in the kernel"
+            )
+
+    def _lines_until_asked_again(self, tail: _Tail) -> Iterator[str]:
+        end = self.clock() + self.ask_s
+        while True:
+            yield from tail.lines()
+            self.sleep(self.look_s)
+            if self.clock() >= end:
+                return
+
+    def _ends_within(self, handle: Handle, deadline_s: float) -> JobState:
+        """The state of the job when it has ended, else the one at the deadline.
+
+        One that was being queued again meanwhile is cancelled too.
+        """
+        end = self.clock() + deadline_s
+        while True:
+            found = queue.ask(_job(handle))
+            if found.state == "waiting":
+                queue.cancel(_job(handle))
+            if found.state == "ended" or self.clock() >= end:
+                return found
+            self.sleep(self.look_s)
+
+
+def _job(handle: Handle) -> str:
+    """The id of the run's job now: one that Slurm would not requeue goes on under another."""
+    try:
+        found = Places(handle.run).job.read_text().strip()
+    except OSError:
+        return handle.job
+    return found if found.isdecimal() else handle.job
+
+
+def _waits(job: str, found: JobState) -> str:
+    """What there is to say about a job from which nothing comes; empty where it runs."""
+    if found.state == "waiting":
+        return f"job {job} waits: {found}"
+    if found.state == "unknown":
+        return f"job {job}: {found}"
+    return ""
+
+
+@dataclass
+class _Tail:
+    """The complete lines of a file that grows, written on another machine."""
+
+    path: Path
+    begin: int = 0
+    _part: bytes = b""
+
+    def lines(self) -> Iterator[str]:
+        """Those that have come since the last call."""
+        try:
+            with self.path.open("rb") as file:  # anew, because only so NFS shows what is new
+                file.seek(self.begin)
+                found = file.read()
+        except FileNotFoundError:
+            return
+        self.begin += len(found)
+        *whole, self._part = (self._part + found).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)
+
+    def rest(self) -> Iterator[str]:
+        """All that is left, a line without an end too."""
+        yield from self.lines()
+        if self._part:
+            yield self._part.decode(errors="replace")

@@ -1,0 +1,87 @@
+"""The text of a run's batch job, and of the script that reaches into it.
+
+    job_script(order) -> sbatch's input         reach_script(order) -> bash
+
+Both are a head, which only sets variables and quotes every value, and a body that is always the
+same (`bodies`). Pure: nothing is written or asked here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from composer_mesh.configs.cluster import SlurmConfig
+from composer_mesh.mesh.hosts.roster import ROSTER
+from composer_mesh.services.launch.orders import authority_of, controller_command
+from composer_mesh.services.launch.ports import LaunchRefused, Order
+from composer_mesh.services.launch.slurm.bodies import JOB, REACH
+from composer_mesh.services.launch.slurm.places import Places
+from composer_mesh.services.launch.slurm.request import options_of
+
+MARGIN_S = 15
+"""Of `grace_s`, this is kept for ending the workers and queueing again."""
+
+
+def job_script(order: Order) -> str:
+    """The batch job of a run; raises `LaunchRefused`."""
+    slurm, places = order.config.cluster.slurm, Places(order.output)
+    directives = [f"#SBATCH {shlex.quote(option)}" for option in options_of(order)]
+    head = [
+        _set("RUN", order.output),
+        _set("LAUNCH", places.folder),
+        _list("HOSTS", (host.name for host in order.hosts)),
+        _list("WORKER", _worker(order)),
+        _list("CONTROLLER", controller_command(order.python, order.output, "--resume-or-begin")),
+        _set("PATIENCE_S", _patience_s(slurm)),
+        _set("RESUBMIT", "yes" if slurm.resubmit else "no"),
+    ]
+    return "\n".join(["#!/bin/bash", *directives, *_setup(slurm), *head, JOB])
+
+
+def reach_script(order: Order) -> str:
+    """A script that runs its arguments as a command beside the controller."""
+    places, slurm = Places(order.output), order.config.cluster.slurm
+    head = [
+        _set("JOB_FILE", places.job),
+        _set("FOLDER", order.folder),
+        _set("SETUP", "\n".join(_checked(slurm))),
+    ]
+    return "\n".join(["#!/bin/bash", *head, REACH])
+
+
+def _worker(order: Order) -> Iterable[str]:
+    """What runs on each node, but for its name."""
+    cluster = order.config.cluster
+    yield from (order.python, "-m", "composer_mesh", "worker")
+    yield from ("--roster", str(order.output / ROSTER), "--authority", str(authority_of(order)))
+    yield from ("--lease", f"{cluster.lease_s:g}", "--wait", f"{cluster.attach_s:g}")
+    for subnet in cluster.subnets:
+        yield from ("--subnet", subnet)
+
+
+def _patience_s(slurm: SlurmConfig) -> int:
+    return max(1, slurm.grace_s - MARGIN_S, slurm.grace_s // 2)
+
+
+def _setup(slurm: SlurmConfig) -> list[str]:
+    lines = _checked(slurm)
+    return ["", "# cluster.slurm.setup", *lines, ""] if lines else [""]
+
+
+def _checked(slurm: SlurmConfig) -> list[str]:
+    for line in slurm.setup:
+        if line.lstrip().startswith("#SBATCH"):
+            raise LaunchRefused(
+                f"cluster.slurm.setup has {line!r}, which is no line of shell: write it as one of "
+                "cluster.slurm.options"
+            )
+    return list(slurm.setup)
+
+
+def _set(name: str, value: object) -> str:
+    return f"{name}={shlex.quote(str(value))}"
+
+
+def _list(name: str, values: Iterable[str]) -> str:
+    return f"{name}=({shlex.join(values)})"
