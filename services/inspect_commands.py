@@ -59,7 +59,7 @@ async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
     url = _admin_of(status)
     mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.told(status.admin_tls))
     targets: list[tuple[str, int | None, str]] = []
-    for host, proc in ((host, proc) for host in mesh.hosts for proc in host.procs):
+    for host, proc in ((one, proc) for one in mesh.hosts for proc in one.procs):
         if proc.name == CONTROLLER_PROC and is_controllers(host, status):
             targets.append(("controller", status.pid, proc.reference))
         elif (owner := owner_of(proc, status)) is not None:

@@ -30,10 +30,9 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.services.control import ControlRefused
+from composer_mesh.services.launch.orders import AUTHORITY
 from composer_mesh.services.seats import Seats
 
-AUTHORITY = ".tls"
-"""The folder of a run with the authority that its hosts trust, where the config names no other."""
 LOOPBACK = "127.0.0.1"
 """Where the admin server of the run listens, with the same certificate."""
 LOOK_S = 1.0

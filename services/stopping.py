@@ -23,6 +23,9 @@ STOPPED = 128 + signal.SIGTERM
 """Exit status of a run that was asked to stop, by SIGTERM or by a command."""
 GRACE_S = 60.0
 """Longest time from SIGTERM to the moment at which no checkpoint is waited for any more."""
+ECHO_S = 2.0
+"""SIGTERM again within this time is the same wish: a batch system may tell several processes, which
+hand it on."""
 TAKE_DOWN_S = 30.0
 """Of the time that Slurm gives, what taking the run down may need."""
 
@@ -107,11 +110,15 @@ async def until_interrupted(
 
     Taking down needs a bounded time, so further signals do not disturb it.
     """
-    wish, received = stopping or Stopping(), list[int]()
+    wish, received, echo_until = stopping or Stopping(), list[int](), 0.0
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     wish.over(task)
 
     def interrupt(number: int) -> None:
+        nonlocal echo_until
+        if number == signal.SIGTERM and loop.time() < echo_until:
+            return
+        echo_until = loop.time() + ECHO_S
         received.append(number)
         patient = number == signal.SIGTERM and len(received) == 1
         if wish.ask(now=not patient):

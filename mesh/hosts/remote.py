@@ -22,6 +22,7 @@ from composer_mesh.mesh.environment import without_noise
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAbout, HostAgent
 from composer_mesh.mesh.hosts.here import CHILD
+from composer_mesh.mesh.hosts.host import is_lost, unless_lost
 from composer_mesh.mesh.hosts.versions import differences, versions
 from composer_mesh.mesh.share import ADDRESS, FOLDER
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
@@ -33,6 +34,11 @@ MARGIN = 1.4
 """A host counts as lost after that many leases of silence: by then it has ended its own."""
 REFUSALS = 2
 """A worker whose port has refused that often is gone, and what it had started with it."""
+ASKED = 0.8
+"""The share of a beat in which the agent must answer; the rest is for a look whether it is there.
+
+So a silent host is lost when it should be, and not a look later for every beat.
+"""
 AGAIN_S = 1.0
 LOOK_S = 5.0
 """How long the agent waits for an end before it is asked again."""
@@ -159,8 +165,16 @@ class RemoteHost:
             return False
 
     async def kill(self, pids: Sequence[int]) -> None:
-        with contextlib.suppress(MeshError):
-            await self._ask("kill", list(pids))
+        """Waits until the agent has done it, or the host is lost and has ended them itself.
+
+        Until one of both is sure, nobody may come in their place.
+        """
+        while not is_lost(self):
+            try:
+                await self._ask("kill", list(pids))
+                return
+            except MeshError:
+                await asyncio.sleep(AGAIN_S)
 
     async def born(self, *marks: str) -> list[int]:
         try:
@@ -179,10 +193,11 @@ class RemoteHost:
         while silent < BEATS * MARGIN:
             began = loop.time()
             try:
-                await self._ask("beat", deadline_s=every_s)
+                await self._ask("beat", deadline_s=every_s * ASKED)
                 silent, refused = 0, 0
             except MeshError:
-                silent, refused = silent + 1, refused + 1 if await self._listens() is False else 0
+                gone = await self._listens(every_s * (1 - ASKED)) is False
+                silent, refused = silent + 1, refused + 1 if gone else 0
             if refused >= REFUSALS:
                 self.lose(f"nobody listens at {self.address} any more")
                 return
@@ -192,15 +207,15 @@ class RemoteHost:
     async def _until_it_listens(self) -> None:
         """Monarch gives an address up for good that it could not reach."""
         while True:
-            if await self._listens():
+            if await self._listens(AGAIN_S):
                 return
             await asyncio.sleep(AGAIN_S)
 
-    async def _listens(self) -> bool | None:
-        """Whether somebody listens there; None where its machine is silent about it."""
+    async def _listens(self, deadline_s: float) -> bool | None:
+        """Whether somebody listens there; None where its machine does not say so in time."""
         _, host, port = addresses.split(self.address)
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), AGAIN_S)
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), deadline_s)
         except ConnectionRefusedError:
             return False
         except (TimeoutError, OSError):
@@ -217,4 +232,5 @@ class RemoteHost:
         if self._agent is None:
             raise HostLost(self.name, "it is not attached")
         reply = getattr(self._agent, endpoint).call_one(*args)
-        return await call(reply, deadline_s, f"host {self.name}", endpoint, None)
+        name = f"host {self.name}"
+        return await unless_lost(call(reply, deadline_s, name, endpoint), self)

@@ -14,7 +14,14 @@ from composer_mesh.mesh import programs
 from composer_mesh.mesh.hosts.roster import ROSTER
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
-from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
+from composer_mesh.services.launch.ports import (
+    Handle,
+    LaunchFailed,
+    OnlyTheController,
+    Order,
+    Plan,
+    State,
+)
 from composer_mesh.services.launch.ssh_words import inside, left_behind, to
 from composer_mesh.services.launch.workers import CONTROLLER, Worker, is_here, workers_of
 
@@ -23,7 +30,7 @@ ASK_S = 5.0
 """How often another host is asked whether the controller is there, while its log is followed."""
 
 
-class HostsLauncher:
+class HostsLauncher(OnlyTheController):
     """Brings a run to hosts whose addresses the config knows."""
 
     def plan(self, order: Order) -> Plan:

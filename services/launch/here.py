@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from composer_mesh.mesh import programs
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
-from composer_mesh.services.launch.ports import Handle, Order, Plan, State
+from composer_mesh.services.launch.ports import Handle, OnlyTheController, Order, Plan, State
 
 
-class LocalLauncher:
+class LocalLauncher(OnlyTheController):
     """Starts a controller here and leaves it alone."""
 
     def plan(self, order: Order) -> Plan:

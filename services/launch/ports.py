@@ -72,6 +72,16 @@ class Handle:
     namespace: str = ""
 
 
+class OnlyTheController:
+    """For a cluster that need not know when its controller is asked to stop."""
+
+    def stopping(self, handle: Handle) -> None:
+        """The controller is about to be asked to stop."""
+
+    def stopped(self, handle: Handle) -> None:
+        """The controller was asked, and has ended."""
+
+
 class Launcher(Protocol):
     """One kind of cluster. Raises `LaunchRefused` before, `LaunchFailed` after anything is done."""
 
@@ -93,4 +103,12 @@ class Launcher(Protocol):
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         """End it, and everything that it has brought up; a run gets `grace_s` for a checkpoint."""
+        ...
+
+    def stopping(self, handle: Handle) -> None:
+        """Know that the controller is about to be asked to stop, by somebody else."""
+        ...
+
+    def stopped(self, handle: Handle) -> None:
+        """Give back what is left, once a controller that was asked to stop has ended."""
         ...

@@ -50,10 +50,14 @@ def reached(
     if run is None or (handle := elsewhere(run)) is None:
         return None
     try:
-        if not _runs(run, handle, launchers(handle.kind)):
+        launcher = launchers(handle.kind)
+        if not _runs(run, handle, launcher):
             return None
         there = _renamed(words, run, handle.run) if named else [*words, str(handle.run)]
-        return _run_there(run, handle, there)
+        status = _run_there(run, handle, there)
+        if arguments.command == "stop" and status == 0:
+            launcher.stopped(handle)
+        return status
     except programs.ProgramFailed as failed:
         _not_reached(arguments, f"{run} cannot be reached: {failed}")
     except RunUnavailable as unavailable:

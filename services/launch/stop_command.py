@@ -30,6 +30,8 @@ POLL_S = 0.1
 
 def stop_command(run: Path, now: bool = False) -> int:
     """Stop a run and wait for its end. The result is the exit status: 1 where it failed."""
+    if (handle := read_handle(run)) is not None:
+        launcher_of(handle.kind).stopping(handle)
     try:
         patient = asyncio.run(ask(run, "stop", now=now))
         _say("a checkpoint is written, then the run ends" if patient else "the run ends")

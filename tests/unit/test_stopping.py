@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.services import stopping
 from composer_mesh.services.stopping import (
     GRACE_S,
     STOPPED,
@@ -61,10 +62,25 @@ async def test_sigterm_waits_for_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_does_not_wait_for_it(second: int) -> None:
+async def test_a_second_signal_does_not_wait_for_it(
+    second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "ECHO_S", 0.0)
     work = Work()
     assert await work.signalled(signal.SIGTERM, second) == 143
     assert not work.saved
+
+
+async def test_sigterm_again_at_once_is_the_same_wish() -> None:
+    work = Work()
+    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
+    await work.begun.wait()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await work.asked.wait()
+    work.gate.set()
+    assert await running == 143
+    assert work.saved
 
 
 async def test_sigint_ends_at_once() -> None:

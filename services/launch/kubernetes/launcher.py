@@ -127,6 +127,13 @@ class KubernetesLauncher:
         except programs.ProgramFailed as failed:
             raise LaunchFailed(str(failed)) from None
 
+    def stopping(self, handle: Handle) -> None:
+        """A run that was stopped is not started again anyway."""
+
+    def stopped(self, handle: Handle) -> None:
+        """Free the nodes at once, which the workers would keep until the Job is removed."""
+        self.stop(handle, 0.0)
+
     def _context(self) -> str:
         """The current context; empty in a pod, which needs none."""
         return self.run(["kubectl", "config", "current-context"], check=False).stdout.strip()

@@ -77,11 +77,18 @@ class SlurmLauncher:
                 return
             yield from self._lines_until_asked_again(tail)
 
-    def stop(self, handle: Handle, grace_s: float) -> None:
-        """Let the run write a checkpoint, then end the job; it is not queued again."""
+    def stopping(self, handle: Handle) -> None:
+        """A run that is stopped near its time limit is not queued again either."""
         places = Places(handle.run)
         places.folder.mkdir(parents=True, exist_ok=True)
         places.stopping.touch()
+
+    def stopped(self, handle: Handle) -> None:
+        """The job ends with its controller."""
+
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        """Let the run write a checkpoint, then end the job; it is not queued again."""
+        self.stopping(handle)
         job = _job(handle)
         if grace_s > 0 and queue.ask(job).state in ("running", "unknown"):
             queue.tell(job)

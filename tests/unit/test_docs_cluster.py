@@ -1,0 +1,55 @@
+"""The guide to several machines names commands, keys and events that there are."""
+
+import re
+import shlex
+from pathlib import Path
+
+from composer_mesh.configs.cluster import (
+    ClusterConfig,
+    KubernetesConfig,
+    SlurmConfig,
+    SshConfig,
+)
+from composer_mesh.services.cli_parser import make_parser
+
+TEXT = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+SECTIONS = {
+    "cluster": ClusterConfig,
+    "cluster.slurm": SlurmConfig,
+    "cluster.kubernetes": KubernetesConfig,
+    "cluster.ssh": SshConfig,
+}
+
+
+def commands() -> list[str]:
+    """What a reader types, without a comment after it."""
+    typed = re.findall(r"^ +(?:\$ )?(composer-mesh [^\n]*)", TEXT, re.MULTILINE)
+    return [
+        one for one in typed if not one.startswith(("composer-mesh worker host", "composer-mesh:"))
+    ]
+
+
+def test_every_command_of_the_page_can_be_typed() -> None:
+    assert len(commands()) > 20
+    for one in commands():
+        words = shlex.split(re.sub(r"\[[^]]*\](\.\.\.)?", "", one.partition("#")[0]))
+        make_parser().parse_args(words[1:])
+
+
+def test_every_key_of_a_section_that_the_page_shows_is_one() -> None:
+    shown = 0
+    for section, body in re.findall(
+        r"^ *\[(cluster[a-z.]*)\]\n((?: *\w+ = .*\n)*)", TEXT, re.MULTILINE
+    ):
+        for key in re.findall(r"^ *(\w+) = ", body, re.MULTILINE):
+            assert key in SECTIONS[section].model_fields, (section, key)
+            shown += 1
+    assert shown > 10
+    for section, key in re.findall(r"`(cluster(?:\.ssh|\.slurm|\.kubernetes)?)\.(\w+)`", TEXT):
+        names = {name.rpartition(".")[2] for name in SECTIONS}
+        assert key in SECTIONS[section].model_fields or key in names, (section, key)
+
+
+def test_what_the_page_says_about_a_lease_is_the_default() -> None:
+    assert ClusterConfig().lease_s == 15.0
+    assert "1.4 x `lease_s`, 21 s | after `lease_s`, 15 s" in TEXT
