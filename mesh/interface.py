@@ -5,21 +5,14 @@ The host's worker tells the address to every process that it starts (`mesh.share
 
 from __future__ import annotations
 
-import array
-import fcntl
 import os
 import socket
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from ipaddress import ip_address
-from pathlib import Path
+
+import psutil
 
 from composer_mesh.mesh.share import ADDRESS
-
-SIOCGIFCONF = 0x8912
-ENTRY, MOST = 40, 256
-"""Bytes of one `struct ifreq` of a 64-bit kernel, and how many are asked for."""
-OF_IPV6 = Path("/proc/net/if_inet6")
 
 
 class NoAddress(RuntimeError):
@@ -61,25 +54,7 @@ def interface_of(address: str) -> str:
     wanted = ip_address(address)
     if wanted.version == 4 and wanted.is_loopback:
         return "lo"  # which has all of 127.0.0.0/8
-    for name, packed in _of_ipv6() if wanted.version == 6 else _of_ipv4():
-        if packed == wanted.packed:
-            return name
+    for label, found in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == str(wanted) for one in found):
+            return label.partition(":")[0]  # "eth0:1" is a second address of eth0
     raise NoAddress(f"no network interface of this machine has the address {address}")
-
-
-def _of_ipv4() -> Iterator[tuple[str, bytes]]:
-    entries = array.array("B", bytes(ENTRY * MOST))
-    place, size = entries.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        asked = struct.pack("iL", size, place)
-        length = struct.unpack("iL", fcntl.ioctl(any_socket, SIOCGIFCONF, asked))[0]
-    for begin in range(0, length, ENTRY):
-        entry = entries[begin : begin + ENTRY].tobytes()
-        label = entry[:16].partition(b"\0")[0].decode()
-        yield label.partition(":")[0], entry[20:24]  # "eth0:1" is a second address of eth0
-
-
-def _of_ipv6() -> Iterator[tuple[str, bytes]]:
-    for line in OF_IPV6.read_text().splitlines() if OF_IPV6.exists() else ():
-        address, *_, name = line.split()
-        yield name, bytes.fromhex(address)

@@ -179,9 +179,13 @@ class RunHosts:
     async def _until_lost(self, host: RemoteHost) -> None:
         assert host.lost is not None
         reason = await asyncio.shield(host.lost)
-        if self.seats is not None:
-            self.seats.lose(host.name)
+        self._leave(host)
         self.record("host_lost", "", reason, host=host.name)
+
+    def _leave(self, host: RemoteHost) -> None:
+        """Place nothing there any more, unless another has its name by now."""
+        if self.seats is not None and self._attached.get(host.name) is host:
+            self.seats.lose(host.name)
 
     async def _look_for_others(self) -> None:
         """Attach workers that announce themselves while the run goes on."""
@@ -193,7 +197,7 @@ class RunHosts:
                     continue
                 if (old := self._attached.get(one.name)) is not None:
                     old.lose(f"a new worker has its name, at {one.address}")
-                    await asyncio.sleep(0)  # the placement hears of it first
+                    self._leave(old)
                 try:
                     await self._attach(Worker(one.name, one.address))
                 except (MeshError, ValueError) as error:

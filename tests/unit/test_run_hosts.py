@@ -1,0 +1,217 @@
+"""The hosts of a run are waited for, refused, lost and replaced by the rules; no worker is real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from composer_mesh.configs.room import Host
+from composer_mesh.mesh.hosts.agent import HostAbout
+from composer_mesh.mesh.hosts.remote import HostRefused
+from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce
+from composer_mesh.services import run_hosts
+from composer_mesh.services.control import ControlRefused
+from composer_mesh.services.run_hosts import RunHosts
+
+A, B = "tcp://10.0.0.5:22300", "tcp://10.0.0.6:22300"
+GB = 1 << 30
+
+
+class FakeRemote:
+    """A worker that sees the files of the run, unless it is `blind`."""
+
+    blind: ClassVar[bool] = False
+    all: ClassVar[list[FakeRemote]] = []
+
+    def __init__(self, name: str, address: str, lease_s: float) -> None:
+        self.name, self.address, self.lease_s = name, address, lease_s
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.closed = False
+        self.all.append(self)
+
+    @property
+    def known(self) -> HostAbout:
+        return HostAbout(Host("localhost", 8, 64 * GB), "node", "python", 1, {})
+
+    async def attach(self, deadline_s: float) -> None:
+        assert deadline_s > 0
+
+    async def sees(self, path: Path) -> str | None:
+        return None if self.blind else await asyncio.to_thread(path.read_text)
+
+    async def has_folder(self, _path: Path) -> bool:
+        return True
+
+    def lose(self, reason: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+    async def close(self, _deadline_s: float) -> None:
+        self.closed = True
+
+
+class FakeMesh:
+    """Knows the hosts that have joined it."""
+
+    def __init__(self) -> None:
+        self.room_s = 0.0
+        self.hosts: dict[str, FakeRemote] = {}
+
+    def join(self, host: FakeRemote) -> None:
+        self.hosts[host.name] = host
+
+
+Build = Callable[..., RunHosts]
+
+
+class Events(list[tuple[str, str]]):
+    """What was recorded; wakes whoever waits for more."""
+
+    def __init__(self) -> None:
+        self.more = asyncio.Condition()
+
+    async def until(self, kind: str, often: int = 1) -> None:
+        """Wait until so many of a kind were recorded."""
+        async with self.more, asyncio.timeout(30):
+            await self.more.wait_for(lambda: [one for one, _ in self].count(kind) >= often)
+
+    def add(self, kind: str, detail: str) -> None:
+        self.append((kind, detail))
+        self._telling = asyncio.ensure_future(self._tell())
+
+    async def _tell(self) -> None:
+        async with self.more:
+            self.more.notify_all()
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def build(
+    tmp_path: Path, build_config: Any, monkeypatch: pytest.MonkeyPatch, events: Events
+) -> Build:
+    """A run on workers, with the settings of its cluster."""
+    monkeypatch.setattr(run_hosts, "RemoteHost", FakeRemote)
+    monkeypatch.setattr(run_hosts, "LOOK_S", 0.001)
+    monkeypatch.setattr(RunHosts, "_listen", lambda *_: None)
+    monkeypatch.setattr(FakeRemote, "all", [])
+    monkeypatch.setattr(FakeRemote, "blind", False)
+
+    def made(placement: dict[str, Any] | None = None, **cluster: Any) -> RunHosts:
+        config = build_config(cluster=cluster, placement=placement or {})
+
+        def record(kind: str, _actor: str, detail: str, /, **_fields: Any) -> None:
+            events.add(kind, detail)
+
+        return RunHosts(config, tmp_path, FakeMesh(), record)  # type: ignore[arg-type]
+
+    return made
+
+
+def described(count: int = 2) -> dict[str, Any]:
+    return {"hosts": [{"name": "gpu", "count": count, "cores": 8, "memory_gb": 32.0}]}
+
+
+def record(name: str, address: str) -> Record:
+    return Record(name, address, "python", 1, "boot")
+
+
+async def test_named_workers_are_called_as_the_placement_says_or_by_number(build: Build) -> None:
+    hosts = build(kind="hosts", workers=[A, B], lease_s=3.0)
+    await hosts.attach()
+    assert [(one.name, one.address, one.lease_s) for one in FakeRemote.all] == [
+        ("host-0", A, 3.0),
+        ("host-1", B, 3.0),
+    ]
+    assert (hosts.count, hosts.cores) == (2, 16)
+    hosts = build(described(), kind="hosts", workers=[A, B])
+    await hosts.attach()
+    assert [one.name for one in FakeRemote.all[2:]] == ["gpu-0", "gpu-1"]
+    assert hosts.names == {"tcp:10.0.0.5:22300": "gpu-0", "tcp:10.0.0.6:22300": "gpu-1"}
+    await hosts.give_back()
+    assert [one.closed for one in FakeRemote.all] == [False, False, True, True]
+
+
+async def test_a_scheduler_s_hosts_are_waited_for_until_all_have_announced_themselves(
+    build: Build, tmp_path: Path
+) -> None:
+    hosts = build(described(), kind="slurm", attach_s=60.0)
+    announce(tmp_path / ROSTER, record("gpu-1", B))
+    attaching = asyncio.create_task(hosts.attach())
+    await asyncio.sleep(0.05)
+    assert FakeRemote.all == []
+    announce(tmp_path / ROSTER, record("gpu-0", A))
+    await attaching
+    assert [(one.name, one.address) for one in FakeRemote.all] == [("gpu-0", A), ("gpu-1", B)]
+
+
+async def test_a_host_that_never_comes_is_refused_by_name(build: Build, tmp_path: Path) -> None:
+    hosts = build(described(3), kind="slurm", attach_s=0.01)
+    announce(tmp_path / ROSTER, record("gpu-1", B))
+    with pytest.raises(HostRefused, match=r"gpu-0, gpu-2 of 3 hosts did not announce .* 0\.01 s"):
+        await hosts.attach()
+
+
+async def test_a_host_without_the_files_is_refused_and_given_back(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRemote, "blind", True)
+    hosts = build(kind="hosts", workers=[A])
+    with pytest.raises(HostRefused, match="host-0 does not see"):
+        await hosts.attach()
+    await hosts.give_back()
+    assert [one.closed for one in FakeRemote.all] == [True]
+
+
+async def test_a_lost_host_is_told_and_its_place_is_no_more(build: Build, events: Events) -> None:
+    hosts = build(kind="hosts", workers=[A, B])
+    await hosts.attach()
+    seats = hosts.place()
+    FakeRemote.all[1].lose("its host host-1 is lost: silence")
+    await events.until("host_lost")
+    assert events[-1] == ("host_lost", "its host host-1 is lost: silence")
+    assert (seats.hosts, hosts.cores) == (("host-0",), 8)
+    await hosts.give_back()
+
+
+async def test_who_announces_itself_later_joins_also_under_the_name_of_another(
+    build: Build, tmp_path: Path, events: Events
+) -> None:
+    hosts = build(described(), kind="slurm")
+    announce(tmp_path / ROSTER, record("gpu-0", A))
+    announce(tmp_path / ROSTER, record("gpu-1", B))
+    await hosts.attach()
+    seats = hosts.place()
+    again = "tcp://10.0.0.6:22301"
+    async with hosts.watched():
+        announce(tmp_path / ROSTER, record("gpu-1", again))
+        await events.until("host_joined", 3)
+        await events.until("host_lost")
+    assert set(seats.hosts) == {"gpu-0", "gpu-1"}
+    old, new = FakeRemote.all[1:]
+    assert old.lost.result() == f"a new worker has its name, at {again}"
+    assert hosts.mesh.hosts["gpu-1"] is new  # type: ignore[comparison-overlap]
+    assert [kind for kind, _ in events].count("host_joined") == 3
+    await hosts.give_back()
+
+
+async def test_joining_is_refused_where_it_could_not_work(build: Build) -> None:
+    with pytest.raises(ControlRefused, match=r"cluster\.kind is 'local'"):
+        await build().join(A)
+    hosts = build(kind="hosts", workers=[A])
+    await hosts.attach()
+    with pytest.raises(ControlRefused, match="on another port"):
+        await hosts.join(A)
+    hosts.shared_memory = True
+    with pytest.raises(HostRefused, match=r"weights\.transport = 'rdma'"):
+        await hosts.join(B)
+    hosts.shared_memory = False
+    assert await hosts.join("tcp://10.0.0.7:1") == "joined-1"
+    await hosts.give_back()
