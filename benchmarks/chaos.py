@@ -1,14 +1,16 @@
 """A run under faults: what dies, how soon it is noticed and healed, and whether a thing is lost.
 
     python benchmarks/chaos.py [--quick] [--seed N] [--faults N] [--output DIR] [--json FILE]
+    python benchmarks/chaos.py --hosts [--quick] [--seed N] [--faults N] [--json FILE]
     python benchmarks/chaos.py --controller 10 [--json FILE]
 
 Two quickstart runs of the same seed, one in peace and one under a seeded schedule of faults on
 every kind of actor: SIGKILL, SIGSTOP, an exception in an endpoint, os._exit, a memory limit, cut
 connections; alone, in bursts, and during weight syncs. Both are judged by their files: what was
 lost, which tokens deny their recorded version, how long the run stood, how well it learned. With
---controller, SIGKILL of the controller at random moments of as many runs: what is left after 10 s.
-The exit status is 1 where a claim does not hold.
+--hosts, the same on two hosts, each in a network namespace of its own: one is killed, hangs, or is
+cut off now and then, and another joins. With --controller, SIGKILL of the controller at random
+moments of as many runs: what is left after 10 s. The exit status is 1 where a claim does not hold.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,18 +29,16 @@ prepare_environment()
 os.environ.setdefault("COLUMNS", "110")
 
 from chaos_controller import kill_controllers  # noqa: E402
+from chaos_hosts import hosts_struck  # noqa: E402
 from chaos_inject import Injector  # noqa: E402
 from chaos_judge import Ended, judge, write_outcomes  # noqa: E402
 from chaos_report import fill_report, holds, print_tables  # noqa: E402
-from chaos_run import LiveRun, launched  # noqa: E402
+from chaos_run import launched  # noqa: E402
 from chaos_schedule import Planned, schedule  # noqa: E402
+from chaos_through import run_through  # noqa: E402
+from cut_net import NotPermitted  # noqa: E402
 from report import Report, arguments  # noqa: E402
 
-POLL_S = 0.1
-SAY_S = 20.0
-START_BOUND_S = 900.0
-"""Until the first evaluation: a warm start comes before it."""
-LEFT_AFTER_S = 10.0
 SETTINGS: dict[str, Any] = {
     "generator.replicas": 2,
     "environment.replicas": 2,
@@ -74,9 +73,11 @@ def main() -> int:
             left = kill_controllers(report, given.controller, given.seed, folder, settings)
             report.finish(given.json)
             return int(left > 0)
-        peace = judge(run_through(folder / "peace", settings, [], given.step_bound))
+        if given.hosts:
+            return _on_hosts(given, folder, settings)
+        peace = judge(_on_this_machine(folder / "peace", settings, [], given.step_bound))
         plan = schedule(given.seed, given.faults or (16 if given.quick else 60))
-        chaos = judge(run_through(folder / "chaos", settings, plan, given.step_bound))
+        chaos = judge(_on_this_machine(folder / "chaos", settings, plan, given.step_bound))
         write_outcomes(chaos, folder / "faults.jsonl")
         print_tables(report, peace, chaos)
         fill_report(report, peace, chaos)
@@ -84,10 +85,22 @@ def main() -> int:
     return 0 if holds(report) else 1
 
 
+def _on_hosts(given: argparse.Namespace, folder: Path, settings: dict[str, Any]) -> int:
+    try:
+        report = hosts_struck(given, folder, settings)
+    except NotPermitted as error:
+        print(error, file=sys.stderr)
+        return 2
+    report.finish(given.json)
+    return 0 if holds(report) else 1
+
+
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of runs and faults")
-    parser.add_argument("--faults", type=int, metavar="N", help="60, or 16 with --quick")
+    parser.add_argument("--faults", type=int, metavar="N", help="on actors: 60, --quick 16")
+    parser.add_argument("--hosts", action="store_true", help="on two hosts, which die too")
+    parser.add_argument("--host-faults", type=int, metavar="N", help="6, or 3 with --quick")
     parser.add_argument("--steps", type=int, metavar="N", help="70, or 24 with --quick")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here")
     parser.add_argument("--controller", type=int, default=0, metavar="N", help="runs to behead")
@@ -118,46 +131,12 @@ def _settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return settings | dict(one.split("=", 1) for one in given.set)
 
 
-def run_through(
+def _on_this_machine(
     root: Path, settings: dict[str, Any], plan: Sequence[Planned], bound_s: float
 ) -> Ended:
-    """One run to its end, under the faults of a plan. One that stands for too long is ended."""
-    with TemporaryDirectory(prefix="cm-") as folder, launched(root, settings, Path(folder)) as run:
-        injector = Injector(run, plan, int(settings["run.steps"]), Path(folder))
-        waits, said = 0, 0.0
-        while not run.ended:
-            time.sleep(POLL_S)
-            run.poll()
-            injector.step()
-            if time.monotonic() - said > SAY_S:
-                said = time.monotonic()
-                _say(run, injector)
-            if run.since_progress_s > (2 * bound_s if run.progress else START_BOUND_S):
-                waits += 1
-                break
-        stuck = not run.ended
-        left = [] if stuck else _left(run)
-        run.kill()
-        run.poll()
-        _say(run, injector)
-        hangs = waits + (not stuck and run.longest_wait_s() > bound_s)
-        return Ended(run, injector.applied, injector.left, run.process.returncode, hangs, left)
-
-
-def _left(run: LiveRun) -> list[int]:
-    """Processes that outlived the command, after they had the time to go."""
-    end = time.monotonic() + LEFT_AFTER_S
-    while (left := run.processes()) and time.monotonic() < end:
-        time.sleep(POLL_S)
-    return left
-
-
-def _say(run: LiveRun, injector: Injector) -> None:
-    print(
-        f"{run.root.name}: {time.monotonic() - run.began:.0f} s, step {len(run.metrics)}, "
-        f"{len(injector.applied)} faults struck, {len(injector.left)} to come",
-        flush=True,
-    )
+    with TemporaryDirectory(prefix="cm-") as hook, launched(root, settings, Path(hook)) as run:
+        injector = Injector(run, plan, int(settings["run.steps"]), Path(hook))
+        return run_through(run, injector, bound_s)
 
 
 if __name__ == "__main__":

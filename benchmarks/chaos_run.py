@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Actor:
     name: str
     kind: str
     pid: int
+    host: str = ""
 
     @property
     def slot(self) -> str:
@@ -47,6 +48,12 @@ def slot_of(name: str) -> str:
     'generator-0'
     """
     return name.partition(".")[0]
+
+
+def host_of(event: Mapping[str, Any]) -> str | None:
+    """The host that an event is about, where it is about one."""
+    found: str | None = event.get("fields", {}).get("host")
+    return found
 
 
 class Tail:
@@ -172,7 +179,7 @@ class LiveRun:
         except (OSError, ValueError):
             return []
         found = [
-            Actor(one["name"], one["kind"], one["pid"])
+            Actor(one["name"], one["kind"], one["pid"], one.get("host", ""))
             for one in status["actors"]
             if one.get("state") in ALIVE and one.get("pid") and is_alive(one["pid"])
         ]
@@ -224,28 +231,41 @@ def marked(marker: str) -> list[int]:
     return [pid for pid in found if is_alive(pid)]
 
 
+def environment(marker: str, hook_folder: Path | None) -> dict[str, str]:
+    """What every process of a run inherits.
+
+    With a folder for the hook they listen there for faults.
+    """
+    found = os.environ | {MARKER_ENV: marker, "OMP_NUM_THREADS": "1"}
+    if hook_folder is None:
+        return found
+    path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")]))
+    return found | {"PYTHONPATH": path, FOLDER_ENV: str(hook_folder)}
+
+
 @contextlib.contextmanager
 def launched(
-    root: Path, settings: Mapping[str, Any], hook_folder: Path | None = None
+    root: Path,
+    settings: Mapping[str, Any],
+    hook_folder: Path | None = None,
+    marker: str = "",
+    within: Sequence[str] = (),
 ) -> Iterator[LiveRun]:
     """Start `train` on the quickstart preset; whatever is left of it at the end is killed.
 
-    With a folder for the hook its processes listen there for faults.
+    `marker` is that of others who belong to the run, where there are any; `within` is put before
+    the command.
     """
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
-    marker = uuid.uuid4().hex
-    environment = os.environ | {MARKER_ENV: marker, "OMP_NUM_THREADS": "1"}
-    if hook_folder is not None:
-        path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")]))
-        environment |= {"PYTHONPATH": path, FOLDER_ENV: str(hook_folder)}
+    marker = marker or uuid.uuid4().hex
     root.parent.mkdir(parents=True, exist_ok=True)
     with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
         process = subprocess.Popen(
-            [*command, "--output", str(root)],
+            [*within, *command, "--output", str(root)],
             stdout=out,
             stderr=err,
-            env=environment,
+            env=environment(marker, hook_folder),
             start_new_session=True,
         )
     run = LiveRun(root, marker, process)

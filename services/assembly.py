@@ -243,7 +243,9 @@ class Run:
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
-        chat = ChatFormat(load_tokenizer(folder), task.tools)
+        # Seconds, for it imports transformers; hosts would take so long a silence for the end.
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        chat = ChatFormat(tokenizer, task.tools)
         check_chat(chat, hints=self.config.sdpo.on)
         past = self._past
         if mesh.hints is not None:

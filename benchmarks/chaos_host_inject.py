@@ -1,0 +1,183 @@
+"""Two hosts of a run, one of which dies now and then: done to them as scheduled, then replaced.
+
+Each host is a worker in a network namespace of its own; the controller has one too, which is never
+cut. A host is struck only while two are attached and the run moves, and another one, at another
+address, comes for each that was lost. What became of the run is judged elsewhere.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos_host_outcomes import StruckHost
+from chaos_host_schedule import HostFault, PlannedHost
+from chaos_run import LiveRun, environment, host_of
+from cut_net import Net
+from run_workers import Worker, start_worker
+
+from composer_mesh.mesh.hosts.roster import ROSTER
+
+HOSTS = 2
+LEASE_S = 6.0
+SHORT_S = LEASE_S / 5
+CALM_S = 2 * LEASE_S
+"""How long after a short cut nothing may have come of it."""
+LOST_BOUND_S = 10 * LEASE_S
+"""A host that the run does not count as lost by then is ended, and the fault not healed."""
+
+
+@dataclass
+class Cluster:
+    """The workers of one run, by the names that the run gives them."""
+
+    net: Net
+    folder: Path
+    authority: Path
+    marker: str
+    hook: Path
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+    def start(self, *options: str) -> Worker:
+        """Start a worker on the next host. Waits for nothing."""
+        name = f"host-{len(self.workers)}"
+        options = ("--listen", "tls://auto:0", "--lease", str(LEASE_S), *options)
+        env = environment(self.marker, self.hook)
+        within = self.net.within(self.number(name))
+        one = start_worker(self.folder, name, self.authority, *options, within=within, env=env)
+        self.workers[name] = one
+        return one
+
+    def number(self, name: str) -> int:
+        """Which host of the net a worker is on; 0 is the controller's."""
+        return int(name.rpartition("-")[2]) + 1
+
+
+@contextlib.contextmanager
+def cluster(net: Net, folder: Path, authority: Path, marker: str, hook: Path) -> Iterator[Cluster]:
+    """The first workers of a run, which listen; the end of the block kills all there are."""
+    made = Cluster(net, folder, authority, marker, hook)
+    folder.mkdir(parents=True)
+    try:
+        for _ in range(HOSTS):
+            made.start()
+        for one in made.workers.values():
+            one.until_it_listens()
+        yield made
+    finally:
+        for one in made.workers.values():
+            one.kill()
+
+
+@dataclass
+class HostInjector:
+    """One schedule on one run; `step()` is called again and again, also when the run has ended."""
+
+    run: LiveRun
+    hosts: Cluster
+    plan: Sequence[PlannedHost]
+    steps: int
+    struck: list[StruckHost] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._waiting = list(self.plan)
+        self._under_way: StruckHost | None = None
+        self._calm_since = 0
+        self._cut: set[str] = set()
+
+    @property
+    def left(self) -> list[PlannedHost]:
+        """Faults that have not struck."""
+        return list(self._waiting)
+
+    def step(self) -> None:
+        """Strike when a fault is due, and see to the host that was struck."""
+        for worker in self.hosts.workers.values():
+            worker.family()  # what is born on a host is known before it is needed
+        if self.run.ended:
+            self._end_strangers()
+        if self._under_way is not None:
+            self._see_to(self._under_way)
+        elif self._waiting and self._moves():
+            share = len(self.run.metrics) / self.steps
+            if share >= self._waiting[0].at and (actors := self._actors()):
+                self._strike(self._waiting.pop(0), actors)
+
+    def attached(self) -> list[str]:
+        """The hosts that the run counts as its own, in the order in which they came."""
+        return [name for name in self._told("host_joined") if name not in self._told("host_lost")]
+
+    def _told(self, kind: str) -> list[str]:
+        return [host_of(event) or "" for event in self.run.events if event["event"] == kind]
+
+    def _moves(self) -> bool:
+        """Whether two hosts are there, and a step was done since it was so."""
+        if len(self.attached()) < HOSTS:
+            self._calm_since = len(self.run.metrics)
+        return not self.run.ended and len(self.run.metrics) > self._calm_since
+
+    def _actors(self) -> Mapping[str, tuple[str, ...]]:
+        """By host: who serves there. Hosts without actors have nothing to lose."""
+        there = self.attached()
+        found: dict[str, tuple[str, ...]] = {}
+        for actor in self.run.actors():
+            if actor.host in there:
+                found[actor.host] = (*found.get(actor.host, ()), actor.name)
+        return dict(sorted(found.items()))
+
+    def _strike(self, planned: PlannedHost, actors: Mapping[str, tuple[str, ...]]) -> None:
+        host = list(actors)[planned.place % len(actors)]
+        struck = StruckHost(planned, time.time(), host, actors[host])
+        worker = self.hosts.workers[host]
+        if planned.fault is HostFault.KILLED:
+            worker.kill()
+            struck.gone = time.time()
+        elif planned.fault is HostFault.HUNG:
+            worker.send(signal.SIGSTOP)
+        else:
+            self._cut.add(host)
+            self.hosts.net.cut(self.hosts.number(host))
+        self.struck.append(struck)
+        self._under_way = struck
+        print(f"{planned.fault}: {host} with {', '.join(struck.actors)}", flush=True)
+
+    def _see_to(self, struck: StruckHost) -> None:
+        worker, since = self.hosts.workers[struck.host], time.time() - struck.time
+        fault, lost = struck.planned.fault, struck.host in self._told("host_lost")
+        if fault is HostFault.SHORT:
+            if since > SHORT_S:
+                self._heal(struck.host)
+            if lost or since > CALM_S:
+                self._go_on(replace=lost)
+            return
+        if fault is HostFault.CUT and struck.gone is None and not worker.family():
+            struck.gone = time.time()
+        over = since > LOST_BOUND_S or self.run.ended
+        if fault is HostFault.HUNG and (lost or over):
+            worker.kill()  # what stands still cannot end itself
+        if (lost or over) and not worker.family():
+            self._go_on(replace=True)
+        elif since > LOST_BOUND_S:
+            worker.kill()
+
+    def _go_on(self, replace: bool) -> None:
+        assert self._under_way is not None
+        self._heal(self._under_way.host)
+        self._under_way = None
+        self._calm_since = len(self.run.metrics)
+        if replace and not self.run.ended:
+            self.hosts.start("--roster", str(self.run.root / ROSTER))
+
+    def _heal(self, host: str) -> None:
+        if host in self._cut:
+            self._cut.remove(host)
+            self.hosts.net.heal(self.hosts.number(host))
+
+    def _end_strangers(self) -> None:
+        """End workers that came too late for the run to attach them."""
+        known = self._told("host_joined")
+        for name, worker in self.hosts.workers.items():
+            if name not in known and worker.process.poll() is None:
+                worker.process.terminate()
