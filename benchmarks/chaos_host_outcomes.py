@@ -3,6 +3,7 @@
 Pure: faults that struck and events in, seconds and counts out; times in seconds since 1970.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,25 @@ class HostOutcome:
 def host_outcomes(
     struck: Sequence[StruckHost], events: Sequence[Mapping[str, Any]]
 ) -> list[HostOutcome]:
-    """The outcome of every fault, in their order."""
-    return [_outcome(one, events) for one in struck]
+    """The outcome of every fault, in their order.
+
+    What comes after the next fault on a host is that one's work.
+    """
+    return [_outcome(one, _between(events, one, _next(one, struck))) for one in struck]
 
 
-def _outcome(struck: StruckHost, events: Sequence[Mapping[str, Any]]) -> HostOutcome:
-    later = [event for event in events if event["time"] >= struck.time - CLOCKS_S]
+def _next(fault: StruckHost, struck: Sequence[StruckHost]) -> float:
+    others = (one.time for one in struck if one.host == fault.host and one.time > fault.time)
+    return min(others, default=math.inf)
+
+
+def _between(
+    events: Sequence[Mapping[str, Any]], fault: StruckHost, until: float
+) -> list[Mapping[str, Any]]:
+    return [event for event in events if fault.time - CLOCKS_S <= event["time"] < until]
+
+
+def _outcome(struck: StruckHost, later: Sequence[Mapping[str, Any]]) -> HostOutcome:
     lost = _lost(struck.host, later)
     if struck.planned.fault not in ENDS_THE_HOST:
         return HostOutcome(struck, lost is None, _after(struck, lost))

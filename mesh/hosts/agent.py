@@ -20,7 +20,7 @@ from composer_mesh.configs.room import Host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.ends import Ends
-from composer_mesh.mesh.hosts.lease import Lease
+from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
 from composer_mesh.mesh.machine import this_machine
@@ -49,16 +49,17 @@ class HostAgent(MeshActor):
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
         self._lease, self._ends = Lease(folder), Ends(folder)
+        self._beats = Beats(self._lease)
 
     @concurrent_endpoint
-    async def beat(self) -> None:
-        """The controller is there: the lease begins anew.
+    async def beat(self, number: int, heard: int) -> None:
+        """The controller is there, and has heard the answer to beat `heard`: the lease goes on.
 
         Raises where this host's server stands still, because it can then start and end nothing.
         """
         if processes.stands_still(os.getppid()):
             raise RuntimeError(f"process {os.getppid()}, which serves this host, is stopped")
-        self._lease.renew()
+        self._beats.came(number, heard)
 
     @concurrent_endpoint
     async def give_back(self) -> None:

@@ -23,9 +23,9 @@ class Lease:
     folder: Path
     clock: Callable[[], float] = time.monotonic
 
-    def renew(self) -> None:
-        """The controller is there now."""
-        self._write(f"{self.clock():.3f}")
+    def renew(self, at: float | None = None) -> None:
+        """The controller was there at a time of the clock; now, where none is said."""
+        self._write(f"{self.clock() if at is None else at:.3f}")
 
     def end(self) -> None:
         """The run has ended: the host is not needed any more."""
@@ -53,3 +53,23 @@ class Lease:
             return (self.folder / LEASE_FILE).read_text()
         except FileNotFoundError:
             return ""
+
+
+class Beats:
+    """Turns the beats of a controller into renewals of a lease.
+
+    A beat counts from its arrival, but only once the controller says that it has heard the answer:
+    where answers are lost on their way, it takes the host for lost, and so must the host itself.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._came: dict[int, float] = {}
+
+    def came(self, number: int, heard: int) -> None:
+        """A beat, and the last one whose answer the controller has; 0 is none yet."""
+        now = self._lease.clock()
+        self._came[number] = now
+        self._came = {one: at for one, at in self._came.items() if one >= heard}
+        if heard == 0 or heard in self._came:
+            self._lease.renew(self._came.get(heard, now))

@@ -111,7 +111,7 @@ class RemoteHost:
             raise HostRefused(
                 f"{'; '.join(found)}: install the same on all hosts, with the same composer-mesh"
             )
-        await self._ask("beat")
+        await self._ask("beat", 1, 0)
 
     async def close(self, deadline_s: float) -> None:
         """Give the host back: its worker ends. Waits for its word, at most `deadline_s`."""
@@ -189,12 +189,12 @@ class RemoteHost:
         Time is counted in beats, so that it stands still while this process itself does.
         """
         loop, every_s = asyncio.get_running_loop(), self._lease_s / BEATS
-        silent, refused = 0, 0
+        silent, refused, heard, number = 0, 0, 1, 1
         while silent < BEATS * MARGIN:
-            began = loop.time()
+            began, number = loop.time(), number + 1
             try:
-                await self._ask("beat", deadline_s=every_s * ASKED)
-                silent, refused = 0, 0
+                await self._ask("beat", number, heard, deadline_s=every_s * ASKED)
+                silent, refused, heard = 0, 0, number
             except MeshError:
                 gone = await self._listens(every_s * (1 - ASKED)) is False
                 silent, refused = silent + 1, refused + 1 if gone else 0

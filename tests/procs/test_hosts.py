@@ -14,7 +14,7 @@ from workers import Worker, net, worker
 
 from composer_mesh.mesh.hosts.certificates import make_authority
 
-LEASE_S = 5.0
+LEASE_S = 8.0
 GONE_DEADLINE_S = 30.0
 """From the end of the controller to that of the last process on any host."""
 

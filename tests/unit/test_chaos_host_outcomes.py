@@ -97,6 +97,15 @@ def test_a_short_cut_must_lose_nothing() -> None:
     assert not only(struck(HostFault.SHORT), LOST).healed
 
 
+def test_what_comes_after_the_next_fault_on_the_same_host_is_that_one_s_work() -> None:
+    short, cut = struck(HostFault.SHORT), struck(HostFault.CUT, gone=156.0)
+    cut.time = 150.0
+    lost, back = event(158.0, "host_lost"), [{**one, "time": one["time"] + 60} for one in BACK]
+    first, second = told.host_outcomes([short, cut], [lost, *back])
+    assert first.healed
+    assert (second.healed, second.detected_s, second.fenced_s) == (True, 8.0, 6.0)
+
+
 def test_deaths_on_a_lost_host_are_explained_and_others_are_not() -> None:
     deaths = [
         event(102.0, "actor_died", "generator-0"),

@@ -14,7 +14,7 @@ import pytest
 
 from composer_mesh.mesh.hosts import worker as workers
 from composer_mesh.mesh.hosts.ends import Ends
-from composer_mesh.mesh.hosts.lease import Lease
+from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
 from composer_mesh.mesh.hosts.tied import descendants
 from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
@@ -34,6 +34,27 @@ def test_a_lease_ages_from_each_renewal_and_ends_by_word(tmp_path: Path) -> None
     assert lease.age_s() == 0.0
     lease.end()
     assert (lease.age_s(), lease.ended) == (None, True)
+
+
+def test_a_beat_counts_from_its_arrival_once_its_answer_was_heard(tmp_path: Path) -> None:
+    now = [100.0]
+    lease = Lease(tmp_path, lambda: now[0])
+    beats = Beats(lease)
+    beats.came(1, 0)
+    assert lease.age_s() == 0.0
+    now[0] = 103.0
+    beats.came(2, 1)
+    assert lease.age_s() == 3.0
+    now[0] = 106.0
+    beats.came(3, 2)
+    assert lease.age_s() == 3.0
+    for number, at in ((4, 109.0), (5, 112.0)):  # the controller hears no answer any more
+        now[0] = at
+        beats.came(number, 2)
+        assert lease.age_s() == at - 103.0
+    now[0] = 115.0
+    beats.came(6, 5)
+    assert lease.age_s() == 3.0
 
 
 def test_the_roster_lists_workers_in_natural_order_and_ignores_what_is_no_record(
