@@ -165,8 +165,12 @@ class RunHosts:
         host = RemoteHost(worker.name, worker.address, cluster.lease_s)
         self._used.add(worker.address)
         self._all.append(host)
-        await host.attach(cluster.attach_s if self.seats is None else JOIN_S)
-        await self._check_files(host)
+        try:
+            await host.attach(cluster.attach_s if self.seats is None else JOIN_S)
+            await self._check_files(host)
+        except MeshError:
+            await host.close(GIVE_BACK_S)
+            raise
         self._attached[worker.name] = host
         self.mesh.join(host)
         if self.seats is not None:

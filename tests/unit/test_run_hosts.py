@@ -166,7 +166,6 @@ async def test_a_host_without_the_files_is_refused_and_given_back(
     hosts = build(kind="hosts", workers=[A])
     with pytest.raises(HostRefused, match="host-0 does not see"):
         await hosts.attach()
-    await hosts.give_back()
     assert [one.closed for one in FakeRemote.all] == [True]
 
 
