@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from composer_mesh.mesh.interface import cluster_address, interface_of
+from composer_mesh.mesh.hosts.interface import cluster_address, interface_of
 
 LOOPBACK = "127.0.0.1"
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -1,4 +1,4 @@
-"""The only place where processes start and stop: one process with one actor in it, by name.
+"""Where the actors of a run start and stop: one process with one actor in it, by name.
 
 Which actors a run has is decided elsewhere; what they do when one dies is `supervision`.
 """
