@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -36,6 +37,8 @@ from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.processes import is_alive
 
 AUTO = "auto"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""As in `[[placement.hosts]]`; it is part of the name of a file."""
 LOOK_S = 0.1
 LISTEN_S = 60.0
 ENDED, LEFT_ALONE = 0, 1
@@ -85,6 +88,11 @@ class _Worker:
 
     def serve(self) -> int:
         name = self.options.name or socket.gethostname().partition(".")[0]
+        if not NAME.fullmatch(name):
+            raise WorkerRefused(
+                f"--name {name!r} is no name of a host, which is made of letters, digits, dots, "
+                "dashes and underscores: name it as placement.hosts does"
+            )
         address = self._address(name)
         env = self._environment(address)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -100,6 +100,11 @@ def ablate(arguments: argparse.Namespace) -> int:
         numbers("--seeds", arguments.seeds),
         arguments.eval_every,
     )
+    if plan.base.cluster.remote:
+        raise UsageError(
+            f"cluster.kind is {plan.base.cluster.kind!r} but the runs of an ablation follow each "
+            "other in one process, and a worker serves one run: set cluster.kind to 'local'"
+        )
     for run in plan.runs:
         accept(run.config)
         startable(run.config)

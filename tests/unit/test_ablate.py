@@ -119,6 +119,7 @@ def test_evaluation_is_a_tenth_of_the_run_unless_it_is_set(
         (["--seeds", "-1"], "run.seed = -1"),
         (["--eval-every", "0"], "must be 1 step or more"),
         (["--set", "run.seed=3"], "name the seeds with --seeds"),
+        (["--set", "cluster.kind=slurm"], "a worker serves one run"),
         (["--set", "sdpo.alpha=0"], "arm 'sdpo' needs the channel"),
         (["--set", "replay.beta=0", "--arms", "both"], "arm 'both' needs the channel"),
     ],
