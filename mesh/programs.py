@@ -99,9 +99,11 @@ def beside(command: Sequence[str], env: Mapping[str, str]) -> int:
 
     It shares the streams, and leads a group, so that Ctrl-C is a message to this process alone.
     """
-    return subprocess.Popen(
+    process = subprocess.Popen(
         list(command), stdin=subprocess.DEVNULL, env=dict(env), process_group=0
-    ).pid
+    )
+    _left.append(process)  # Popen would collect it behind our back
+    return process.pid
 
 
 def detached(
@@ -132,4 +134,4 @@ def detached(
 
 
 _left: list[subprocess.Popen[bytes]] = []
-"""Programs that outlive this process: nobody waits for them here."""
+"""Programs that this module does not wait for: they outlive this process, or it does so itself."""
