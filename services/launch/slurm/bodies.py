@@ -152,8 +152,12 @@ while alive "$controller"; do
   fi
   nap
 done
-wait "$controller"
-status=$?
+heard=none
+until [ "$heard" = "$told" ]; do # a signal cuts a wait short, with a status of its own
+  heard=$told
+  wait "$controller"
+  status=$?
+done
 if [ "$told" != "$heeded" ]; then heed; fi
 
 if [ "$status" = 0 ]; then wait_for_workers 10; fi # they have been given back

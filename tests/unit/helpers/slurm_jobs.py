@@ -75,3 +75,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The status of a script, and what it has printed."""
     printed, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, printed
+
+
+def said(process: subprocess.Popen[str], words: str) -> None:
+    """Wait until a script prints words."""
+    assert process.stdout is not None
+    assert any(words in line for line in process.stdout), f"ended without '{words}'"
