@@ -10,7 +10,8 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.rollouts.tasks import Episode, Session, StepResult, Task, make_task
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Episode, Session, StepResult, Task
 from composer_mesh.rollouts.traces import Message
 
 

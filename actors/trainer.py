@@ -26,7 +26,7 @@ from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.task_choice import make_task
 
 Source = InlineSource | MeshSource | LostSource
 

@@ -12,8 +12,8 @@ from collections import deque
 from typing import ClassVar
 
 from composer_mesh.rollouts.window import Window
-from composer_mesh.services.composing import Group
 from composer_mesh.services.controller import Controller
+from composer_mesh.services.schedule.composing import Group
 
 
 class NarrowWindow(Window):

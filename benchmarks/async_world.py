@@ -18,9 +18,9 @@ from simulated_time import SimulatedLoop
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.composing import Composer
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.ports import MayTrain
+from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.steps.ports import MayTrain
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from composer_mesh.services.recipes import recipe_from_json
+from composer_mesh.services.steps.recipes import recipe_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, GroupState
 

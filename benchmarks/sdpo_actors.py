@@ -33,7 +33,7 @@ from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
-from composer_mesh.services.teaching import SdpoTeachers
+from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
 """Share of a trainer's microbatch that is done before it needs the signal."""

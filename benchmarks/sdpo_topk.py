@@ -28,9 +28,9 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.hint_writing import verified_answer
+from composer_mesh.services.steps.hint_writing import verified_answer
 from composer_mesh.services.store.reading import RunReader
 
 KEPT = (1, 4, 16, 64)

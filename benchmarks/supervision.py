@@ -104,7 +104,7 @@ async def _supervised(seconds: float, watched: bool) -> float:
     from composer_mesh.mesh.spawn import MeshHost
     from composer_mesh.mesh.supervision import Supervisor
     from composer_mesh.mesh.waiting import cancel_and_wait
-    from composer_mesh.services.run_watch import STATUS_EVERY_S
+    from composer_mesh.services.run.watch import STATUS_EVERY_S
 
     rules = SupervisionConfig()
     beats = HeartbeatRules(rules.heartbeat_s, rules.hang_s)

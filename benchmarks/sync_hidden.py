@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from composer_mesh.services.report import read_metrics
+from composer_mesh.services.directory.report import read_metrics
 
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SETTINGS = {

@@ -1,16 +1,13 @@
 """What a task is: episodes from a seed, sessions that step, and an expert for demonstrations.
 
-Only the protocols and the choice of a task by config; the tasks are files of their own.
+Only the protocols; the tasks are files of their own, and `task_choice` makes one.
 """
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
-
-if TYPE_CHECKING:
-    from composer_mesh.configs.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +63,3 @@ class Task(Protocol):
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         """A wrong action's text for the same messages, of a kind that real agents write."""
         ...
-
-
-def make_task(config: "Config") -> Task:
-    """The task that a config names; raises what its loader raises on bad data."""
-    environment = config.environment
-    if config.data.kind == "toolbox":
-        from composer_mesh.rollouts.toolbox import ToolboxTask
-
-        return ToolboxTask(config.run.seed, environment.max_turns, environment.tool_error_penalty)
-    from composer_mesh.rollouts.gsm8k import Gsm8kTask
-
-    return Gsm8kTask.from_config(config.data, environment)

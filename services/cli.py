@@ -12,17 +12,17 @@ from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.rollouts.gsm8k_rows import DataError
-from composer_mesh.services.cli_parser import make_parser
+from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.checks.keys import MissingKey
 from composer_mesh.services.commands import clusters, looking, training
-from composer_mesh.services.commands.accepting import UsageError
-from composer_mesh.services.control import ControlRefused
-from composer_mesh.services.key_checks import MissingKey
+from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.control import ControlRefused
+from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused
 from composer_mesh.services.launch.reach import reached
-from composer_mesh.services.live_run import RunUnavailable
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.replay.post_reward import LateRewardError
-from composer_mesh.services.run_directory import RunDirectoryError
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
 

@@ -27,19 +27,19 @@ from typing import Any
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.window import Window
-from composer_mesh.services.agreement import AgreementWatch
-from composer_mesh.services.begun import Begun
-from composer_mesh.services.composing import Composed, Composer, Group
-from composer_mesh.services.groups import Groups
-from composer_mesh.services.hint_writing import HintWriting
-from composer_mesh.services.ports import Store, Training, Watcher, WeightSync
-from composer_mesh.services.recipes import recipe_to_json
-from composer_mesh.services.replay.asking import Replayed
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
-from composer_mesh.services.report import Evaluation
-from composer_mesh.services.rollout import Rollouts
-from composer_mesh.services.stopping import StopAsked, Stopping
-from composer_mesh.services.sync_beside import SyncBeside
+from composer_mesh.services.schedule.begun import Begun
+from composer_mesh.services.schedule.composing import Composed, Composer, Group
+from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.services.schedule.stopping import StopAsked, Stopping
+from composer_mesh.services.schedule.sync_beside import SyncBeside
+from composer_mesh.services.steps.agreement import AgreementWatch
+from composer_mesh.services.steps.hint_writing import HintWriting
+from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
+from composer_mesh.services.steps.recipes import recipe_to_json
+from composer_mesh.services.steps.replayed import Replayed
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_mesh.services.control import ControlRefused, ask
+from composer_mesh.services.directory.control import ControlRefused, ask
 
 Change = dict[str, dict[str, int]]
 

@@ -27,8 +27,8 @@ from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.replicas import Call, Env, Recipe, Replica, unheard
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
+from composer_mesh.services.pool.seats import SeatOf
 from composer_mesh.services.pool.sessions import Session
-from composer_mesh.services.seats import SeatOf
 
 DEADLINE_S = 120.0
 ATTEMPTS = 3

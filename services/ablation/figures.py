@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from composer_mesh.services.report import Z_95, Evaluation, wilson_interval
+from composer_mesh.services.directory.report import Z_95, Evaluation, wilson_interval
 
 INTERVAL = (
     "95 % interval of the mean: Student's t over seeds, never narrower than Wilson's of all "

@@ -13,12 +13,12 @@ from pathlib import Path
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.report import EVALUATIONS_FILE, read_evaluations
-from composer_mesh.services.run_directory import (
+from composer_mesh.services.directory.claim import (
     RunDirectoryError,
     claimed,
     set_aside,
 )
+from composer_mesh.services.directory.report import EVALUATIONS_FILE, read_evaluations
 
 BASELINE = "neither"
 CHANNELS_OF = {

@@ -28,14 +28,14 @@ from composer_mesh.services.ablation.figures import (
     steps_to,
 )
 from composer_mesh.services.ablation.plan import BASELINE, Ablation, PlannedRun, is_finished
-from composer_mesh.services.page import plain_text
-from composer_mesh.services.report import (
+from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     SUMMARY_FILE,
     Evaluation,
     read_evaluations,
     read_metrics,
 )
+from composer_mesh.services.looking.page import plain_text
 
 REPORT_FILE = "ablation.json"
 TARGET = 0.8

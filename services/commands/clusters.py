@@ -5,7 +5,7 @@ Each hands over to its own module, imported when it runs.
 
 import argparse
 
-from composer_mesh.services.commands.accepting import UsageError
+from composer_mesh.services.checks.accepting import UsageError
 
 
 def launch(arguments: argparse.Namespace) -> int:

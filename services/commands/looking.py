@@ -11,14 +11,14 @@ from composer_mesh.services.replay.post_reward import post_reward
 
 def tree(arguments: argparse.Namespace) -> int:
     """Show the live mesh of a run."""
-    from composer_mesh.services.tree import tree_command
+    from composer_mesh.services.looking.tree import tree_command
 
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
 
 
 def events(arguments: argparse.Namespace) -> int:
     """Show what happened in a run, also while it happens."""
-    from composer_mesh.services.events_command import events_command
+    from composer_mesh.services.looking.events_command import events_command
 
     return events_command(arguments.run, arguments.follow, arguments.json)
 
@@ -32,21 +32,21 @@ def scale(arguments: argparse.Namespace) -> int:
 
 def stacks(arguments: argparse.Namespace) -> int:
     """Show what each process of a live run is doing."""
-    from composer_mesh.services.inspect_commands import stacks_command
+    from composer_mesh.services.looking.inspect_commands import stacks_command
 
     return stacks_command(arguments.run, arguments.native, arguments.json)
 
 
 def query(arguments: argparse.Namespace) -> int:
     """Ask the telemetry of a live run."""
-    from composer_mesh.services.inspect_commands import query_command
+    from composer_mesh.services.looking.inspect_commands import query_command
 
     return query_command(arguments.run, arguments.sql, arguments.json)
 
 
 def tui(arguments: argparse.Namespace) -> int:
     """Open Monarch's own terminal interface on a live run."""
-    from composer_mesh.services.inspect_commands import tui_command
+    from composer_mesh.services.looking.inspect_commands import tui_command
 
     return tui_command(arguments.run)
 

@@ -18,7 +18,7 @@ from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
-from composer_mesh.services.commands.accepting import (
+from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,
     accepted,
@@ -27,10 +27,10 @@ from composer_mesh.services.commands.accepting import (
     numbers,
     startable,
 )
-from composer_mesh.services.placement_table import print_placement
-from composer_mesh.services.plan_table import print_plan
-from composer_mesh.services.resume import RunFinished, may_be_resumed, refuse_unfit
-from composer_mesh.services.run_directory import RUNS, claimed, refuse_a_used, set_aside
+from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
+from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
+from composer_mesh.services.looking.placement_table import print_placement
+from composer_mesh.services.looking.plan_table import print_plan
 from composer_mesh.services.store.schema import STORE_FILE
 
 
@@ -123,6 +123,6 @@ def start(config: Config, output: Path, resumed: Sequence[Change] | None = None)
     """
     prepare_environment()  # Monarch reads it when the assembly imports it
     with interrupt_kept():
-        from composer_mesh.services.assembly import train_command
+        from composer_mesh.services.run.assembly import train_command
 
     return int(train_command(config, output, resumed))

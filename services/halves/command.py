@@ -23,24 +23,25 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.tasks import Task, make_task
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.assembly import FAILED, Run
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.composing import Composer
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.halves.replaying import ReplayPorts, ReplayTraining, TeachersAlone
 from composer_mesh.services.halves.sampling import RolloutsOnly, Sampled
 from composer_mesh.services.halves.stored_steps import StoredSteps
-from composer_mesh.services.lasting_trainer import LastingTrainer
-from composer_mesh.services.looking_back import Past
+from composer_mesh.services.looking.view import RunView
 from composer_mesh.services.replay.parts import make_late_rewards
-from composer_mesh.services.run_mesh import Half, RunMesh
-from composer_mesh.services.run_parts import RunParts
-from composer_mesh.services.stopping import until_interrupted
+from composer_mesh.services.run.assembly import FAILED, Run
+from composer_mesh.services.run.looking_back import Past
+from composer_mesh.services.run.mesh import Half, RunMesh
+from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.schedule.stopping import until_interrupted
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.services.training import MeshTraining, ReplayTeachers
-from composer_mesh.services.view import RunView
+from composer_mesh.services.training.lasting import LastingTrainer
+from composer_mesh.services.training.step import MeshTraining, ReplayTeachers
 
 
 def half_command(config: Config, output: Path, source: Path | None) -> int:

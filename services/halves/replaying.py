@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.halves.stored_steps import StoredStep
-from composer_mesh.services.ports import MayTrain, Store, Training, Watcher, WeightSync
-from composer_mesh.services.teaching import SdpoTeachers
-from composer_mesh.services.trained_again import Differences, Trained
-from composer_mesh.services.training import Ranks
-from composer_mesh.services.weight_sync import published
+from composer_mesh.services.steps.ports import MayTrain, Store, Training, Watcher, WeightSync
+from composer_mesh.services.steps.trained_again import Differences, Trained
+from composer_mesh.services.training.step import Ranks
+from composer_mesh.services.training.teaching import SdpoTeachers
+from composer_mesh.services.training.weight_sync import published
 
 
 class TeachersAlone:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tasks import Task
-from composer_mesh.services.groups import Groups
-from composer_mesh.services.ports import Store
-from composer_mesh.services.rollout import Rollouts
+from composer_mesh.services.episodes.rollout import Rollouts
+from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.services.steps.ports import Store
 
 
 @dataclass(frozen=True, slots=True)

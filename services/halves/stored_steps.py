@@ -14,11 +14,11 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.composing import Composed, Composer, Group
-from composer_mesh.services.hint_writing import WordedHints, worded_from_json
-from composer_mesh.services.recipes import StepRecipe, recipe_from_json
-from composer_mesh.services.replay.asking import Replayed
 from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.schedule.composing import Composed, Composer, Group
+from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
+from composer_mesh.services.steps.recipes import StepRecipe, recipe_from_json
+from composer_mesh.services.steps.replayed import Replayed
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.traces.turns import acted

@@ -17,7 +17,15 @@ from composer_mesh.configs.placing import described_hosts
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
 from composer_mesh.mesh.programs import ProgramFailed
-from composer_mesh.services.commands.accepting import accepted
+from composer_mesh.services.checks.accepting import accepted
+from composer_mesh.services.directory.claim import (
+    RUNS,
+    claimed,
+    holds_a_run,
+    refuse_a_used,
+    set_aside,
+)
+from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
 from composer_mesh.services.launch.follow import follow
 from composer_mesh.services.launch.handle import hints, read_handle, write_handle
 from composer_mesh.services.launch.kinds import launcher_of
@@ -31,14 +39,6 @@ from composer_mesh.services.launch.ports import (
     Plan,
 )
 from composer_mesh.services.launch.workers import CONTROLLER, workers_of
-from composer_mesh.services.resume import RunFinished, may_be_resumed, refuse_unfit
-from composer_mesh.services.run_directory import (
-    RUNS,
-    claimed,
-    holds_a_run,
-    refuse_a_used,
-    set_aside,
-)
 
 
 def launch_command(arguments: argparse.Namespace) -> int:

@@ -6,10 +6,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from composer_mesh.services.directory.status import STATUS_FILE, read_status
 from composer_mesh.services.launch.handle import LAUNCH_FILE
 from composer_mesh.services.launch.ports import Handle, Launcher
-from composer_mesh.services.status import STATUS_FILE, read_status
-from composer_mesh.services.stopping import STOPPED
+from composer_mesh.services.schedule.stopping import STOPPED
 
 FAILED, INTERRUPTED = 1, 130
 STATUSES = {"finished": 0, "stopped": STOPPED, "failed": FAILED}

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.services.directory.live import RunUnavailable, commands_for
 from composer_mesh.services.launch.ports import Handle
-from composer_mesh.services.live_run import RunUnavailable, commands_for
 from composer_mesh.services.store.whole_files import write_whole
 
 LAUNCH_FILE = "launch.json"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from composer_mesh.mesh.hosts.address import BadAddress, split
-from composer_mesh.services.control import ControlRefused, ask
+from composer_mesh.services.directory.control import ControlRefused, ask
 
 
 def join_command(run: Path, address: str) -> int:

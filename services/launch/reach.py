@@ -15,12 +15,12 @@ from pathlib import Path
 
 from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.mesh import programs
+from composer_mesh.services.directory.claim import RUNS
+from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import ENDED, newest_live_run, read_status
 from composer_mesh.services.launch.handle import THERE, read_handle
 from composer_mesh.services.launch.kinds import launcher_of
 from composer_mesh.services.launch.ports import Handle, Launcher
-from composer_mesh.services.live_run import RunUnavailable
-from composer_mesh.services.run_directory import RUNS
-from composer_mesh.services.status import ENDED, newest_live_run, read_status
 
 ABOUT_A_RUN = frozenset(
     [

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.programs import ProgramFailed
-from composer_mesh.services.control import ask
+from composer_mesh.services.directory.claim import holder
+from composer_mesh.services.directory.control import ask
+from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.resume import whence
+from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch.handle import read_handle, resume_command
 from composer_mesh.services.launch.kinds import launcher_of
 from composer_mesh.services.launch.ports import Handle, LaunchFailed
-from composer_mesh.services.live_run import RunUnavailable
-from composer_mesh.services.resume import whence
-from composer_mesh.services.run_directory import holder
-from composer_mesh.services.status import read_status
-from composer_mesh.services.stopping import GRACE_S, TAKE_DOWN_S
+from composer_mesh.services.schedule.stopping import GRACE_S, TAKE_DOWN_S
 
 FAILED = 1
 POLL_S = 0.1

@@ -20,7 +20,9 @@ from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.tasks import Task, make_task
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.services.looking.page import plain_text
 from composer_mesh.services.offline.config import offline_config
 from composer_mesh.services.offline.desk import Desk
 from composer_mesh.services.offline.index import TraceIndex
@@ -45,7 +47,6 @@ from composer_mesh.services.offline.report import (
 from composer_mesh.services.offline.session import opened_panel, priced_teachers
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.offline.view import ReplayView
-from composer_mesh.services.page import plain_text
 
 NOBODY_ANSWERED, SHORT_OF_BUDGET, SIGNALLED = 1, 3, 128
 

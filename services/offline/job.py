@@ -21,8 +21,9 @@ from composer_mesh.services.offline.desk import Desk, Stopped
 from composer_mesh.services.offline.figures import ReplayFigures
 from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
-from composer_mesh.services.ports import Teachers
-from composer_mesh.services.replay.asking import Replay, Replayed
+from composer_mesh.services.replay.asking import Replay
+from composer_mesh.services.steps.ports import Teachers
+from composer_mesh.services.steps.replayed import Replayed
 
 AHEAD = 2
 """States of the groups under way, as a multiple of those that may be asked about at once."""

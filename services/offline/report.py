@@ -15,9 +15,9 @@ from rich.text import Text
 
 from composer_mesh.rollouts.budget import BudgetReport
 from composer_mesh.rollouts.money import dollars
+from composer_mesh.services.looking.page import plain_text
 from composer_mesh.services.offline.figures import ReplayFigures
 from composer_mesh.services.offline.plan import ReplayPlan
-from composer_mesh.services.page import plain_text
 
 FINISHED, OUT_OF_BUDGET, STOPPED = "finished", "out_of_budget", "stopped"
 SHOWN_STATES = 3

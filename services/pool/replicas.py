@@ -18,9 +18,9 @@ from composer_mesh.mesh.supervision import FaultPolicy, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import ReplicaState, Seat
-from composer_mesh.services.seating import spawn_on, when_there_is_room
-from composer_mesh.services.seats import Seat as Place
-from composer_mesh.services.seats import SeatOf as PlaceOf
+from composer_mesh.services.pool.seating import spawn_on, when_there_is_room
+from composer_mesh.services.pool.seats import Seat as Place
+from composer_mesh.services.pool.seats import SeatOf as PlaceOf
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json, pair_to_json
-from composer_mesh.services.recipes import figures_of, replayed_of
-from composer_mesh.services.replay.asking import Replayed
+from composer_mesh.services.steps.recipes import figures_of, replayed_of
+from composer_mesh.services.steps.replayed import Replayed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,49 +7,16 @@ group is asked about, and when its pairs train, is `pair_stream`'s business.
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.consensus import decide
-from composer_mesh.rollouts.pairs import PreferencePair, StudentState, TeacherAnswer, TeacherReply
+from composer_mesh.rollouts.pairs import StudentState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.state_choice import Selection, select_states
 from composer_mesh.rollouts.state_value import Novelty
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.ports import Teachers
-
-
-@dataclass
-class Replayed:
-    """What asking about some groups came to. Dollars are those of this time, cached answers free.
-
-    `skipped` states were not worth an answer, and `saved` of them had found room; `failures` counts
-    teachers that gave none, by kind.
-    """
-
-    pairs: list[PreferencePair] = field(default_factory=list)
-    states: int = 0
-    skipped: int = 0
-    saved: int = 0
-    answers: int = 0
-    cached: int = 0
-    usd: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def __iadd__(self, other: "Replayed") -> "Replayed":
-        self.pairs += other.pairs
-        self.states += other.states
-        self.skipped += other.skipped
-        self.saved += other.saved
-        self.answers += other.answers
-        self.cached += other.cached
-        self.usd += other.usd
-        self.outcomes += other.outcomes
-        self.failures += other.failures
-        self.dropped += other.dropped
-        return self
+from composer_mesh.services.steps.ports import Teachers
+from composer_mesh.services.steps.replayed import Replayed
 
 
 class Replay:

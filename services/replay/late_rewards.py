@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from composer_mesh.rollouts.batches import PolicySample, policy_sample
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.advantages import Advantages
+from composer_mesh.services.steps.advantages import Advantages
 from composer_mesh.services.store.rows import ItemState, LateReward
 
 T = TypeVar("T")

@@ -20,8 +20,9 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.asked import AskedGroup, asked_to_json
-from composer_mesh.services.replay.asking import Replay, Replayed
+from composer_mesh.services.replay.asking import Replay
 from composer_mesh.services.replay.refining import Refining
+from composer_mesh.services.steps.replayed import Replayed
 
 HEAP = 2
 """A step trains at most this many times the pairs that it could have made itself."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.services.ports import Reference
+from composer_mesh.services.steps.ports import Reference
 
 TOO_LONG = "too_long"
 """The filter that nobody configures: pairs that the policy's context cannot hold."""

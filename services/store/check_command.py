@@ -5,8 +5,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from composer_mesh.services.live_run import goes_on
-from composer_mesh.services.page import plain_text
+from composer_mesh.services.directory.live import goes_on
+from composer_mesh.services.looking.page import plain_text
 from composer_mesh.services.store.checking import check_run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from composer_mesh.actors.checkpoint_folder import checkpoints_of
 from composer_mesh.actors.checkpoint_manifest import damage
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
-from composer_mesh.services.report import METRICS_FILE, read_metrics
+from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
 from composer_mesh.services.store.reading import RunReader

@@ -18,7 +18,7 @@ from composer_mesh.actors.checkpoint_manifest import to_disk
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import trace_from_json
-from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE
+from composer_mesh.services.directory.report import EVALUATIONS_FILE, METRICS_FILE
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.schema import COLUMNS
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.report import Evaluation
+from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.store.group_files import read_group
 from composer_mesh.services.store.index import index_query
 from composer_mesh.services.store.rows import (

@@ -20,7 +20,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
+from composer_mesh.services.directory.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.migration import migrate

@@ -14,17 +14,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
-from composer_mesh.rollouts.traces import Trace, trace_to_json
+from composer_mesh.rollouts.traces import trace_to_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, ItemState
-from composer_mesh.services.traces.listing import Listed
+from composer_mesh.services.traces.listing import Both, Listed
 from composer_mesh.services.traces.options import Format, TracesRefused
 
-Both = tuple[Listed, Trace]
 DRAFT = ".draft"
 COUNTED = (ItemState.WAITING, ItemState.TRAINED, ItemState.EXPIRED)
 """Pairs of rollouts that were not sampled again."""
@@ -148,41 +147,3 @@ def _pairs(reader: RunReader, written: set[str]) -> Iterator[PreferencePair]:
             pair = pair_from_json(row.body)
             if pair.trace_id in written:
                 yield pair
-
-
-def trace_record(one: Listed, trace: Trace) -> dict[str, Any]:
-    """A rollout as one row: ids and numbers as lists, messages and an error's data as JSON."""
-    late = one.late.reward if one.late else None
-    return {
-        "trace_id": trace.trace_id,
-        "group_id": trace.group_id,
-        "sample": trace.sample,
-        "task": trace.task,
-        "split": trace.split,
-        "index": trace.index,
-        "state": str(one.row.state),
-        "step": one.step,
-        "reward": trace.reward,
-        "late_reward": late,
-        "success": trace.success,
-        "messages": json.dumps(trace.messages, ensure_ascii=False),
-        "turns": [
-            {
-                "context_ids": turn.context_ids,
-                "action_ids": turn.action_ids,
-                "logprobs": turn.logprobs,
-                "versions": turn.versions,
-                "stop_reason": turn.stop_reason,
-            }
-            for turn in trace.turns
-        ],
-        "error_sites": [
-            {
-                "turn": site.turn,
-                "error_kind": site.error_kind,
-                "hint_template_key": site.hint_template_key,
-                "data": json.dumps(site.data, ensure_ascii=False),
-            }
-            for site in trace.error_sites
-        ],
-    }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.store.rows import GroupRow, LateReward, TraceRow, Where
 from composer_mesh.services.traces.options import Filters, SortKey
 
@@ -43,6 +44,10 @@ class Listed:
             "oldest_version": row.oldest_version,
             "newest_version": row.newest_version,
         }
+
+
+Both = tuple[Listed, Trace]
+"""What a list says of a rollout, and the rollout."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Needs pyarrow: `pip install 'composer-mesh[export]'`. What is written is `export`'s business.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from pyarrow.parquet import ParquetWriter
 
 from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.services.traces.export import Both, trace_record
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.traces.listing import Both, Listed
 
 ROWS_TOGETHER = 256
 """Rows of a row group: readers can then leave out most of a file."""
@@ -61,7 +63,7 @@ class Parquet:
         self._rows: list[dict[str, Any]] = []
 
     def traces(self, rollouts: Sequence[Both]) -> None:
-        self._add([trace_record(one, trace) for one, trace in rollouts])
+        self._add([_row(one, trace) for one, trace in rollouts])
 
     def pairs(self, pairs: Sequence[PreferencePair]) -> None:
         self._add([pair_record(pair) for pair in pairs])
@@ -79,3 +81,41 @@ class Parquet:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
             self._rows = []
+
+
+def _row(one: Listed, trace: Trace) -> dict[str, Any]:
+    """A rollout as one row: ids and numbers as lists, messages and an error's data as JSON."""
+    late = one.late.reward if one.late else None
+    return {
+        "trace_id": trace.trace_id,
+        "group_id": trace.group_id,
+        "sample": trace.sample,
+        "task": trace.task,
+        "split": trace.split,
+        "index": trace.index,
+        "state": str(one.row.state),
+        "step": one.step,
+        "reward": trace.reward,
+        "late_reward": late,
+        "success": trace.success,
+        "messages": json.dumps(trace.messages, ensure_ascii=False),
+        "turns": [
+            {
+                "context_ids": turn.context_ids,
+                "action_ids": turn.action_ids,
+                "logprobs": turn.logprobs,
+                "versions": turn.versions,
+                "stop_reason": turn.stop_reason,
+            }
+            for turn in trace.turns
+        ],
+        "error_sites": [
+            {
+                "turn": site.turn,
+                "error_kind": site.error_kind,
+                "hint_template_key": site.hint_template_key,
+                "data": json.dumps(site.data, ensure_ascii=False),
+            }
+            for site in trace.error_sites
+        ],
+    }

@@ -14,9 +14,9 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.hint_sources import Hint, Place, Written
 from composer_mesh.rollouts.pairs import pair_from_json
-from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.hint_writing import worded_from_json
+from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.traces.hints import TokenCount, hints_of, tokenizer_folder
 from composer_mesh.services.traces.listing import Listed

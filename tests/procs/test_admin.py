@@ -13,8 +13,8 @@ from echo_actors import EchoActor
 from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, read_mesh, start_admin
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Supervisor
-from composer_mesh.services.status import ActorStatus, RunStatus, write_status
-from composer_mesh.services.tree import tree_command
+from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
+from composer_mesh.services.looking.tree import tree_command
 
 
 def actor_names(mesh: MeshTree) -> set[str]:

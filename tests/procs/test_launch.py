@@ -23,9 +23,9 @@ from live_run import (
 )
 
 from composer_mesh.mesh.processes import is_alive
+from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.handle import read_handle
-from composer_mesh.services.status import read_status
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -16,8 +16,8 @@ from composer_mesh.actors.meeting import open_store
 from composer_mesh.actors.ranks import Ranks
 from composer_mesh.mesh.share import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.services.seats import Seat
-from composer_mesh.services.trainer_ranks import TrainerRanks
+from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.training.ranks import TrainerRanks
 
 HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2"}
 

@@ -17,15 +17,16 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.tasks import Episode, StepResult, Task, make_task
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Episode, StepResult, Task
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services import service
-from composer_mesh.services.environments import MeshEnvironments
+from composer_mesh.services.episodes.environments import MeshEnvironments
+from composer_mesh.services.episodes.retries import Retries
+from composer_mesh.services.episodes.rollout import Rollouts, Sampling
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.retries import Retries
-from composer_mesh.services.rollout import Rollouts, Sampling
 from composer_mesh.services.service import Service
 
 SAMPLING = Sampling(temperature=0.0, max_new_tokens=200, max_context=100_000, seed=0)

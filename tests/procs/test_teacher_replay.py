@@ -34,7 +34,7 @@ from composer_mesh.rollouts.pairs import (
     TeacherAnswer,
     TeacherFailure,
 )
-from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
 

@@ -20,9 +20,9 @@ from composer_mesh.services.ablation.command import ablate_command
 from composer_mesh.services.ablation.plan import Ablation, plan_ablation, refuse_other_runs
 from composer_mesh.services.ablation.report import ablation_report, notes, report_table
 from composer_mesh.services.cli import main
-from composer_mesh.services.report import Evaluation
-from composer_mesh.services.run_directory import RunDirectoryError
-from composer_mesh.services.status import RunStatus, newest_live_run, write_status
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.directory.status import RunStatus, newest_live_run, write_status
 from composer_mesh.services.store.writing import RunStore
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

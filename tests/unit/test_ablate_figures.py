@@ -18,7 +18,7 @@ from composer_mesh.services.ablation.figures import (
     success_over_seeds,
     t_quantile,
 )
-from composer_mesh.services.report import Evaluation, wilson_interval
+from composer_mesh.services.directory.report import Evaluation, wilson_interval
 
 EPISODES = 50
 shares = st.integers(0, EPISODES).map(lambda wins: wins / EPISODES)

@@ -13,7 +13,7 @@ from composer_mesh.configs.agreement import AgreementConfig
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.agreement import AgreementWatch, EnginesDisagree
+from composer_mesh.services.steps.agreement import AgreementWatch, EnginesDisagree
 
 FLOAT32 = {"same_version/mean": 1e-6, "same_version/max": 2e-5, "mean": 0.02, "max": 0.9}
 

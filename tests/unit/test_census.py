@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, MeshError, RemoteError
-from composer_mesh.services.actor_names import ActorName, failure_line, parse_name, placed
-from composer_mesh.services.census import census
-from composer_mesh.services.status import ActorStatus
-from composer_mesh.services.usage import CpuMeter, cpu_seconds, resident_bytes
+from composer_mesh.services.directory.status import ActorStatus
+from composer_mesh.services.looking.actor_names import ActorName, failure_line, parse_name, placed
+from composer_mesh.services.looking.census import census
+from composer_mesh.services.looking.usage import CpuMeter, cpu_seconds, resident_bytes
 
 
 class FakePool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.services.cli import main
-from composer_mesh.services.run_directory import (
+from composer_mesh.services.directory.claim import (
     RunDirectoryError,
     claimed,
     refuse_a_used,

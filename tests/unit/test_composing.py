@@ -11,14 +11,14 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.composing import Composer, Group
-from composer_mesh.services.hint_writing import WordedHints
-from composer_mesh.services.recipes import recipe_from_json, recipe_to_json
-from composer_mesh.services.replay.asking import Replayed
 from composer_mesh.services.replay.late_rewards import LateRewards
 from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.schedule.composing import Composer, Group
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.hint_writing import WordedHints
+from composer_mesh.services.steps.recipes import recipe_from_json, recipe_to_json
+from composer_mesh.services.steps.replayed import Replayed
 from composer_mesh.services.store.rows import LateReward
 
 FIGURES = {"rollouts/retried": 3, "rollouts/given_up": 1, "rollouts/poisoned": 0}

@@ -20,9 +20,9 @@ from controller_world import (
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.report import Evaluation
-from composer_mesh.services.retries import RolloutsFail
-from composer_mesh.services.rollout import PromptTooLong, Sample, Sampling
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.episodes.retries import RolloutsFail
+from composer_mesh.services.episodes.rollout import PromptTooLong, Sample, Sampling
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from controller_world import Broken, MakeWorld, World, finished, others
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.ports import MayTrain
+from composer_mesh.services.steps.ports import MayTrain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -25,10 +25,10 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.generation import LockstepGeneration
+from composer_mesh.services.episodes.generation import LockstepGeneration
+from composer_mesh.services.episodes.retries import RolloutsFail
+from composer_mesh.services.episodes.rollout import Sampling
 from composer_mesh.services.pool.errors import ServiceClosed
-from composer_mesh.services.retries import RolloutsFail
-from composer_mesh.services.rollout import Sampling
 
 PATIENT = {"rollout_retries": 200}
 

@@ -12,11 +12,11 @@ from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.begun import Begun
 from composer_mesh.services.controller import Controller
+from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.replay.asked import AskedGroup
-from composer_mesh.services.replay.asking import Replayed
-from composer_mesh.services.report import Evaluation
+from composer_mesh.services.schedule.begun import Begun
+from composer_mesh.services.steps.replayed import Replayed
 
 STEPS, START = 5, 3
 

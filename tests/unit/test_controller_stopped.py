@@ -27,14 +27,14 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.composing import Composer
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.hint_writing import HintWriting
-from composer_mesh.services.looking_back import Past, begun_of, look_back, restore_asking
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
-from composer_mesh.services.stopping import Stopping
+from composer_mesh.services.run.looking_back import Past, begun_of, look_back, restore_asking
+from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.schedule.stopping import Stopping
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
 from composer_mesh.services.store.schema import KIND, STORE_FILE

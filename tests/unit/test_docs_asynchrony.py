@@ -8,7 +8,7 @@ from guides import ROOT, Guide, as_a_run, names_in_code
 
 from composer_mesh.configs.schema import ScheduleConfig
 from composer_mesh.rollouts import window
-from composer_mesh.services.metrics import sync_metrics
+from composer_mesh.services.schedule.metrics import sync_metrics
 
 PAGE = Guide.read("asynchrony.md")
 

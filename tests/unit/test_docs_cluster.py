@@ -10,7 +10,7 @@ from composer_mesh.configs.cluster import (
     SlurmConfig,
     SshConfig,
 )
-from composer_mesh.services.cli_parser import make_parser
+from composer_mesh.services.commands.parser import make_parser
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 SECTIONS = {

@@ -12,8 +12,8 @@ from guides import ROOT, Guide, names_in_code
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass
-from composer_mesh.services.cli_parser import COMMANDS, make_parser
-from composer_mesh.services.control import Control
+from composer_mesh.services.commands.parser import COMMANDS, make_parser
+from composer_mesh.services.directory.control import Control
 
 TREE, SUPERVISION = Guide.read("tree.md"), Guide.read("supervision.md")
 PAGES = {"tree.md": TREE, "supervision.md": SUPERVISION}

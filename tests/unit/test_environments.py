@@ -12,7 +12,7 @@ from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services import service
-from composer_mesh.services.environments import MeshEnvironments
+from composer_mesh.services.episodes.environments import MeshEnvironments
 from composer_mesh.services.pool.errors import NoReplicaLeft, SessionLost
 from composer_mesh.services.service import Service
 

@@ -17,7 +17,7 @@ from composer_mesh.rollouts.arithmetic import NotArithmetic, append_steps
 from composer_mesh.rollouts.gsm8k import Gsm8kTask, is_right
 from composer_mesh.rollouts.gsm8k_rows import DataError, normalized, read_rows
 from composer_mesh.rollouts.plans import Step
-from composer_mesh.rollouts.tasks import make_task
+from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.tools import Number, calculator, execute, format_number
 from composer_mesh.rollouts.traces import Message, Split

@@ -18,9 +18,6 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.composing import Composed, Composer
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.halves.replaying import ReplayPorts, ReplayTraining
 from composer_mesh.services.halves.sampling import RolloutsOnly, Sampled
@@ -32,6 +29,9 @@ from composer_mesh.services.halves.stored_steps import (
 )
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.schedule.composing import Composed, Composer
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore

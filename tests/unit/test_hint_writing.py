@@ -28,13 +28,13 @@ from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.hint_mesh import writer_endpoint
-from composer_mesh.services.hint_writing import HintWriting, WordedHints
-from composer_mesh.services.metrics import step_metrics
+from composer_mesh.services.directory.report import summarize, summary_table
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.report import summarize, summary_table
+from composer_mesh.services.run.hint_mesh import writer_endpoint
+from composer_mesh.services.schedule.metrics import step_metrics
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}
 

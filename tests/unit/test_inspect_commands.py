@@ -12,7 +12,7 @@ import pytest
 from pytest_httpserver import HTTPServer
 
 from composer_mesh.services.cli import main
-from composer_mesh.services.status import RunStatus, write_status
+from composer_mesh.services.directory.status import RunStatus, write_status
 
 STATUS = RunStatus(os.getpid(), None, "running", 1, 2, 1, "tcp")
 NOBODY = "http://127.0.0.1:9"

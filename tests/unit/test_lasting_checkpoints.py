@@ -17,7 +17,7 @@ from composer_mesh.actors.checkpoint_folder import (
 )
 from composer_mesh.actors.checkpoint_manifest import damage
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.services.trained_again import Trained
+from composer_mesh.services.steps.trained_again import Trained
 
 DEATH = ActorDied("trainer", "killed by signal 9")
 FULL = CheckpointFailed("/run/checkpoints/.step-4.1-0", "No space left on device")

@@ -11,7 +11,7 @@ from fake_trainer import Running, batch
 
 from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
-from composer_mesh.services.checkpoint_writes import AverageLost
+from composer_mesh.services.training.checkpoint_writes import AverageLost
 
 DEATH = ActorDied("trainer", "killed by signal 9")
 

@@ -12,9 +12,9 @@ import pytest
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.advantages import make_advantages
 from composer_mesh.services.replay.late_rewards import Corrections, LateRewards
 from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
+from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import ItemState, LateReward
 from composer_mesh.services.store.writing import RunStore

@@ -16,16 +16,16 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.services.cli import main
-from composer_mesh.services.cli_parser import make_parser
+from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.directory.claim import claimed, holder
+from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import RunStatus, write_status
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.follow import follow
 from composer_mesh.services.launch.handle import hints, read_handle, write_handle
 from composer_mesh.services.launch.here import LocalLauncher
 from composer_mesh.services.launch.orders import renamed_log, write_files
 from composer_mesh.services.launch.ports import Handle, Order, Plan, State
-from composer_mesh.services.live_run import RunUnavailable
-from composer_mesh.services.run_directory import claimed, holder
-from composer_mesh.services.status import RunStatus, write_status
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 HOSTS = ["cluster.kind=hosts", "cluster.lease_s=9"]

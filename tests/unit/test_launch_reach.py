@@ -11,13 +11,13 @@ from fake_programs import FakePrograms, fake_programs
 
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.services.cli import main
-from composer_mesh.services.cli_parser import make_parser
+from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import RunStatus, write_status
 from composer_mesh.services.launch.by_ssh import HostsLauncher
 from composer_mesh.services.launch.handle import THERE, called, resume_command, write_handle
 from composer_mesh.services.launch.ports import Handle, State
 from composer_mesh.services.launch.reach import command_there, elsewhere, reached
-from composer_mesh.services.live_run import RunUnavailable
-from composer_mesh.services.status import RunStatus, write_status
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.services.generation import LockstepGeneration
+from composer_mesh.services.episodes.generation import LockstepGeneration
 from composer_mesh.services.service import Service
 
 

@@ -13,12 +13,12 @@ from composer_mesh.actors.checkpoint_folder import folder_of
 from composer_mesh.actors.checkpoint_manifest import write_manifest, written
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.hint_writing import WordedHints, worded_to_json
-from composer_mesh.services.looking_back import Past, look_back, restore_asking
-from composer_mesh.services.recipes import StepRecipe, recipe_to_json
+from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.replay.asked import AskedGroup, asked_to_json
-from composer_mesh.services.replay.asking import Replayed
-from composer_mesh.services.run_directory import RunDirectoryError
+from composer_mesh.services.run.looking_back import Past, look_back, restore_asking
+from composer_mesh.services.steps.hint_writing import WordedHints, worded_to_json
+from composer_mesh.services.steps.recipes import StepRecipe, recipe_to_json
+from composer_mesh.services.steps.replayed import Replayed
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.writing import RunStore
 

@@ -9,10 +9,10 @@ import pytest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
-from composer_mesh.services.metrics import step_metrics
-from composer_mesh.services.replay.asking import Replayed
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.schedule.metrics import step_metrics
+from composer_mesh.services.steps.replayed import Replayed
 
 SITE = ErrorSite(0, "no_answer", "no_answer", {})
 VIEW = HintedView("g0-0", 0, [1, 2, 3], [0, 1], [0, 1], [2, 3])

@@ -14,8 +14,8 @@ from composer_mesh.configs.room import Host
 from composer_mesh.mesh.share import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.run_pools import Pools, asking_env
-from composer_mesh.services.seats import Seat, Seats
+from composer_mesh.services.pool.seats import Seat, Seats
+from composer_mesh.services.run.pools import Pools, asking_env
 
 GIB = 2**30
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from composer_mesh.rollouts.hint_sources import Written
-from composer_mesh.services.hint_writing import WordedHints, worded_from_json, worded_to_json
-from composer_mesh.services.recipes import (
+from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json, worded_to_json
+from composer_mesh.services.steps.recipes import (
     StepRecipe,
     TakenFigures,
     UnreadableRecipe,
@@ -19,7 +19,7 @@ from composer_mesh.services.recipes import (
     recipe_to_json,
     replayed_of,
 )
-from composer_mesh.services.replay.asking import Replayed
+from composer_mesh.services.steps.replayed import Replayed
 
 numbers = some.floats(allow_nan=False, allow_infinity=False)
 counts = some.dictionaries(some.text(max_size=5), some.integers(1, 9), max_size=3)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from composer_mesh.services.curve import draw_reward_curve, smoothed
-from composer_mesh.services.report import (
+from composer_mesh.services.directory.curve import draw_reward_curve, smoothed
+from composer_mesh.services.directory.report import (
     Evaluation,
     read_metrics,
     summarize,

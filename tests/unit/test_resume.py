@@ -10,8 +10,8 @@ import pytest
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.resume import refuse_unfit
-from composer_mesh.services.run_directory import RunDirectoryError
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.resume import refuse_unfit
 
 
 @pytest.fixture

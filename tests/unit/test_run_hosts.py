@@ -13,9 +13,9 @@ from composer_mesh.configs.room import Host
 from composer_mesh.mesh.hosts.agent import HostAbout
 from composer_mesh.mesh.hosts.remote import HostRefused
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce
-from composer_mesh.services import run_hosts
-from composer_mesh.services.control import ControlRefused
-from composer_mesh.services.run_hosts import RunHosts
+from composer_mesh.services.directory.control import ControlRefused
+from composer_mesh.services.run import hosts as run_hosts
+from composer_mesh.services.run.hosts import RunHosts
 
 A, B = "tcp://10.0.0.5:22300", "tcp://10.0.0.6:22300"
 GB = 1 << 30

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.services.control import CONTROL_FILE, ControlRefused
-from composer_mesh.services.live_run import commands_for
-from composer_mesh.services.run_watch import RunWatch
+from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefused
+from composer_mesh.services.directory.live import commands_for
+from composer_mesh.services.directory.status import ActorStatus, read_status
+from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.scale_command import scale
-from composer_mesh.services.status import ActorStatus, read_status
-from composer_mesh.services.view import RunView
 
 ACTORS = [ActorStatus("trainer", "trainer", 11), ActorStatus("generator-0", "generator", 12)]
 

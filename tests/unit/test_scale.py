@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from composer_mesh.services.cli import main
-from composer_mesh.services.control import CONTROL_FILE, Control, ControlRefused, ask
-from composer_mesh.services.live_run import RunUnavailable
+from composer_mesh.services.directory.control import CONTROL_FILE, Control, ControlRefused, ask
+from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.run.scaling import Scaling
 from composer_mesh.services.scale_command import read_sizes, scale
-from composer_mesh.services.scaling import Scaling
 
 
 class FakePool:

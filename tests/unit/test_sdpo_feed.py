@@ -12,8 +12,8 @@ from fake_teachers import BUDGET, Ring, batch, config, training
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
-from composer_mesh.services.step_signals import requests_for
-from composer_mesh.services.training import MeshTraining, joined
+from composer_mesh.services.training.step import MeshTraining, joined
+from composer_mesh.services.training.step_signals import requests_for
 
 
 def plans(one: StepBatch, ranks: int = 1) -> list[RankPlan]:

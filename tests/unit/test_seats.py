@@ -11,8 +11,8 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.room import Host
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.share import CORES, GPU_SHARE, GPUS
-from composer_mesh.services.placement_table import print_placement, ranges
-from composer_mesh.services.seats import NoSeat, Seats, refuse_other_hosts
+from composer_mesh.services.looking.placement_table import print_placement, ranges
+from composer_mesh.services.pool.seats import NoSeat, Seats, refuse_other_hosts
 
 GIB = 2**30
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

@@ -17,8 +17,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.share import CORES, GPUS
-from composer_mesh.services.placement_table import print_placement
-from composer_mesh.services.seats import Seats, refuse_other_hosts
+from composer_mesh.services.looking.placement_table import print_placement
+from composer_mesh.services.pool.seats import Seats, refuse_other_hosts
 
 GIB = 2**30
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services import stopping
-from composer_mesh.services.stopping import (
+from composer_mesh.services.schedule import stopping
+from composer_mesh.services.schedule.stopping import (
     GRACE_S,
     STOPPED,
     StopAsked,

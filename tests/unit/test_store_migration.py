@@ -15,7 +15,7 @@ from stored_runs import group_of, pair_of, trace_of
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import pair_from_json, pair_to_json
 from composer_mesh.rollouts.traces import trace_to_json
-from composer_mesh.services.report import Evaluation
+from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.store.checking import check_run
 from composer_mesh.services.store.migration import LATE
 from composer_mesh.services.store.rows import ItemState

@@ -17,7 +17,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import pair_from_json
-from composer_mesh.services.report import Evaluation, read_evaluations, read_metrics
+from composer_mesh.services.directory.report import Evaluation, read_evaluations, read_metrics
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import (

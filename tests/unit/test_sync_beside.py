@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import pytest
 from controller_world import others
 
-from composer_mesh.services.ports import MayTrain
-from composer_mesh.services.sync_beside import SyncBeside
+from composer_mesh.services.schedule.sync_beside import SyncBeside
+from composer_mesh.services.steps.ports import MayTrain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -10,8 +10,8 @@ import pytest
 from fake_teachers import Ring, config, weights
 
 from composer_mesh.actors.teacher_average import AVERAGE_FILE
-from composer_mesh.services.checkpoint_writes import AverageLost
-from composer_mesh.services.training import ReplayTeachers
+from composer_mesh.services.training.checkpoint_writes import AverageLost
+from composer_mesh.services.training.step import ReplayTeachers
 
 VERSION = 4
 

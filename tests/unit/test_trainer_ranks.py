@@ -11,8 +11,8 @@ import pytest
 from composer_mesh.actors.meeting import Address
 from composer_mesh.configs.placing import NoRoom
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
-from composer_mesh.services.seats import Seat
-from composer_mesh.services.trainer_ranks import TrainerRanks
+from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.training.ranks import TrainerRanks
 
 MEETING = Address("10.0.0.5", 4711)
 

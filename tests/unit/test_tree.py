@@ -14,17 +14,17 @@ import pytest
 from rich.console import Console
 
 from composer_mesh.mesh.admin import ActorNode, HostNode, MeshTree, ProcNode
-from composer_mesh.services.live_run import RunUnavailable
-from composer_mesh.services.mesh_view import Usage, merge, pids_of
-from composer_mesh.services.status import (
+from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import (
     ActorStatus,
     RunStatus,
     newest_live_run,
     read_status,
     write_status,
 )
-from composer_mesh.services.tree import Viewer, tree_command
-from composer_mesh.services.tree_page import MeshPage
+from composer_mesh.services.looking.mesh_view import Usage, merge, pids_of
+from composer_mesh.services.looking.tree import Viewer, tree_command
+from composer_mesh.services.looking.tree_page import MeshPage
 
 GUIDE = Path(__file__).parents[2] / "docs" / "tree.md"
 STATUS = RunStatus(

@@ -15,10 +15,15 @@ from rich.console import Console
 
 from composer_mesh.mesh.admin import ActorNode, HostNode, MeshTree, ProcNode
 from composer_mesh.mesh.machine import this_host
-from composer_mesh.services.mesh_view import Usage, merge, pids_of
-from composer_mesh.services.status import ActorStatus, RunStatus, read_status, write_status
-from composer_mesh.services.tree import Viewer
-from composer_mesh.services.tree_page import MeshPage
+from composer_mesh.services.directory.status import (
+    ActorStatus,
+    RunStatus,
+    read_status,
+    write_status,
+)
+from composer_mesh.services.looking.mesh_view import Usage, merge, pids_of
+from composer_mesh.services.looking.tree import Viewer
+from composer_mesh.services.looking.tree_page import MeshPage
 
 STATUS = RunStatus(
     pid=os.getpid(),

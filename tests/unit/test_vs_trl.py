@@ -12,7 +12,7 @@ from controller_world import World, rollouts_of
 
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.rollout import Sample, Sampling
+from composer_mesh.services.episodes.rollout import Sample, Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 episodes_of: Any = importlib.import_module("vs_trl_episodes")

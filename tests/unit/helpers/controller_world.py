@@ -24,19 +24,19 @@ from composer_mesh.rollouts.tasks import Episode, Session, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Message, Trace
-from composer_mesh.services.advantages import make_advantages
-from composer_mesh.services.batcher import Batcher
-from composer_mesh.services.begun import Begun
-from composer_mesh.services.composing import Composer
 from composer_mesh.services.controller import Controller, Ports
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.episodes.retries import Retries
+from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.pool.errors import SessionLost
-from composer_mesh.services.ports import Generation, MayTrain
-from composer_mesh.services.recipes import recipe_from_json
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_pair_stream
-from composer_mesh.services.report import Evaluation
-from composer_mesh.services.retries import Retries
-from composer_mesh.services.rollout import Rollouts
+from composer_mesh.services.schedule.begun import Begun
+from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.ports import Generation, MayTrain
+from composer_mesh.services.steps.recipes import recipe_from_json
 
 Done = tuple[str, Any]
 CHANNELS = {

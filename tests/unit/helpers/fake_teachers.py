@@ -20,9 +20,9 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.seats import Seat
-from composer_mesh.services.teaching import SdpoTeachers
-from composer_mesh.services.training import MeshTraining
+from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.training.step import MeshTraining
+from composer_mesh.services.training.teaching import SdpoTeachers
 
 Log = list[tuple[Any, ...]]
 BUDGET = 512

@@ -18,8 +18,8 @@ from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.actors.checkpoint_manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.lasting_trainer import LastingTrainer
-from composer_mesh.services.ports import MayTrain
+from composer_mesh.services.steps.ports import MayTrain
+from composer_mesh.services.training.lasting import LastingTrainer
 
 T = TypeVar("T")
 Log = list[tuple[Any, ...]]

@@ -15,7 +15,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 from composer_mesh.services.replay.asked import AskedGroup, asked_to_json
-from composer_mesh.services.replay.asking import Replayed
+from composer_mesh.services.steps.replayed import Replayed
 from composer_mesh.services.store.rows import GroupState, LateReward, TraceRow
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.traces.listing import Listed

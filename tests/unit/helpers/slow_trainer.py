@@ -18,8 +18,8 @@ from composer_mesh.actors.checkpoint_manifest import Written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.ports import MayTrain
-from composer_mesh.services.sync_beside import SyncBeside
+from composer_mesh.services.schedule.sync_beside import SyncBeside
+from composer_mesh.services.steps.ports import MayTrain
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
-from composer_mesh.services.report import Evaluation
+from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.store.writing import RunStore
 
 

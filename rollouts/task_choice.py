@@ -1,0 +1,14 @@
+"""The task that a config names."""
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.gsm8k import Gsm8kTask
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.toolbox import ToolboxTask
+
+
+def make_task(config: Config) -> Task:
+    """The task that a config names; raises what its loader raises on bad data."""
+    environment = config.environment
+    if config.data.kind == "toolbox":
+        return ToolboxTask(config.run.seed, environment.max_turns, environment.tool_error_penalty)
+    return Gsm8kTask.from_config(config.data, environment)

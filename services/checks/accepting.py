@@ -1,0 +1,77 @@
+"""What a command asks of a config before anything is started, and errors of what was typed.
+
+Loads neither torch nor Monarch, so that a refusal comes at once.
+"""
+
+import argparse
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.services.checks.custom_functions import check_custom_functions
+from composer_mesh.services.checks.keys import check_keys
+from composer_mesh.services.pool.seats import Seats, refuse_other_hosts
+
+
+class UsageError(Exception):
+    """A command that cannot run as it was typed."""
+
+
+def accepted(arguments: argparse.Namespace) -> Config:
+    """The config, once all that it names was found; raises what `main` turns into one message."""
+    config = load_config(arguments.config, arguments.set)
+    accept(config)
+    startable(config)
+    return config
+
+
+def accept(config: Config) -> Seats:
+    """The placement of a run whose config, keys and functions are in order."""
+    make_task(config)
+    check_keys(config)
+    check_vllm_fits(config)
+    try:
+        check_custom_functions(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Seats.of(config)
+
+
+def startable(config: Config) -> None:
+    """Raise where the run is to be on this machine, and this is not what it was placed on."""
+    refuse_other_hosts(config)
+    if not config.cluster.remote:  # other hosts are looked at when the run attaches to them
+        check_vllm_installed(config)
+
+
+def items(text: str) -> list[str]:
+    """What stands between commas."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers with commas between them; raises `UsageError`."""
+    try:
+        return [int(item) for item in items(text)]
+    except ValueError:
+        raise UsageError(
+            f"{option} is {text!r} but must be whole numbers with commas between them: write for "
+            f"example {option} 0,1,2"
+        ) from None
+
+
+@contextmanager
+def interrupt_kept() -> Iterator[None]:
+    """Hold a Ctrl-C back until the block ends: an import may swallow a KeyboardInterrupt."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt

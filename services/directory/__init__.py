@@ -1,0 +1,1 @@
+"""The directory of a run: who holds it, what it tells, whether one can go on with it."""

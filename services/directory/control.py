@@ -1,0 +1,147 @@
+"""The control socket of a run: how another process of the same user asks its controller for things.
+
+    client  -- {"command": "scale", "arguments": {...}} -->  controller
+            <-- {"answer": ...} or {"refused": "why"} or {"failed": "why"} --
+
+One line each way, then the connection ends. The socket lies in the run's directory and only its
+owner may use it; nothing listens on a network. What a command does is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.directory.live import RunUnavailable
+
+CONTROL_FILE = "control.sock"
+LONGEST_ADDRESS = 100
+"""Bytes that the path of a socket may have on every system; Linux and macOS allow a few more."""
+
+Command = Callable[..., Awaitable[Any]]
+
+
+class ControlRefused(Exception):
+    """The controller will not do what it was asked for: why, and what to do instead."""
+
+
+class Control:
+    """Serves commands while its block runs: `async with Control(run, {"scale": scale}):`.
+
+    A command that raises `ControlRefused` did nothing. One that was begun goes on when the client
+    leaves, and is cancelled when the block ends.
+    """
+
+    def __init__(self, run: Path, commands: Mapping[str, Command]) -> None:
+        self._path, self._commands = run / CONTROL_FILE, commands
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._path.unlink(missing_ok=True)  # of a controller that was killed
+        self._server = await asyncio.start_unix_server(self._begin, sock=_listening(self._path))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self._path.unlink(missing_ok=True)
+        await cancel_and_wait(self._serving)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            reply = await self._reply(await reader.readline())
+            with contextlib.suppress(ConnectionError):  # the client may have left
+                writer.write(_line(reply))
+                await writer.drain()
+        except ValueError:
+            pass  # a line without an end is no request
+        finally:
+            writer.close()
+
+    async def _reply(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            command, arguments = str(request["command"]), dict(request["arguments"])
+        except (ValueError, KeyError, TypeError):
+            return {"refused": "a request is one JSON object with a command and its arguments"}
+        if command not in self._commands:
+            known = ", ".join(sorted(self._commands))
+            return {"refused": f"{command!r} is no command of this run, which knows {known}"}
+        try:
+            return {"answer": await self._commands[command](**arguments)}
+        except ControlRefused as error:
+            return {"refused": str(error)}
+        except Exception as error:  # noqa: BLE001  the run goes on; who asked is told
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+
+async def ask(run: Path, command: str, **arguments: Any) -> Any:
+    """Ask the controller of a live run for something. Waits until it is done."""
+    try:
+        reader, writer = await _connected(run / CONTROL_FILE)
+    except OSError as error:
+        raise RunUnavailable(
+            f"{run} takes no commands ({error.strerror or error}): has the run ended, or not yet "
+            "begun to train?"
+        ) from error
+    try:
+        writer.write(_line({"command": command, "arguments": arguments}))
+        line = await reader.readline()
+    finally:
+        writer.close()
+    if not line.endswith(b"\n"):
+        raise RunUnavailable(f"{run} ended before {command} was done: look at its events")
+    reply = json.loads(line)
+    if "refused" in reply:
+        raise ControlRefused(reply["refused"])
+    if "failed" in reply:
+        raise RunUnavailable(f"{command} failed: {reply['failed']}")
+    return reply["answer"]
+
+
+async def _connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    with _address(path) as address:
+        return await asyncio.open_unix_connection(address)
+
+
+def _listening(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _address(path) as address:
+            os.fchmod(listener.fileno(), 0o600)  # on Linux the file is born with this mode
+            listener.bind(address)
+        path.chmod(0o600)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """A name of the socket that is short enough for the system, valid inside the block."""
+    if len(os.fsencode(path)) <= LONGEST_ADDRESS:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"

@@ -1,0 +1,144 @@
+"""The reward curve of a run as a PNG: what the agent earned, and what each channel lost.
+
+Draws with matplotlib's objects and no global state, so it needs no display and may run anywhere.
+It knows metrics and evaluations only, not the run directory.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+
+from composer_mesh.services.directory.report import CHANNELS, Evaluation
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+MARGIN = 0.1  # of the steps, left and right of the curve
+REWARD, SUCCESS = "#2563eb", "#d97706"
+CHANNEL_COLORS = {"policy": "#2563eb", "sdpo": "#7c3aed", "replay": "#059669"}
+CHANNEL_TITLES = {
+    "policy": "policy loss (GRPO)",
+    "sdpo": "sdpo loss (JSD)",
+    "replay": "replay loss (DPO)",
+}
+
+
+def draw_reward_curve(
+    metrics: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    evaluations: Sequence[Evaluation] = (),
+    title: str = "Reward over the run",
+) -> None:
+    """Write the curve to `path`; a channel that was off in a step leaves a gap there."""
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
+    figure = Figure(figsize=(9, 6), dpi=150, layout=layout, facecolor="white")
+    canvas = FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, len(CHANNELS), height_ratios=(2.3, 1))
+    _draw_reward(figure.add_subplot(grid[0, :]), metrics, evaluations, title)
+    for column, channel in enumerate(CHANNELS):
+        _draw_channel(figure.add_subplot(grid[1, column]), metrics, channel)
+    last = max([1, *(int(step["step"]) for step in metrics), *(e.step for e in evaluations)])
+    for axes in figure.axes:
+        axes.set_xlim(-MARGIN * last, (1 + MARGIN) * last)
+    canvas.print_png(path)
+
+
+def smoothed(values: Sequence[float], radius: int) -> list[float]:
+    """Centred moving average over `radius` steps to each side, fewer at the ends; skips NaN."""
+    windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
+    return [_mean([v for v in window if not math.isnan(v)]) for window in windows]
+
+
+def _draw_reward(
+    axes: Axes, metrics: Sequence[Mapping[str, Any]], evaluations: Sequence[Evaluation], title: str
+) -> None:
+    steps, rewards = _series(metrics, "reward/mean")
+    axes.plot(steps, rewards, ".", color=REWARD, alpha=0.3, markersize=6, label="reward of a step")
+    radius = max(1, len(steps) // 20)
+    axes.plot(
+        steps,
+        smoothed(rewards, radius),
+        color=REWARD,
+        linewidth=2.2,
+        label=f"reward, mean of {2 * radius + 1} steps",
+    )
+    _draw_evaluations(axes, evaluations)
+    floor = min([0.0, *(r for r in rewards if not math.isnan(r))])
+    axes.set_ylim(floor - 0.03, max([1.0, *(r for r in rewards if not math.isnan(r))]) + 0.06)
+    _finish(axes)
+    # Parsed as a formula otherwise, and a run may be called anything.
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
+    axes.set_ylabel("reward · success (share)", color=INK)
+    axes.set_xlabel("optimizer step", color=INK)
+    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+
+
+def _draw_evaluations(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
+    """Held-out success with its 95 % interval, each marked with its figure."""
+    if not evaluations:
+        return
+    low = [e.success - e.interval[0] for e in evaluations]
+    high = [e.interval[1] - e.success for e in evaluations]
+    axes.errorbar(
+        [e.step for e in evaluations],
+        [e.success for e in evaluations],
+        yerr=[[max(0.0, x) for x in low], [max(0.0, x) for x in high]],
+        fmt="D",
+        color=SUCCESS,
+        markersize=7,
+        capsize=4,
+        linewidth=1.5,
+        zorder=5,
+        label=f"held-out success, {evaluations[-1].episodes} episodes, 95 % interval",
+    )
+    for number, evaluation in enumerate(evaluations):
+        # Beside the curve and not on it: the first label to the left, the others to the right.
+        offset, side = ((-9, "right"), (9, "left"))[number > 0]
+        axes.annotate(
+            f"{evaluation.success:.1%}",
+            (evaluation.step, evaluation.success),
+            xytext=(offset, 0),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            color=SUCCESS,
+            fontweight="bold",
+        )
+
+
+def _draw_channel(axes: Axes, metrics: Sequence[Mapping[str, Any]], channel: str) -> None:
+    steps, losses = _series(metrics, f"loss/{channel}")
+    color = CHANNEL_COLORS[channel]
+    axes.plot(steps, losses, color=color, linewidth=1.4, marker=".", markersize=2.5)
+    if all(math.isnan(loss) for loss in losses):
+        axes.text(0.5, 0.5, "off", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+        axes.set_yticks([])
+    _finish(axes)
+    axes.set_title(CHANNEL_TITLES[channel], loc="left", fontsize=10, color=color)
+    axes.set_xlabel("optimizer step", color=INK, fontsize=9)
+    axes.tick_params(labelsize=8)
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one key; NaN, a gap in the line, where it has none."""
+    found = [step.get(key) for step in metrics]
+    return [int(step["step"]) for step in metrics], [math.nan if v is None else v for v in found]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

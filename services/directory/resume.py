@@ -1,0 +1,92 @@
+"""Whether a run directory may be gone on with: the run is there, unfinished, and of this config.
+
+Reads files only, and loads no torch. How the run then goes on is `looking_back`; whether another
+process has the directory is `claim`'s business.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_mesh.actors.checkpoint_folder import checkpoints_of
+from composer_mesh.configs.changes import Change, changes
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.paths import with_whole_paths
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.directory.claim import RunDirectoryError, holds_a_run
+from composer_mesh.services.directory.report import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    read_evaluations,
+    read_metrics,
+)
+
+CONFIG_FILE = "config.toml"
+MOST_CHANGES = 8
+"""Changes that a refusal names."""
+
+
+class RunFinished(RunDirectoryError):
+    """A run that has come to its end, so that there is nothing to go on with."""
+
+
+def may_be_resumed(output: Path) -> bool:
+    """Whether a run was begun in this directory as far as its config being there."""
+    return holds_a_run(output) and (output / CONFIG_FILE).exists()
+
+
+def refuse_unfit(output: Path, config: Config) -> list[Change]:
+    """The changes with which the run in a directory goes on.
+
+    Raises RunDirectoryError when the run is not there, has come to its end, or when its config was
+    changed in a way that what it has learned and stored would no longer fit.
+    """
+    if not may_be_resumed(output):
+        raise RunDirectoryError(
+            f"--resume {output} holds no run but must be the directory of one: name it with "
+            "--output, or leave --resume out to start a new run"
+        )
+    try:
+        before = load_config(output / CONFIG_FILE)
+    except ConfigError as error:
+        raise RunDirectoryError(f"--resume {output} cannot be read: {error}") from None
+    found = changes(with_whole_paths(before), with_whole_paths(config))
+    if unsafe := [change for change in found if not change.safe]:
+        raise RunDirectoryError(_refusal(output, unsafe))
+    done = len(read_metrics(output / METRICS_FILE))
+    if done > config.run.steps:
+        raise RunDirectoryError(
+            f"--resume {output} has trained {done} steps but run.steps is {config.run.steps}: "
+            f"raise run.steps to {done} or more"
+        )
+    if any(one.step >= config.run.steps for one in read_evaluations(output / EVALUATIONS_FILE)):
+        raise RunFinished(
+            f"--resume {output} has trained all its {config.run.steps} steps: raise run.steps to "
+            "go on, or leave --resume out to start a new run"
+        )
+    return found
+
+
+def _refusal(output: Path, unsafe: Sequence[Change]) -> str:
+    named = "\n  ".join(str(change) for change in unsafe[:MOST_CHANGES])
+    more = f"\n  and {len(unsafe) - MOST_CHANGES} more" if len(unsafe) > MOST_CHANGES else ""
+    newest = max(checkpoints_of(output), default=None)
+    where = "a checkpoint" if newest is None else str(newest.folder)
+    return (
+        f"--resume {output} cannot go on with these changes:\n  {named}{more}\n"
+        f"give {output / CONFIG_FILE} as the config, or begin a new run from what this one has "
+        f"learned: a checkpoint is a model folder, so set policy.path to {where}"
+    )
+
+
+def whence(output: Path, steps: int) -> str:
+    """How far a run that was stopped has come, and what a resume would train again."""
+    done = len(read_metrics(output / METRICS_FILE))
+    newest = max((one.step for one in checkpoints_of(output) if one.step <= done), default=0)
+    reached = f"stopped after step {done} of {steps}"
+    if newest == done:
+        where = f"step {done}'s checkpoint" if done else "the beginning"
+        return f"{reached}: a resume goes on from {where}, and trains nothing again"
+    where = f"step {newest}'s checkpoint" if newest else "the beginning"
+    times = "1 step is" if done - newest == 1 else f"{done - newest} steps are"
+    return f"{reached}: a resume goes on from {where}, so {times} trained again"

@@ -1,0 +1,1 @@
+"""Rollouts: one episode played against its ports, and again where that fails."""

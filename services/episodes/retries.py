@@ -1,0 +1,256 @@
+"""Rollouts that fail are run again; those that fail in the same way again are set aside.
+
+    attempt fails --> again, with a fresh environment, up to `rollout_retries`
+                      the same error of its episode `poison_after` times, or a lost process in each
+                      attempt: the episode is set aside for the run
+                      anything else until the end: the sample is given up
+
+A sample that is given up is left out of its group, and never becomes a reward. How an attempt is
+made is `rollout`; which failures are equal is decided here, and counted in `rollouts.poison`.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
+from composer_mesh.mesh.supervision import MeshError, Recorder
+from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import Split, Trace
+from composer_mesh.services.episodes.paced_events import PacedEvents
+from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed, SessionLost
+
+LOST = "lost process"
+"""The key of a failure by which an actor was gone, or silent, while it had an attempt's call."""
+
+LONGEST_TRACEBACK = 8_000
+
+Attempt = Callable[[str], Awaitable[Trace]]
+
+
+class RolloutsFail(MeshError):
+    """Too few rollouts are left to go on with."""
+
+    def __init__(self, what: str, last: str) -> None:
+        super().__init__(what, last)
+        self.what = what
+        self.last = last
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}; the last failure was {self.last}: mend what failed "
+            "(poisoned.jsonl in the run directory has the episodes that were set aside), or raise "
+            "supervision.rollout_retries"
+        )
+
+
+class Retries:
+    """All of a run's retries. `keep` makes an episode that is set aside durable."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        keep: Callable[[PoisonedInput], None],
+        record: Recorder,
+    ) -> None:
+        self.attempts = config.rollout_retries + 1
+        self._poison_after = config.poison_after
+        self._keep, self._events = keep, PacedEvents(record)
+        self._set_aside: set[tuple[Split, int]] = set()
+        self._counts: Counter[str] = Counter()
+        self._shortage = Shortage()
+        self._last = "none"
+        self._deadly = 0
+
+    def know(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
+        """Know an earlier process of the run: what it set aside, and its last step's groups."""
+        episodes = [one["episode"] for one in poisoned]
+        self._set_aside |= {(episode["split"], episode["index"]) for episode in episodes}
+        if sizes:
+            self._shortage.step(sizes, wanted)
+
+    def trial(self, episode: Episode) -> "EpisodeTrial":
+        """The attempts of an episode's samples, which speak for or against it together."""
+        return EpisodeTrial(self, episode)
+
+    def is_set_aside(self, episode: Episode) -> bool:
+        """Whether nobody is to be asked about this episode any more."""
+        return (episode.split, episode.index) in self._set_aside
+
+    def key_of(self, error: Exception, session: str) -> str | None:
+        """What makes a failure equal to another one; None where the attempt only stood by.
+
+        That of a lost process changes with each episode that was set aside for such losses: they
+        are then explained, and speak no more against those that only were there.
+        """
+        key = key_of(error, session)
+        return self.lost_key if key == LOST else key
+
+    @property
+    def lost_key(self) -> str:
+        """The key of what is lost with a process now."""
+        return f"{LOST} {self._deadly}"
+
+    def figures(self) -> dict[str, int]:
+        """Attempts made again, samples given up and episodes set aside since the last call."""
+        self._events.flush()
+        counts, self._counts = self._counts, Counter()
+        return {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}
+
+    def check_step(self, step: int, sizes: list[int], wanted: int) -> None:
+        """Raise `RolloutsFail` where most groups of two steps running lack most rollouts."""
+        if self._shortage.step(sizes, wanted):
+            short = short_groups(sizes, wanted)
+            raise RolloutsFail(
+                f"step {step} has less than half of its rollouts in {short} of {len(sizes)} "
+                "groups, after a step like that",
+                self._last,
+            )
+
+    def check_evaluation(self, step: int, measured: int, asked: int) -> None:
+        """Raise `RolloutsFail` where an evaluation has nothing to measure."""
+        if not measured:
+            what = f"none of {asked} held-out episodes could be run after step {step}"
+            raise RolloutsFail(what, self._last)
+
+    def failed(self, trial: "EpisodeTrial", setback: "Setback") -> None:
+        """Decide about a failed attempt: the episode is set aside, or the sample goes on."""
+        self._last = told(setback.error)
+        if self.is_set_aside(trial.episode):
+            return
+        most = max(self.attempts, self._poison_after) if setback.deadly else self._poison_after
+        if setback.times >= most:
+            self._set_aside_for_good(trial, setback)
+        elif setback.failures >= self.attempts:
+            self._counts["given_up"] += 1
+            self._tell("rollout_given_up", setback, f", after {setback.failures} failures")
+        else:
+            self._counts["retried"] += 1
+            self._tell("rollout_retried", setback)
+
+    def _set_aside_for_good(self, trial: "EpisodeTrial", setback: "Setback") -> None:
+        self._set_aside.add((trial.episode.split, trial.episode.index))
+        self._deadly += setback.deadly
+        self._counts["poisoned"] += 1
+        error = setback.error
+        story = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        cause, attempts = classify(error).value, trial.attempts
+        self._keep(PoisonedInput(trial.episode, cause, error_key(error), story, attempts))
+        self._tell("input_poisoned", setback, f", set aside after {attempts} failures")
+
+    def _tell(self, kind: str, setback: "Setback", what: str = "") -> None:
+        error, cause = setback.error, told(setback.error)
+        fields = {"rollout": setback.name, "cause": cause, "class": classify(error).value}
+        self._events(kind, actor_of(error), f"{setback.name}{what}: {cause}", **fields)
+
+
+@dataclass(frozen=True)
+class Setback:
+    """One failed attempt at a sample, which has had so many `failures`.
+
+    `times` is how often it came in this way: to the sample where a process was lost by it, and
+    otherwise to any sample of the episode.
+    """
+
+    name: str
+    error: Exception
+    key: str | None
+    times: int
+    failures: int
+
+    @property
+    def deadly(self) -> bool:
+        """Whether a process was lost by it."""
+        return is_loss(self.key)
+
+
+class EpisodeTrial:
+    """One episode's attempts, over all of its samples."""
+
+    def __init__(self, retries: Retries, episode: Episode) -> None:
+        self.episode = episode
+        self._retries, self._trial = retries, Trial()
+
+    @property
+    def attempts(self) -> int:
+        """Attempts that failed."""
+        return self._trial.attempts
+
+    async def sample(self, name: str, attempt: Attempt) -> Trace | None:
+        """A sample's trace, or None where it, or its episode, was given up.
+
+        Each attempt gets a session name of its own. One that only stood by while its environment
+        died counts for nothing. Waits for the last attempt.
+        """
+        own: Counter[str] = Counter()
+        for number in count(1):
+            if self._retries.is_set_aside(self.episode) or self._spent(own):
+                break
+            session, began = session_name(name, number), self._trial.begin()
+            try:
+                return await attempt(session)
+            except (ServiceClosed, NoReplicaLeft):
+                raise  # there is nothing left to try it with
+            except Exception as error:  # noqa: BLE001  supervision boundary
+                key = self._retries.key_of(error, session)
+                self._retries.failed(self, self._setback(name, error, key, began, own))
+        return None
+
+    def _setback(
+        self, name: str, error: Exception, key: str | None, began: int, own: Counter[str]
+    ) -> Setback:
+        """A failure of a sample, counted with its `own` before it and with its episode's."""
+        if key is not None:
+            own[key] += 1
+        shared = self._trial.failed(began, None if is_loss(key) else key)
+        times = own[key] if key is not None and is_loss(key) else shared
+        return Setback(name, error, key, times, self._failures(own))
+
+    def _failures(self, own: Counter[str]) -> int:
+        """A sample's failures, without those that were explained by another episode."""
+        lost_key = self._retries.lost_key
+        return sum(n for key, n in own.items() if key == lost_key or not is_loss(key))
+
+    def _spent(self, own: Counter[str]) -> bool:
+        return self._failures(own) >= self._retries.attempts
+
+
+def session_name(name: str, attempt: int) -> str:
+    """The name of an attempt's session: the rollout's own, then with `.2`, `.3`, …"""
+    return name if attempt == 1 else f"{name}.{attempt}"
+
+
+def is_loss(key: str | None) -> bool:
+    """Whether this is the key of a failure by which a process was lost, at whatever time."""
+    return key is not None and key.startswith(LOST)
+
+
+def key_of(error: Exception, session: str) -> str | None:
+    """What makes a failure equal to another one; None where the attempt only stood by.
+
+    A session that is lost between two calls is nobody's fault. One that is lost with a call under
+    way may have been the cause, whatever the process was called.
+    """
+    if isinstance(error, SessionLost) and error.__cause__ is None:
+        return None
+    if classify(error) is FailureClass.INFRASTRUCTURE:
+        return LOST
+    return error_key(error).replace(session, "…")
+
+
+def told(error: Exception) -> str:
+    """An error in one line, for an event."""
+    if isinstance(error, SessionLost):
+        return f"{error.replica} died: {error.reason}"  # what to do about it is done
+    return cause_of(error)
+
+
+def actor_of(error: Exception) -> str:
+    """The actor that an error of the mesh names, empty where it names none."""
+    name = getattr(error, "replica", None) or getattr(error, "actor", None)
+    return name if isinstance(name, str) else ""

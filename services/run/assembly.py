@@ -1,0 +1,276 @@
+"""The train command: builds a run from its config, runs it, and takes it down again.
+
+The order of start and stop, and what a person is told. The run itself is the controller's.
+"""
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from composer_mesh.actors.checkpoint_folder import (
+    CheckpointFailed,
+    EarlierCheckpoint,
+    UnreadableCheckpoint,
+)
+from composer_mesh.actors.policy import load_tokenizer
+from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.configs.changes import Change
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.placing import NoRoom
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import MeshError, Supervisor
+from composer_mesh.mesh.transport import transport_name
+from composer_mesh.mesh.weights.choice import Transport
+from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.services.controller import Controller
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.report import read_metrics, summary_table, write_summary
+from composer_mesh.services.directory.resume import whence
+from composer_mesh.services.looking.actor_names import failure_line, placed
+from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.run.hosts import RunHosts
+from composer_mesh.services.run.looking_back import Past, look_back
+from composer_mesh.services.run.mesh import RunMesh
+from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.watch import RunWatch
+from composer_mesh.services.run.weight_transport import settled
+from composer_mesh.services.schedule.metrics import replay_metrics
+from composer_mesh.services.schedule.stopping import STOPPED, Stopping, grace_s, until_interrupted
+from composer_mesh.services.steps.recipes import UnreadableRecipe
+from composer_mesh.services.store.rows import DamagedRecord
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.training.lasting import LastingTrainer
+
+FAILED = 1
+ONE_LINE = (
+    *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
+    *(CheckpointFailed, ConfigError, NoRoom, UnreadableCheckpoint, UnreadableRecipe),
+)
+"""Errors that say all there is to know, and what to do about it."""
+
+
+def train_command(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
+    """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
+
+    A run that goes on comes with the changes of its config, also where there are none.
+    """
+    began = time.monotonic()
+    ceiling = config.replay.budget.usd if config.replay.on else None
+    shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
+    with RunStore(output, config) as store, shown as view:
+        run = Run(config, store, view, resumed)
+        live = until_interrupted(run.live(), run.stopping, grace_s(config))
+        code = asyncio.run(live)
+    summary = write_summary(
+        output,
+        wall_s=time.monotonic() - began,
+        evaluations=run.evaluations,
+        restarts=run.restarts,
+        rest=run.rest,
+    )
+    # A run should not begin with the import of what draws its end.
+    from composer_mesh.services.directory.curve import draw_reward_curve
+
+    curve = output / "reward.png"
+    metrics = read_metrics(output / "metrics.jsonl")
+    draw_reward_curve(metrics, curve, evaluations=run.evaluations, title=config.run.name)
+    console = Console()
+    console.print(summary_table(config.run.name, summary))
+    console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
+    if code == FAILED:
+        sys.stderr.write(f"composer-mesh: {run.failure}\n")
+    elif code:
+        console.print(Text(whence(output, config.run.steps)), soft_wrap=True)
+    return code
+
+
+@dataclass
+class Run:
+    """One run while it lives."""
+
+    config: Config
+    store: RunStore
+    view: RunView
+    resumed: Sequence[Change] | None = None
+    failure: str = ""
+    controller: Controller | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    _hosts: RunHosts = field(init=False)
+    _mesh: RunMesh | None = None
+    _trainer: LastingTrainer | None = None
+    _past: Past = field(default_factory=Past)
+    _watch: RunWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = RunWatch(
+            self.store.root,
+            self.config.run,
+            self.view,
+            self.event,
+            self._progress,
+            {"stop": self.stop, "join": self.join},
+        )
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were started in place of others."""
+        return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
+
+    @property
+    def evaluations(self) -> list[Any]:
+        return self.controller.evaluations if self.controller else self._past.evaluations
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What the teachers did after the last step, as metrics of a step."""
+        if self.controller is None:
+            return {}
+        return replay_metrics(self.controller.step, Taken([], self.controller.rest))
+
+    async def live(self) -> int:
+        """Start the mesh, run the controller, stop the mesh; returns the exit status."""
+        supervisor = Supervisor(self.event)
+        state = "failed"
+        try:
+            await self._live_with_hosts(supervisor)
+            state = "stopped" if self.stopping.ended else "finished"
+            return STOPPED if self.stopping.ended else 0
+        except asyncio.CancelledError:
+            state = "stopped"
+            raise
+        except MeshError as error:
+            self.failure = failure_line(error, MeshHost.name)
+            return FAILED
+        except ONE_LINE as error:
+            self.failure = str(error)
+            return FAILED
+        except Exception as error:  # noqa: BLE001  supervision boundary: what is done is kept
+            self.failure = "".join(traceback.format_exception(error)).rstrip()
+            return FAILED
+        finally:
+            self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
+            self._watch.ended(state)
+
+    async def stop(self, now: bool = False) -> bool:
+        """Let the run end; whether a checkpoint is written before. Does not wait for it."""
+        return self.stopping.ask(now)
+
+    async def join(self, address: str) -> str:
+        """Attach a further worker; the name that its host has in the run."""
+        return await self._hosts.join(address)
+
+    def _left(self, state: str) -> str:
+        """From where a run that was stopped goes on."""
+        return whence(self.store.root, self.config.run.steps) if state == "stopped" else ""
+
+    async def _live_with_hosts(self, supervisor: Supervisor) -> None:
+        """Live on the hosts of the run, and give them back however it ends."""
+        host = MeshHost(supervisor)
+        hosts = self._hosts = RunHosts(self.config, self.store.root, host, self.event)
+        try:
+            if self.config.cluster.remote:
+                self.view.phase("waiting for hosts")
+                await hosts.attach()
+            with settled(self.config, self.store.root, hosts.count) as (config, weights):
+                hosts.shared_memory = weights.name == "shm"
+                async with host, hosts.watched():
+                    await self._live_on(host, supervisor, config, weights)
+        finally:
+            await hosts.give_back()
+
+    async def _live_on(
+        self, host: MeshHost, supervisor: Supervisor, config: Config, weights: Transport
+    ) -> None:
+        self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
+        if self.resumed is not None:
+            await self._look_back(self.resumed)
+        try:
+            await supervisor.guard(self._run_on(host, config, weights))
+        finally:
+            self.view.phase("stopping actors")
+
+    async def _look_back(self, changes: Sequence[Change]) -> None:
+        """Read what the run has, and tell from where it goes on, with which changes."""
+        for change in changes:
+            self.event("config_changed", "", str(change))
+        past = self._past = await look_back(self.store, self.config, self.event)
+        newest = past.checkpoint
+        begun = f"step {newest.step}'s checkpoint" if newest else "the initial policy"
+        self.event(
+            "run_resumed",
+            "",
+            f"{past.steps} steps are done; begins from {begun}, {len(past.again)} of them are "
+            f"trained again, {len(past.waiting)} finished groups wait",
+        )
+
+    async def _run_on(self, host: MeshHost, config: Config, weights: Transport) -> None:
+        self.view.phase("starting actors")
+        signals = f"RDMA over {transport_name()}"
+        transport = f"weights by {weights.name}, signals by {signals}"
+        await self._watch.open(host, transport, self._hosts)
+        self.view.transport(transport)
+        detail = f"weights travel by {weights}, teacher signals by {signals}"
+        self.event("transport", "", detail, weights=weights.name)
+        mesh = self._mesh = await self._start_mesh(config, host)
+        for actor in host.actors:
+            self.event("actor_started", actor.name, f"process {actor.pid}")
+        try:
+            async with self._watch.over(mesh):
+                await self._train_on(mesh)
+        finally:
+            await mesh.close()
+
+    async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
+        return await RunMesh.start(config, host, self.event, seats=self._hosts.place())
+
+    async def _train_on(self, mesh: RunMesh) -> None:
+        task = make_task(self.config)
+        self.view.phase("preparing the policy")
+        folder = await mesh.prepare()
+        self.event("policy_ready", "trainer", str(folder))
+        self.view.phase("loading the policy")
+        # Seconds, for it imports transformers; hosts would take so long a silence for the end.
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        chat = ChatFormat(tokenizer, task.tools)
+        check_chat(chat, hints=self.config.sdpo.on)
+        past = self._past
+        if mesh.hints is not None:
+            mesh.hints.spent = past.words_spent
+        begun = past.checkpoint
+        await mesh.load(folder, task, self.store.root, begun.folder if begun else None)
+        parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
+        trainer = self._trainer = parts.trainer(begun)
+        controller = self.controller = parts.controller(trainer, self.view, past)
+        controller.stopping = self.stopping
+        self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
+        await trainer.during(self._train(trainer, controller))
+
+    async def _train(self, trainer: LastingTrainer, controller: Controller) -> None:
+        if self.resumed is not None:
+            self.view.phase("training the steps since the checkpoint again")
+            await trainer.catch_up(controller.begun.past)
+            controller.begun.past.clear()  # the trainer keeps them as long as it may need them
+        await controller.run()
+
+    def _progress(self) -> tuple[int, int]:
+        step = self.controller.step if self.controller else self._past.steps
+        return (step, self.restarts)
+
+    def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+        """Record an event and show it."""
+        self.store.add_event(kind, actor, detail, placed(actor, fields))
+        self.view.event(" ".join(part for part in (kind, actor, detail) if part))

@@ -1,0 +1,260 @@
+"""The hosts of a run: waited for, attached, given back; watched for those that go and that come.
+
+Where processes go is `seats`' decision, and what becomes of an actor whose host is lost its
+owner's. A run on this machine alone has none of them.
+"""
+
+import asyncio
+import os
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+from monarch.actor import enable_transport
+
+from composer_mesh.configs.placing import described_hosts
+from composer_mesh.configs.room import Host
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.hosts import address as addresses
+from composer_mesh.mesh.hosts.certificates import tls_environment
+from composer_mesh.mesh.hosts.host import is_lost
+from composer_mesh.mesh.hosts.remote import HostRefused, RemoteHost
+from composer_mesh.mesh.hosts.roster import ROSTER, read_roster
+from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import MeshError, Recorder
+from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.services.directory.control import ControlRefused
+from composer_mesh.services.launch.orders import AUTHORITY
+from composer_mesh.services.pool.seats import Seats
+
+LOOPBACK = "127.0.0.1"
+"""Where the admin server of the run listens, with the same certificate."""
+LOOK_S = 1.0
+GIVE_BACK_S = 5.0
+JOIN_S = 60.0
+"""Longest wait for a worker that joins a run that goes on."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that the run may attach to."""
+
+    name: str
+    address: str
+
+
+@dataclass
+class RunHosts:
+    """The workers of one run; without any it runs on this machine."""
+
+    config: Config
+    root: Path
+    mesh: MeshHost
+    record: Recorder
+    seats: Seats | None = None
+    shared_memory: bool = False
+    """Whether weights travel in the memory of one host, so that no second one may join it."""
+    _own: str = ""
+    _all: list[RemoteHost] = field(default_factory=list)
+    _attached: dict[str, RemoteHost] = field(default_factory=dict)
+    _used: set[str] = field(default_factory=set)
+    _watching: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _keys: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int | None:
+        """How many have been attached; None in a run that has no workers."""
+        return len(self._attached) or None
+
+    @property
+    def cores(self) -> int | None:
+        """Cores of all hosts; None in a run that has no workers."""
+        there = (one for one in self._attached.values() if not is_lost(one))
+        return sum(one.known.machine.cores for one in there) or None
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The names of the hosts, by what Monarch calls them; this machine is one of them."""
+        own = {_as_monarch_says(self._own): NAME} if self._own else {}
+        return own | {_as_monarch_says(one.address): one.name for one in self._attached.values()}
+
+    async def attach(self) -> None:
+        """Wait for every worker and attach it. Raises `HostRefused`, with the host and the repair.
+
+        Until all are there nothing of the run is started.
+        """
+        workers = await self._workers()
+        self.mesh.room_s = self.config.cluster.attach_s
+        self._listen(workers[0].address)
+        await together(*(self._attach(one) for one in workers))
+
+    def place(self) -> Seats:
+        """The placement of the run on the hosts that it has."""
+        there = [_machine(one) for one in self._attached.values()]
+        self.seats = Seats.of(self.config, there or None)
+        return self.seats
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Tell the placement of hosts that go, and of those that announce themselves."""
+        if not self.config.cluster.remote:
+            yield
+            return
+        looking = asyncio.create_task(self._look_for_others())
+        try:
+            yield
+        finally:
+            await cancel_and_wait([looking])
+
+    async def join(self, address: str) -> str:
+        """Attach a further worker, for `composer-mesh join`; its name."""
+        if not self.config.cluster.remote:
+            raise ControlRefused(
+                "cluster.kind is 'local', so this run has no workers: start it with another kind"
+            )
+        if address in self._used:
+            raise ControlRefused(
+                f"{address} has been part of this run before, and Monarch attaches to an address "
+                "once: start the worker on another port"
+            )
+        number = len(self._used)
+        worker = Worker(f"joined-{number}", address)
+        await self._attach(worker)
+        return worker.name
+
+    async def give_back(self) -> None:
+        """End the workers. Call it once no process of the run is left on them."""
+        await cancel_and_wait(self._watching.values())
+        await asyncio.gather(*(one.close(GIVE_BACK_S) for one in self._all))
+        for keys in self._keys:
+            keys.cleanup()
+
+    def _listen(self, first: str) -> None:
+        """Let workers reach this process, at one address only. Before Monarch starts in it."""
+        cluster = self.config.cluster
+        scheme, towards, _ = addresses.split(first)
+        own = cluster.address or addresses.join(
+            scheme, addresses.own_address(scheme, cluster.subnets, towards), 0
+        )
+        addresses.check_listen(own, cluster.subnets)
+        _, host, port = addresses.split(own)
+        if scheme == "tls":
+            # Processes of this machine use the key too, for as long as they live.
+            keys = tempfile.TemporaryDirectory(prefix="composer-mesh-tls-")
+            self._keys.append(keys)
+            authority = cluster.authority or self.root / AUTHORITY
+            os.environ.update(tls_environment(authority, Path(keys.name), [host, LOOPBACK]))
+            reload_config_from_env()  # Monarch has read it once, when it was imported
+        os.environ[ADDRESS] = host
+        self._own = addresses.join(scheme, host, port or addresses.free_port(host))
+        enable_transport(self._own)
+
+    async def _attach(self, worker: Worker) -> None:
+        cluster = self.config.cluster
+        if self.shared_memory and self.mesh.hosts:
+            raise HostRefused(
+                f"{worker.name} cannot join: the run began on one host, so its weights travel in "
+                "the memory of that host: resume it with weights.transport = 'rdma'"
+            )
+        host = RemoteHost(worker.name, worker.address, cluster.lease_s)
+        self._used.add(worker.address)
+        self._all.append(host)
+        try:
+            await host.attach(cluster.attach_s if self.seats is None else JOIN_S)
+            await self._check_files(host)
+        except MeshError:
+            await host.close(GIVE_BACK_S)
+            raise
+        self._attached[worker.name] = host
+        self.mesh.join(host)
+        if self.seats is not None:
+            self.seats.join(_machine(host))
+        about = host.known
+        detail = f"{worker.address}, {about.hostname}, {about.machine.cores} cores"
+        self.record("host_joined", "", f"{worker.name}: {detail}", host=worker.name)
+        self._watching[worker.name] = asyncio.create_task(self._until_lost(host))
+
+    async def _until_lost(self, host: RemoteHost) -> None:
+        assert host.lost is not None
+        reason = await asyncio.shield(host.lost)
+        self._leave(host)
+        self.record("host_lost", "", reason, host=host.name)
+
+    def _leave(self, host: RemoteHost) -> None:
+        """Place nothing there any more, unless another has its name by now."""
+        if self.seats is not None and self._attached.get(host.name) is host:
+            self.seats.lose(host.name)
+
+    async def _look_for_others(self) -> None:
+        """Attach workers that announce themselves while the run goes on."""
+        refused: set[str] = set()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for one in await asyncio.to_thread(read_roster, self.root / ROSTER):
+                if one.address in self._used or one.address in refused:
+                    continue
+                if (old := self._attached.get(one.name)) is not None:
+                    old.lose(f"a new worker has its name, at {one.address}")
+                    self._leave(old)
+                try:
+                    await self._attach(Worker(one.name, one.address))
+                except (MeshError, ValueError) as error:
+                    refused.add(one.address)
+                    self.record("host_refused", "", str(error), host=one.name)
+
+    async def _workers(self) -> list[Worker]:
+        """Those of the config, or all that are expected on the roster. Waits for them."""
+        cluster = self.config.cluster
+        names = [host.name for host in described_hosts(self.config.placement)]
+        if cluster.kind == "hosts":
+            names = names or [f"host-{number}" for number in range(len(cluster.workers))]
+            return [Worker(*one) for one in zip(names, cluster.workers, strict=True)]
+        end = asyncio.get_running_loop().time() + cluster.attach_s
+        roster = self.root / ROSTER
+        while True:
+            found = {one.name: one for one in await asyncio.to_thread(read_roster, roster)}
+            missing = [name for name in names if name not in found]
+            if not missing:
+                return [Worker(name, found[name].address) for name in names]
+            if asyncio.get_running_loop().time() > end:
+                raise HostRefused(
+                    f"{', '.join(missing)} of {len(names)} hosts did not announce themselves in "
+                    f"{roster} within {cluster.attach_s:g} s: look at the logs of their workers, "
+                    "or raise cluster.attach_s"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    async def _check_files(self, host: RemoteHost) -> None:
+        """Refuse a host that does not see the run's files where they are here."""
+        probe, word = self.root / f".probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
+        probe.write_text(word)
+        try:
+            seen = await host.sees(probe.absolute())
+        finally:
+            with suppress(OSError):
+                probe.unlink()
+        if seen != word:
+            raise HostRefused(
+                f"{host.name} does not see {probe.parent.absolute()}, which must be on a file "
+                "system that all hosts share, under the same path: choose another --output"
+            )
+        if not await host.has_folder(Path.cwd()):
+            raise HostRefused(
+                f"{host.name} has no folder {Path.cwd()}, from which the run was started: start it "
+                "from one that all hosts share"
+            )
+
+
+def _machine(host: RemoteHost) -> Host:
+    return replace(host.known.machine, name=host.name)
+
+
+def _as_monarch_says(address: str) -> str:
+    """`tls:10.0.0.5:22300` for `tls://10.0.0.5:22300`."""
+    return address.replace("://", ":", 1)

@@ -1,0 +1,212 @@
+"""The actors of one run: which ones its config asks for, started, loaded, and asked how they are.
+
+What they do together is the controller's business; what happens when one dies, the supervisor's.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from composer_mesh.actors.expert_http import new_token
+from composer_mesh.actors.expert_panel import Expert
+from composer_mesh.actors.expert_server import ExpertServerActor
+from composer_mesh.actors.reference import ReferenceActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.heartbeat import HeartbeatRules
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
+from composer_mesh.mesh.waiting import together
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.services.directory.status import ActorStatus
+from composer_mesh.services.pool.seats import Seats
+from composer_mesh.services.replay.teacher_settings import panel_settings
+from composer_mesh.services.run.hint_mesh import MeshHintWriter
+from composer_mesh.services.run.pools import Pools
+from composer_mesh.services.service import Service
+from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.teaching import SdpoTeachers
+
+DESCRIBE_DEADLINE_S = 5.0
+
+Half = Literal["both", "training", "sampling"]
+"""Which actors a run has: all, the trainer with its SDPO teachers, or those of the rollouts."""
+
+
+class NotStarted(LookupError):
+    """An actor was asked for that this half of a run does not have."""
+
+
+@dataclass(frozen=True)
+class RunMesh:
+    """The living actors of a run; a channel that is off has none, and half a run only its half."""
+
+    config: Config
+    host: MeshHost
+    half: Half
+    trainers: TrainerRanks
+    sampling: tuple[Service, Service] | None
+    teachers: SdpoTeachers | None
+    replay: Service | None
+    reference: Service | None
+    experts: Service | None
+    hints: MeshHintWriter | None
+    token: str = field(repr=False)
+
+    @property
+    def generators(self) -> Service:
+        """Who samples; raises NotStarted where nobody does."""
+        return self._rollouts[0]
+
+    @property
+    def environments(self) -> Service:
+        """Who steps episodes; raises NotStarted where nobody does."""
+        return self._rollouts[1]
+
+    @property
+    def _rollouts(self) -> tuple[Service, Service]:
+        if self.sampling is None:
+            raise NotStarted("this run has no generators: it trains stored rollouts")
+        return self.sampling
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        host: MeshHost,
+        record: Recorder,
+        half: Half = "both",
+        seats: Seats | None = None,
+    ) -> "RunMesh":
+        """Start every process at once, where its seat is. Waits until each actor answers."""
+        rules = config.supervision
+        host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
+        seats = seats or Seats.of(config)
+        for note in seats.notes:
+            record("placement", "", note)
+        start, token = Pools(config, host, seats, record), new_token()
+        teachers = SdpoTeachers(config, host, seats.taker("sdpo_teacher"), record)
+        trainers = TrainerRanks(config, host, seats.taker("trainer"))
+        samples, trains, whole = half != "training", half != "sampling", half == "both"
+        own_teachers = trains and config.sdpo.has_own_actors
+        _, generators, environments, replay, reference, _, experts, hints = await together(
+            trainers.start(),
+            _if(samples, start.generators()),
+            _if(samples, start.environments()),
+            _if(whole and config.replay.on, start.teachers(token)),
+            _if(whole and config.replay.needs_reference, start.one("reference", ReferenceActor)),
+            _if(own_teachers, teachers.start()),
+            _if(whole and config.serves_experts, start.one("expert_server", ExpertServerActor)),
+            _if(whole and config.asks_for_hints, start.hint_writer(token)),
+        )
+        own = teachers if own_teachers else None
+        ring = (trainers, (generators, environments) if samples else None)
+        return cls(config, host, half, *ring, own, replay, reference, experts, hints, token)
+
+    async def prepare(self) -> Path:
+        """The folder of the initial policy. Waits for a warm start where none is cached.
+
+        Where nobody trains, the trainer goes then.
+        """
+        folder = await self.trainers.prepare()
+        if self.half == "sampling":
+            await asyncio.gather(*(self.host.stop(one) for one in self.trainers.all))
+        return folder
+
+    async def load(
+        self, folder: Path, task: Task, run: Path, checkpoint: Path | None = None
+    ) -> None:
+        """Give every actor what it works with; `run` is the run's directory. Waits for all.
+
+        The trainer goes on from a checkpoint where one is given.
+        """
+        config = self.config
+        loads: list[Coroutine[Any, Any, Any]] = []
+        if self.half != "sampling":
+            loads.append(self.trainers.load(folder, checkpoint))
+        if self.sampling is not None:
+            loads += [self.generators.load(config, folder), self.environments.load(config)]
+        if self.teachers is not None:
+            loads.append(self.teachers.load(folder))
+        if self.reference is not None:
+            loads.append(self.reference.load(config, folder))
+        loads.append(self._load_asking(task, run))
+        await asyncio.gather(*loads)
+
+    @property
+    def pools(self) -> dict[str, Service]:
+        """The services of the run by the kind of their actors."""
+        hints = None if self.hints is None else self.hints.pool
+        generators, environments = self.sampling or (None, None)
+        pools = {
+            "generator": generators,
+            "environment": environments,
+            "teacher_replay": self.replay,
+            "reference": self.reference,
+            "expert_server": self.experts,
+            "hint_writer": hints,
+        }
+        return {kind: pool for kind, pool in pools.items() if pool is not None}
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were started in place of others."""
+        own = 0 if self.teachers is None else self.teachers.restarts
+        return own + sum(pool.restarts for pool in self.pools.values())
+
+    async def close(self) -> None:
+        """Stop the pools and end what is done beside the run: nothing is started again."""
+        closing = [pool.close() for pool in self.pools.values()]
+        if self.teachers is not None:
+            closing.append(self.teachers.close())
+        await asyncio.gather(*closing)
+
+    async def _load_asking(self, task: Task, run: Path) -> None:
+        """The experts first, because the others must know their address."""
+        url = ""
+        if self.experts is not None:
+            url = await self._serve_experts(self.experts)
+        if self.replay is not None:
+            await self.replay.load(panel_settings(self.config, url, run, task.tools))
+        if self.hints is not None:
+            await self.hints.load(url, run)
+
+    async def _serve_experts(self, server: Service) -> str:
+        """Their address, which stays the same in whatever process they are."""
+        teachers = [one for one in self.config.replay.teachers if one.kind == "builtin"]
+        experts = [Expert(one.name, one.error_rate or 0.0) for one in teachers]
+        await server.load(self.config, experts, self.token)
+        url: str = (await server.describe())["base_url"]
+        server.remember("load", self.config, experts, self.token, urlsplit(url).port)
+        return url
+
+    async def describe(self) -> list[ActorStatus]:
+        """How each actor is. Waits a few seconds at most; one that is silent is called busy."""
+        return list(await asyncio.gather(*(_describe(actor) for actor in self.host.actors)))
+
+
+async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
+    if wanted:
+        return await starting
+    starting.close()
+    return None
+
+
+async def _describe(actor: SpawnedActor) -> ActorStatus:
+    known = ActorStatus(actor.name, actor.kind, actor.pid, host=actor.host.name)
+    try:
+        about = await actor.call("describe", deadline_s=DESCRIBE_DEADLINE_S)
+    except DeadlineExceeded:
+        return replace(known, state="busy", activity="does not answer now")
+    except ActorDied as died:
+        return replace(known, state="dead", activity=died.reason)
+    return replace(
+        known,
+        state="ready" if about["activity"] == "idle" else "busy",
+        policy_version=about["policy_version"],
+        activity=about["activity"],
+        rss_bytes=about["rss_bytes"],
+    )

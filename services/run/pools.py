@@ -1,0 +1,128 @@
+"""The pools of a run: how many processes of which kind, under which rules they come again.
+
+What they do is `mesh`'s business; how a pool works, `service`'s.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_mesh.actors.engines.vllm_settings import process_environment
+from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.generator import GeneratorActor
+from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.teacher_replay import TeacherReplayActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.services import service
+from composer_mesh.services.checks.keys import key_variables
+from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.seats import Seat, Seats
+from composer_mesh.services.run.hint_mesh import MeshHintWriter
+from composer_mesh.services.service import Service
+
+ALL_AT_ONCE = 1_000_000
+"""Generators and environments batch and queue by themselves: the more they see, the better."""
+NOTHING: Mapping[str, str] = {}
+ASKING = ("teacher_replay", "hint_writer")
+NO_PROXY = "NO_PROXY"
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Starts the pools that a config asks for. Each method waits until its processes answer.
+
+    Each process starts where its seat is, and is told its part of that host. What a pool
+    was asked when a process died or failed, it is asked again: all its endpoints give
+    the same answer twice, but for what a session holds.
+    """
+
+    config: Config
+    host: MeshHost
+    seats: Seats
+    record: Recorder
+
+    async def generators(self) -> Service:
+        """Replicas with a policy version each."""
+        count, env = self.config.generator.replicas, process_environment(self.config)
+        return await self._pool(
+            "generator", GeneratorActor, count, env, max_outstanding=ALL_AT_ONCE
+        )
+
+    async def environments(self) -> Service:
+        """Replicas with sessions: an attempt of an episode is lost with its replica."""
+        count = self.config.environment.replicas
+        return await self._pool("environment", EnvironmentActor, count, max_outstanding=ALL_AT_ONCE)
+
+    async def teachers(self, token: str) -> Service:
+        """Replicas that are all alike."""
+        replay = self.config.replay
+        # A panel keeps its own time; the deadline is for a process that does not answer.
+        patience_s = self.config.run.deadline_s + replay.timeout_s
+        return await self._pool(
+            "teacher_replay",
+            TeacherReplayActor,
+            replay.actors,
+            {TOKEN_ENV: token},
+            deadline_s=patience_s,
+        )
+
+    async def hint_writer(self, token: str) -> MeshHintWriter:
+        """One process that asks a language model."""
+        pool = await self.one("hint_writer", HintWriterActor, {TOKEN_ENV: token})
+        return MeshHintWriter(pool, self.config)
+
+    async def one(
+        self, name: str, kind: type[MeshActor], further: Mapping[str, str] = NOTHING
+    ) -> Service:
+        """A process that no other stands beside: calls wait while it is replaced."""
+        return await self._pool(name, kind, 1, further, numbered=False)
+
+    async def _pool(
+        self,
+        name: str,
+        kind: type[MeshActor],
+        n: int,
+        further: Mapping[str, str] = NOTHING,
+        **options: Any,
+    ) -> Service:
+        def seat(slot: int) -> Seat:
+            taken = self.seats.take(name, slot)
+            asking = {} if taken.host is None else asking_env(self.config, name)
+            return replace(taken, env={**taken.env, **further, **asking})
+
+        rules = self.config.supervision
+        options = {"deadline_s": self.config.run.deadline_s} | options
+        pool = await service.spawn(
+            kind,
+            n=n,
+            name=name,
+            seat=seat,
+            host=self.host,
+            attempts=1 + rules.rollout_retries,
+            restart=RestartRules.of(rules, self.config.run.seed),
+            record=self.record,
+            **options,
+        )
+        return pool.options(retry_errors=True)
+
+
+def asking_env(
+    config: Config, kind: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What a process on another host must be told that asks models over HTTP; else nothing.
+
+    Processes of this machine inherit its keys; another host has them from here, and gives them only
+    to who needs them. No proxy that it knows is asked for the run's own experts.
+    """
+    told = {name: environ[name] for name in key_variables(config, kind) if name in environ}
+    if kind in ASKING and config.serves_experts and environ.get(ADDRESS):
+        direct = environ.get(NO_PROXY) or environ.get(NO_PROXY.lower()) or ""
+        direct = ",".join(filter(None, [direct, environ[ADDRESS]]))
+        told |= {NO_PROXY: direct, NO_PROXY.lower(): direct}
+    return told

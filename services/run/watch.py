@@ -1,0 +1,148 @@
+"""What a run opens to those who look into it: its status file, servers, and the control socket.
+
+It shows the mesh as it is, every other second, and takes commands for its pools. It decides nothing
+about the run, and what cannot be shown is no reason to end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer_mesh.configs.schema import RunConfig
+from composer_mesh.mesh.admin import TlsFiles, start_admin
+from composer_mesh.mesh.machine import this_host
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.mesh.telemetry import start_telemetry
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.directory.control import Command, Control
+from composer_mesh.services.directory.live import commands_for
+from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
+from composer_mesh.services.looking.census import census
+from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.run.scaling import Scaling
+from composer_mesh.services.service import Service
+
+STATUS_EVERY_S = 2.0
+Record = Callable[[str, str, str], None]
+
+
+class LookedAt(Protocol):
+    """A mesh, as far as it is shown."""
+
+    @property
+    def pools(self) -> Mapping[str, Service]: ...
+
+    async def describe(self) -> list[ActorStatus]: ...
+
+
+class Hosts(Protocol):
+    """The hosts of a run: their names by what Monarch calls them, and their cores."""
+
+    @property
+    def names(self) -> Mapping[str, str]: ...
+
+    @property
+    def cores(self) -> int | None: ...
+
+
+class RunWatch:
+    """The looks that one run allows; `progress` says its steps and restarts so far.
+
+    `commands` are those that it takes besides changes of its pools.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: RunConfig,
+        view: RunView,
+        record: Record,
+        progress: Callable[[], tuple[int, int]],
+        commands: Mapping[str, Command] | None = None,
+    ) -> None:
+        self._root, self._config = root, config
+        self._view, self._record, self._progress = view, record, progress
+        self._commands = dict(commands or {})
+        self._known: dict[str, Any] = {}
+        self._hosts: Hosts | None = None
+
+    async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
+        """Start the servers, before the first actor, and say by which commands to look."""
+        telemetry = await start_telemetry() if self._config.telemetry else None
+        admin = await start_admin(host, telemetry)
+        self.opened(transport, admin, telemetry)
+        if admin.startswith("https:") and (tls := TlsFiles.of_environment()) is not None:
+            self._known["admin_tls"] = asdict(tls)
+        self._hosts = hosts
+        self._view.hints(commands_for(self._root, self._config.telemetry))
+
+    def opened(self, transport: str, admin: str | None, telemetry: str | None) -> None:
+        """Know the addresses of the servers; from now on there is a status to tell."""
+        self._known = {"admin_url": admin, "telemetry_url": telemetry, "transport": transport}
+
+    @asynccontextmanager
+    async def over(self, mesh: LookedAt) -> AsyncIterator[None]:
+        """Keep the status true and take commands while the block runs."""
+        watching = asyncio.create_task(self._watch(mesh))
+        watching.add_done_callback(self._watch_ended)
+        try:
+            async with AsyncExitStack() as open_while_it_runs:
+                await self._take_commands(mesh, open_while_it_runs)
+                yield
+        finally:
+            await cancel_and_wait([watching])
+
+    def ended(self, state: str) -> None:
+        """Leave the run's last state in its status file."""
+        if self._known:
+            self._write(state=state, actors=())
+
+    async def _take_commands(self, mesh: LookedAt, until: AsyncExitStack) -> None:
+        scaling = Scaling(
+            mesh.pools, self._record, cores=self._hosts.cores if self._hosts else None
+        )
+        commands = {"scale": scaling.scale, **self._commands}
+        try:
+            await until.enter_async_context(Control(self._root, commands))
+        except OSError as error:
+            self._record("no_commands", "", f"there is no control socket: {error}")
+
+    async def _watch(self, mesh: LookedAt) -> None:
+        shown: tuple[ActorStatus, ...] = ()
+        while True:
+            with suppress(MeshError):  # a dead actor ends the run through the supervisor
+                shown = census(await mesh.describe(), mesh.pools, shown)
+                self._show(shown)
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def _show(self, actors: Sequence[ActorStatus]) -> None:
+        self._view.actors(actors)
+        self._write(state="running", actors=tuple(actors))
+
+    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._record("status_stopped", "", f"{type(error).__name__}: {error}")
+
+    def _write(self, **changes: Any) -> None:
+        self._known |= changes
+        step, restarts = self._progress()
+        status = RunStatus(
+            pid=os.getpid(),
+            host=this_host(),
+            hostname=socket.gethostname(),
+            step=step,
+            steps=self._config.steps,
+            policy_version=step,
+            restarts=restarts,
+            hosts=dict(self._hosts.names) if self._hosts else {},
+            **self._known,
+        )
+        write_status(self._root, status)

@@ -1,0 +1,104 @@
+"""The metrics of one optimizer step, from what was trained and how long it took.
+
+Pure; which step it is and where it is written are the controller's and the store's business.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.replay.late_rewards import Corrections
+from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.steps.replayed import Replayed
+
+
+def step_metrics(
+    batch: StepBatch,
+    traces: Sequence[Trace],
+    taken: Taken | None,
+    corrections: Corrections,
+    trained: dict[str, Any],
+) -> dict[str, Any]:
+    """Counts and means over a step. Lags are in policy versions, money in US dollars."""
+    lags = [
+        batch.step - version
+        for trace in traces
+        for turn in trace.turns
+        for version in turn.versions
+    ]
+    return {
+        "step": batch.step + 1,
+        "policy_version": batch.step + 1,
+        **trained,
+        "reward/mean": _mean([trace.reward for trace in traces]),
+        "reward/success": _mean([float(trace.success) for trace in traces]),
+        "rollouts/count": len(traces),
+        "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
+        "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
+        "rollouts/flat_groups": _flat_groups(traces),
+        "sdpo/views": len(batch.views),
+        "sdpo/refused_hints": batch.refused_hints,
+        "sdpo/tokens": batch.sdpo_tokens,
+        **(batch.hints.metrics() if batch.hints else {}),
+        "replay/pairs": len(batch.pairs),
+        **replay_metrics(batch.step, taken),
+        **{f"late/{name}": corrections.counts[name] for name in ("rewards", "expired")},
+        "late/samples": len(corrections.samples),
+        "lag/mean": _mean([float(lag) for lag in lags]),
+        "lag/max": max(lags, default=0),
+    }
+
+
+def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
+    """What the teachers did since the step before, and what became of their pairs.
+
+    Dollars are what was charged; `saved_usd` is an estimate. Ages are in policy versions.
+    """
+    taken = taken or Taken([], Replayed())
+    replayed = taken.replayed
+    ages = [float(step - pair.rejected_version) for pair in taken.pairs]
+    return {
+        "replay/states": replayed.states,
+        "replay/skipped": replayed.skipped,
+        "replay/answers": replayed.answers,
+        "replay/cached": replayed.cached,
+        "replay/failures": sum(replayed.failures.values()),
+        **_named("replay/failed", replayed.failures),
+        **_named("replay/outcome", replayed.outcomes),
+        **_named("replay/dropped", replayed.dropped),
+        "replay/waiting": taken.waiting,
+        "replay/expired": taken.expired,
+        "replay/age": _mean(ages),
+        "replay/usd": replayed.usd,
+        "replay/usd_total": taken.usd_total,
+        "replay/saved_usd": taken.saved_usd,
+    }
+
+
+def sync_metrics(waited_s: float, took_s: float) -> dict[str, float | None]:
+    """What the loop waited for weights, how long their syncs took, and the share that was hidden.
+
+    The share is None where no sync has ended.
+    """
+    return {
+        "time/weight_sync_s": waited_s,
+        "time/weight_sync_total_s": took_s,
+        "weights/hidden_share": max(0.0, 1 - waited_s / took_s) if took_s else None,
+    }
+
+
+def _named(prefix: str, counts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{prefix}/{name}": counts[name] for name in sorted(counts)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _flat_groups(traces: Sequence[Trace]) -> int:
+    """Groups whose rewards are all equal; they teach the policy channel nothing."""
+    rewards: dict[int, set[float]] = {}
+    for trace in traces:
+        rewards.setdefault(trace.group_id, set()).add(trace.reward)
+    return sum(len(values) == 1 for values in rewards.values())

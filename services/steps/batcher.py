@@ -1,0 +1,78 @@
+"""From finished groups to one step's batch: advantages, hinted views, pairs.
+
+Pure; the order of everything in a batch depends on its groups alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import (
+    HintedSites,
+    PolicySample,
+    StepBatch,
+    hinted_sites,
+    pair_samples,
+    policy_sample,
+)
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.steps.advantages import Advantages
+from composer_mesh.services.steps.hint_writing import WordedHints, verified_answer
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Packs the three channels into steps."""
+
+    config: Config
+    task: Task
+    chat: ChatFormat
+    advantages: Advantages
+
+    def batch(
+        self,
+        step: int,
+        groups: Sequence[Sequence[Trace]],
+        pairs: Sequence[PreferencePair],
+        worded: WordedHints | None = None,
+        corrections: Sequence[PolicySample] = (),
+    ) -> StepBatch:
+        """The batch of a step, with a writer's words for its hints where there is one.
+
+        A channel that is off gets nothing. `corrections` are samples of earlier steps' rollouts.
+        """
+        samples = [*self._samples(groups), *corrections]
+        packed = pair_samples(pairs, self.chat, self.config.policy.max_context)
+        if not self.config.sdpo.on:
+            return StepBatch(step, samples, [], packed)
+        sites = self._sites(groups, worded or WordedHints())
+        return StepBatch(step, samples, sites.views, packed, sites.counts)
+
+    def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
+        # Sample by sample over the groups, so that each prompt has its share of the views.
+        spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
+        sites = hinted_sites(
+            spread,
+            self.chat,
+            partial(verified_answer, self.task),
+            self.config.sdpo.max_sites_per_step,
+            self.config.policy.max_context,
+            self.config.sdpo.hints,
+            worded.written,
+        )
+        sites.counts.requests, sites.counts.usd = worded.requests, worded.usd
+        return sites
+
+    def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
+        found = zip(groups, self.advantages(groups), strict=True)
+        return [
+            policy_sample(trace, advantage)
+            for group, advantages in found
+            for trace, advantage in zip(group, advantages, strict=True)
+            if trace.turns
+        ]

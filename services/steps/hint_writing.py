@@ -1,0 +1,120 @@
+"""The hint writer's round trip: error sites of finished groups go out, words come back.
+
+Which sites deserve words is decided by the same rules that a batch follows, so nothing is asked
+that a better source would cover. Asking itself is the writer actor's; ids are the batcher's.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import hint_sources
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.hint_counts import HintCounts
+from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, hint_request, tidied
+from composer_mesh.rollouts.hint_sources import Place, Written, rounds
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.steps.ports import HintWriter
+
+MOST_REASONS = 8
+
+
+@dataclass
+class WordedHints:
+    """What asking about some groups came to."""
+
+    written: dict[Place, Written] = field(default_factory=dict)
+    requests: int = 0
+    usd: float = 0.0
+
+    def __iadd__(self, other: "WordedHints") -> "WordedHints":
+        self.written |= other.written
+        self.requests += other.requests
+        self.usd += other.usd
+        return self
+
+
+def worded_to_json(worded: WordedHints) -> bytes:
+    """What is stored of a group's words; numbers come back bit for bit."""
+    written = [[*place, words.text, words.wording] for place, words in worded.written.items()]
+    body = {"written": written, "requests": worded.requests, "usd": worded.usd}
+    return json.dumps(body, allow_nan=False).encode()
+
+
+def worded_from_json(body: bytes) -> WordedHints:
+    """What `worded_to_json` wrote."""
+    found = json.loads(body)
+    written = {(trace, turn): Written(*words) for trace, turn, *words in found["written"]}
+    return WordedHints(written, found["requests"], found["usd"])
+
+
+class HintWriting:
+    """Asks for words about each group's share of `max_sites_per_step`.
+
+    `report` is told why the template had to stand in.
+    """
+
+    def __init__(
+        self,
+        writer: HintWriter,
+        config: Config,
+        task: Task,
+        chat: ChatFormat,
+        report: Callable[[str], None],
+    ) -> None:
+        self._writer, self._task, self._report = writer, task, report
+        self._reported: set[str] = set()
+        self._limit = config.sdpo.max_sites_per_step
+        self._prompts = config.schedule.prompts_per_step
+        answer_of = partial(verified_answer, task)
+        self._sources = hint_sources(chat, answer_of, config.sdpo.hints, {})
+
+    async def ask(self, group: Sequence[Trace]) -> WordedHints:
+        """Words for one group's hints. Waits for the writer, at most its timeout."""
+        asked = self._requests(group)
+        replies = await self._writer.write(list(asked.values())) if asked else []
+        found = WordedHints()
+        for place, reply in zip(asked, replies, strict=True):
+            found += _worded(place, reply)
+            self._tell(reply.reason)
+        return found
+
+    def _tell(self, reason: str) -> None:
+        """Report why a hint got no words: each reason once, and not without end."""
+        if reason and reason not in self._reported and len(self._reported) < MOST_REASONS:
+            self._reported.add(reason)
+            self._report(reason)
+
+    def _requests(self, group: Sequence[Trace]) -> Mapping[Place, HintRequest]:
+        """The questions about the turns whose best hint is the error source's."""
+        places = rounds(group, lambda trace: self._sources.turns(trace, group))
+        asked: dict[Place, HintRequest] = {}
+        for trace, turn in islice(places, self._share(group[0].group_id)):
+            hint = next(self._sources.hints(trace, turn, group, HintCounts()), None)
+            if hint is not None and hint.site is not None:
+                answer = verified_answer(self._task, trace)
+                request = hint_request(trace, hint.site, hint.text, answer)
+                if request is not None:
+                    asked[trace.trace_id, turn] = request
+        return asked
+
+    def _share(self, group_id: int) -> int:
+        """The group's part of `max_sites_per_step`; the parts of a step add up to it."""
+        place = group_id % self._prompts
+        parts = (self._limit * (place + 1) // self._prompts, self._limit * place // self._prompts)
+        return parts[0] - parts[1]
+
+
+def verified_answer(task: Task, trace: Trace) -> str:
+    """The answer that no hint for this rollout may hold."""
+    return task.answer(task.episode(trace.split, trace.index))
+
+
+def _worded(place: Place, reply: HintReply) -> WordedHints:
+    text = tidied(reply.text)
+    written = {place: Written(text, reply.origin)} if text and reply.origin != "none" else {}
+    return WordedHints(written, int(reply.sent), reply.usd)

@@ -1,0 +1,150 @@
+"""Checkpoints on their way to the disk: one at a time, begun between steps and written beside them.
+
+    begin     a draft; ranks, and a teacher whose average nobody else has, copy their state
+    finish    they have written it; the draft becomes the checkpoint, older ones may go
+
+What fails here for want of a disk is told once and costs the run nothing but a checkpoint; the
+second failure in succession, and that of the last step, ends it. When a checkpoint is due, and what
+a death meanwhile means, is `lasting`'s business.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from composer_mesh.actors.checkpoint_folder import (
+    Checkpoint,
+    CheckpointFailed,
+    Draft,
+    folder_of,
+    prune,
+)
+from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import together
+from composer_mesh.services.training.teaching import Record
+
+FAILURES = 2
+"""Checkpoints in succession that cannot be written when the run ends."""
+
+
+class Writer(Protocol):
+    """The ranks, as far as they write."""
+
+    async def save(self, draft: Path, export: bool) -> None: ...
+
+    async def saved(self) -> list[Written]: ...
+
+
+class AverageLost(Exception):
+    """The moving average of teachers in processes of their own cannot be kept."""
+
+
+class KeepsAverage(Protocol):
+    """Teachers in processes of their own: one copies their moving average, and writes it.
+
+    Both raise `AverageLost`.
+    """
+
+    async def keep(self, version: int) -> None: ...
+
+    async def write(self, draft: Path) -> list[Written]: ...
+
+
+class CheckpointWrites:
+    """The newest checkpoint of a run, and the one that is being written."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Writer,
+        teachers: KeepsAverage | None,
+        root: Path,
+        record: Record,
+        begun: Checkpoint | None,
+    ) -> None:
+        self._config, self._ranks, self._teachers = config, ranks, teachers
+        self._root, self._record = root, record
+        self._draft: Draft | None = None
+        self._failures = 0
+        self.newest = begun
+
+    @property
+    def under_way(self) -> int | None:
+        """The step whose checkpoint is being written."""
+        return None if self._draft is None else self._draft.step
+
+    async def begin(self, step: int) -> None:
+        """Waits until the state of a step is copied; its checkpoint is under way then."""
+        self._draft = None
+        try:
+            draft = Draft(self._root.absolute(), step)
+        except OSError as error:
+            self._failed(step, error)
+            return
+        copied = self._ranks.save(draft.folder, self._exports(step))
+        await together(copied, self._keep_average(step))
+        self._draft = draft
+
+    async def finish(self) -> None:
+        """Waits until the checkpoint under way is on disk; the newest one is this one then."""
+        draft = self._draft
+        if draft is None:
+            return
+        try:
+            found = await together(self._ranks.saved(), self._write_average(draft))
+            await self._commit(draft, [one for files in found for one in files])
+        except (CheckpointFailed, OSError) as error:
+            self._draft = None
+            await asyncio.to_thread(draft.discard)
+            self._failed(draft.step, error)
+
+    async def _keep_average(self, step: int) -> None:
+        if self._teachers is not None:
+            with self._told(step):
+                await self._teachers.keep(step)
+
+    async def _write_average(self, draft: Draft) -> list[Written]:
+        if self._teachers is not None:
+            with self._told(draft.step):
+                return await self._teachers.write(draft.folder)
+        return []
+
+    @contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """A checkpoint without the average is better than none, and not the same."""
+        try:
+            yield
+        except AverageLost as lost:
+            detail = f"step {step}'s checkpoint is without the SDPO teachers' average: {lost}"
+            self._record("average_not_kept", "", detail)
+
+    async def _commit(self, draft: Draft, files: list[Written]) -> None:
+        """A thread cannot be stopped, so whoever stops waiting for it waits for its end too."""
+        work = asyncio.ensure_future(asyncio.to_thread(self._committed, draft, files))
+        try:
+            await asyncio.shield(work)
+        finally:
+            await asyncio.wait([work])
+            if not work.cancelled() and work.exception() is None:
+                self._draft, self._failures, self.newest = None, 0, work.result()
+                self._record("checkpoint", "trainer", str(folder_of(self._root, draft.step)))
+
+    def _committed(self, draft: Draft, files: list[Written]) -> Checkpoint:
+        checkpoint, trainer = draft.commit(files), self._config.trainer
+        last = draft.step == self._config.run.steps
+        prune(self._root, trainer.checkpoints_kept + last, trainer.checkpoint_keep_every)
+        return checkpoint
+
+    def _exports(self, step: int) -> bool:
+        return self._config.trainer.checkpoint_export or step == self._config.run.steps
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._failures += 1
+        reason = error.args[1] if isinstance(error, CheckpointFailed) else str(error)
+        told = CheckpointFailed(str(folder_of(self._root, step)), reason)
+        if self._failures >= FAILURES or step == self._config.run.steps:
+            raise told from error
+        self._record("checkpoint_failed", "trainer", str(told))

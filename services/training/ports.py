@@ -1,0 +1,52 @@
+"""What a lasting trainer needs from the mesh, as protocols: fakes and processes both fit.
+
+No behaviour here.
+"""
+
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.services.steps.trained_again import Metrics
+from composer_mesh.services.training.checkpoint_writes import KeepsAverage, Writer
+
+T = TypeVar("T")
+
+
+class Ranks(Writer, Protocol):
+    """The processes that train, as `TrainerRanks` has them."""
+
+    async def begin_again(self, checkpoint: Path | None) -> int: ...
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T: ...
+
+    async def cause_of(self, error: Exception) -> Exception: ...
+
+    async def until_one_dies(self) -> None: ...
+
+    def died(self) -> ActorDied | None: ...
+
+    def names(self) -> list[str]: ...
+
+
+class Step(Protocol):
+    """One try of an optimizer step, as `MeshTraining` makes it."""
+
+    async def train(self, batch: StepBatch, signals: bool = True) -> Metrics: ...
+
+
+class Teachers(KeepsAverage, Protocol):
+    """Teachers in processes of their own, as far as a restart of the trainer concerns them.
+
+    `forget` makes them ready for steps that they have served before, `restore` gives an average
+    what it was at a checkpoint, or at the run's start, and tells whether it could; `follow` brings
+    them the weights that the trainer has now.
+    """
+
+    async def forget(self) -> None: ...
+
+    async def restore(self, checkpoint: Path | None, version: int) -> bool: ...
+
+    async def follow(self) -> None: ...

@@ -1,0 +1,202 @@
+"""The trainer's processes: one for each rank, which live and die together.
+
+Starts, connects, loads and replaces them. When that is done, and what is trained, is not known
+here.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.meeting import Meeting
+from composer_mesh.actors.trainer import TrainerActor
+from composer_mesh.configs.described import check_together
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, HostLost
+from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.services.pool.seating import LOOK_S, spawn_on, when_there_is_room
+from composer_mesh.services.pool.seats import Seat, SeatOf
+
+T = TypeVar("T")
+
+WARM_START_DEADLINE_S = 1800.0
+WRITE_DEADLINE_S = 1800.0
+"""A checkpoint is written beside the steps, so only a disk that hangs is late."""
+NEWS_S = 3.0
+"""How long a death may come after the error that it caused elsewhere."""
+ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Ranks of one host sum their gradients over its loopback device; others find theirs."""
+
+
+class TrainerRanks:
+    """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
+
+    def __init__(
+        self, config: Config, host: MeshHost, seat: SeatOf, look_s: float = LOOK_S
+    ) -> None:
+        size = config.trainer.ranks
+        self._config, self._host, self._seat = config, host, seat
+        self._look_s = look_s
+        self._meet = size > 1 or config.trainer.sharded
+        self._seats: list[Seat] = []
+        self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
+        self._deadline_s = config.run.deadline_s
+        self._folder: Path | None = None
+        self._generation = 0
+        self._current = self._names
+        self.all: list[SpawnedActor] = []
+
+    @property
+    def first(self) -> SpawnedActor:
+        """The rank that prepares, publishes and writes."""
+        return self.all[0]
+
+    def names(self) -> list[str]:
+        """What the ranks' processes are called now, or were when they last started."""
+        return list(self._current)
+
+    async def start(self) -> None:
+        """Start every rank's process. Waits until all answer."""
+        self._generation += 1
+        suffix = f".{self._generation}" if self._generation > 1 else ""
+        self._current = [name + suffix for name in self._names]
+        self._seats = await self._take_seats()
+        check_together(self._config, {seat.host for seat in self._seats})
+        try:
+            self.all = await together(*(self._spawn(rank) for rank in range(len(self._names))))
+        except BaseException:
+            started = [one for one in self._host.actors if one.name in self._current]
+            await asyncio.gather(*(self._host.stop(one) for one in started))
+            raise
+
+    async def prepare(self) -> Path:
+        """The folder of the initial policy. Waits for a warm start where none is cached."""
+        folder: Path = await self.first.call(
+            "prepare", self._config, deadline_s=WARM_START_DEADLINE_S
+        )
+        return folder
+
+    async def load(self, folder: Path, checkpoint: Path | None = None) -> int:
+        """Connect the ranks and give them the initial policy, or a checkpoint that came of it.
+
+        Returns the version that they have then.
+        """
+        self._folder = folder
+        await self._connect()
+        versions: list[int] = await together(
+            *(self._call(one, "load", self._config, folder, checkpoint) for one in self.all)
+        )
+        return versions[0]
+
+    async def save(self, draft: Path, export: bool) -> None:
+        """Begin to write a checkpoint to an absolute path. Waits until all states are copied."""
+        await together(*(self._call(one, "save", draft, export) for one in self.all))
+
+    async def saved(self) -> list[Written]:
+        """The files of the checkpoint that was begun. Waits until all ranks have written theirs."""
+        writing = (one.call("saved", deadline_s=WRITE_DEADLINE_S) for one in self.all)
+        return [one for files in await together(*writing) for one in files]
+
+    async def begin_again(self, checkpoint: Path | None) -> int:
+        """New processes in place of all ranks, at a checkpoint; returns its version.
+
+        One rank alone cannot come back: what the others hold is a process group that has broken.
+        """
+        assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
+        await asyncio.gather(*(self._host.stop(one) for one in self.all))
+        self.all = []
+        await self.start()
+        return await self.load(self._folder, checkpoint)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something that needs all ranks; ends with `ActorDied` when one of them dies."""
+        task = asyncio.ensure_future(work)
+        either: list[asyncio.Future[Any]] = [task, *self._deaths()]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and (died := self.died()) is not None:
+                raise died
+            return await task
+        finally:
+            await cancel_and_wait([task])
+
+    async def cause_of(self, error: Exception) -> Exception:
+        """The death of a rank, where that explains an error of work that needed all of them.
+
+        Waits a moment for it: others may stumble over a dead rank before its end is known.
+        """
+        if isinstance(error, ActorDied):
+            for one in self.all:
+                if one.name == error.actor:
+                    self._host.lost(one, error.reason)
+            return self.died() or error
+        deaths = self._deaths()
+        if deaths:
+            await asyncio.wait(deaths, timeout=NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+        return self.died() or error
+
+    async def until_one_dies(self) -> None:
+        """Wait for the end of a rank."""
+        await asyncio.wait(self._deaths(), return_when=asyncio.FIRST_COMPLETED)
+
+    def died(self) -> ActorDied | None:
+        """The death of a rank that has not been replaced."""
+        for death in self._deaths():
+            if death.done():
+                return ActorDied(*death.result().args)
+        return None
+
+    def _deaths(self) -> list[asyncio.Future[ActorDied]]:
+        return [one.death for one in self.all if one.death is not None]
+
+    async def _take_seats(self) -> list[Seat]:
+        """A seat for each rank. Waits for another host where none has room for all of them."""
+        first = self._current[0]
+        return await when_there_is_room(self._seats_now, self._host, first, self._look_s)
+
+    def _seats_now(self) -> list[Seat]:
+        return [self._seat(rank) for rank in range(len(self._names))]
+
+    async def _spawn(self, rank: int) -> SpawnedActor:
+        seat = self._seats[rank]
+        if self._meet and not self._apart:
+            seat = replace(seat, env={**seat.env, **ON_THIS_HOST})
+        name = self._current[rank]
+        try:
+            return await spawn_on(self._host, seat, name, TrainerActor)
+        except HostLost as lost:
+            raise ActorDied(name, str(lost)) from None
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks are on more than one host."""
+        return len({seat.host for seat in self._seats}) > 1
+
+    async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
+        return await one.call(endpoint, *args, deadline_s=self._deadline_s)
+
+    async def _connect(self) -> None:
+        if len(self.all) == 1:
+            return
+        if self._seats[0].host is not None:  # no file of this machine is seen there
+            opening = self._call(self.first, "open_meeting", self._deadline_s, self._apart)
+            await self._meet_at(await opening)
+            return
+        # Private to this user, and only needed until all have met.
+        with TemporaryDirectory(prefix="composer-mesh-") as folder:
+            await self._meet_at(Path(folder) / "ranks")
+
+    async def _meet_at(self, meeting: Meeting) -> None:
+        size = len(self.all)
+        await together(
+            *(
+                self._call(one, "connect", rank, size, meeting, self._deadline_s)
+                for rank, one in enumerate(self.all)
+            )
+        )

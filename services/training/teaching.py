@@ -1,0 +1,296 @@
+"""The SDPO teachers of a run: fed with views, their signals brought to the trainer, replaced.
+
+Each teacher works through its share of a step in the order in which the trainer will need it, two
+requests ahead of what travels, so that its forward runs beside the trainer's work. Bytes move
+between the actors; here are only calls.
+
+    teacher j   signal 0   signal 1   signal 2  ...
+    delivery               0 -> rank  1 -> rank ...
+    trainer                           trains 0  ...
+
+A teacher that dies, fails or is late is replaced, within the budget of its place. The step under
+way is trained without the channel, or waits for the replacement, as `sdpo.when_lost` says. Where a
+place is given up the others go on; without any, the run ends.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.failures import cause_of, classify, error_key, is_deterministic
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor, while_alive
+from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder, RemoteError
+from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.step_plan import RankPlan
+from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+from composer_mesh.services.pool.seating import spawn_on, when_there_is_room
+from composer_mesh.services.pool.seats import SeatOf
+from composer_mesh.services.pool.setups import TELL_S
+from composer_mesh.services.training.step_signals import Request, StepWork, requests_for
+
+Record = Callable[[str, str, str], None]
+
+
+class _Lost(Exception):
+    """A step's signals are given up."""
+
+
+class SdpoTeachers:
+    """The teachers' processes and the work between them and the trainer's ranks."""
+
+    def __init__(self, config: Config, host: MeshHost, seat: SeatOf, record: Recorder) -> None:
+        self._config, self._host, self._seat, self._record = config, host, seat, record
+        self._deadline_s = config.run.deadline_s
+        count = config.sdpo.replicas
+        self._names = [f"sdpo_teacher-{n}" for n in range(count)] if count > 1 else ["sdpo_teacher"]
+        self._teachers: list[SpawnedActor | None] = [None] * count
+        self._folder: Path | None = None
+        self._latest: WeightsHandle | None = None
+        self._source: SpawnedActor | None = None
+        self._published = asyncio.Event()
+        self._syncing = asyncio.Lock()
+        self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._rules = RestartRules.of(config.supervision, config.run.seed)
+        self._budgets = [RestartBudget(self._rules, name) for name in self._names]
+        self._errors: dict[int, str] = {}
+        self._frozen_head_brought = False
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """Start every teacher's process. Waits until all answer."""
+        self._teachers = list(await together(*map(self._spawn, self._names)))
+
+    async def load(self, folder: Path) -> None:
+        """Load the initial policy everywhere."""
+        self._folder = folder
+        await asyncio.gather(*(self._load(teacher) for teacher in self.alive()))
+
+    async def close(self) -> None:
+        """End replacements under way."""
+        await cancel_and_wait(self._replacing.values())
+
+    async def pull(self, handle: WeightsHandle, source: SpawnedActor | None = None) -> list[int]:
+        """Let every living teacher follow to a version; returns what they serve.
+
+        `source` is the actor that published it: its end is the end of this, by `ActorDied`.
+        """
+        async with self._syncing:
+            self._latest, self._source = handle, source
+            self._published.set()
+            pulls = [self._pull(teacher, handle, source) for teacher in self.alive()]
+            found = await asyncio.gather(*pulls)
+        return [version for version in found if version is not None]
+
+    async def forget(self) -> None:
+        """Other ranks train from now on: what was brought or promised to the former is void."""
+        self._frozen_head_brought = False
+        await asyncio.gather(*(self._forget(teacher) for teacher in self.alive()))
+
+    async def ready(self, step: int) -> list[SpawnedActor]:
+        """The teachers for a step. Waits for replacements where the step shall.
+
+        Raises what a replacement failed with: a run without its teachers is not the run asked for.
+        """
+        for place, teacher in enumerate(self._teachers):
+            if teacher is not None and not teacher.alive:
+                self._replace(place, teacher)
+        wait = self._config.sdpo.when_lost == "wait"
+        awaited = [task for task in self._replacing.values() if wait or task.done()]
+        ended = await asyncio.gather(*awaited, return_exceptions=True)
+        alive = self.alive()
+        if not alive and all(task.done() for task in self._replacing.values()):
+            for error in (one for one in ended if isinstance(one, BaseException)):
+                raise error
+        if not alive:
+            self._record("sdpo_lost", "", f"step {step + 1}: no SDPO teacher is alive")
+        return alive
+
+    async def feed(
+        self,
+        batch: StepBatch,
+        plans: Sequence[RankPlan],
+        teachers: Sequence[SpawnedActor],
+        ranks: Sequence[SpawnedActor],
+    ) -> None:
+        """Bring a step's signals to the trainer's ranks. Waits until all were read, or given up."""
+        count = len(teachers)
+        shares = [requests_for(place, batch, plans, count) for place in range(count)]
+        work = StepWork(self._config, batch.step, ranks, self._deadline_s)
+        try:
+            if not self._frozen_head_brought:
+                await self._insist(teachers[0], work.bring_head)
+                self._frozen_head_brought = self._config.sdpo.teacher == "frozen"
+            await together(
+                *(self._serve(work, t, share) for t, share in zip(teachers, shares, strict=True))
+            )
+        except _Lost as lost:
+            self._record("sdpo_lost", "", f"step {batch.step + 1}: {lost}")
+            await asyncio.gather(*(work.lose(rank, str(lost)) for rank in ranks))
+
+    async def _serve(
+        self, work: StepWork, teacher: SpawnedActor, requests: Sequence[Request]
+    ) -> None:
+        """One teacher's share, taken over by its replacement where the step waits for it."""
+        left = list(requests)
+
+        async def serve(server: SpawnedActor) -> None:
+            if server is not teacher:
+                await work.bring_head(server)
+            await work.run(server, left)
+
+        await self._insist(teacher, serve)
+
+    async def _insist(
+        self, teacher: SpawnedActor, ask: Callable[[SpawnedActor], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do what asks a teacher, and do it again with its replacement where the step waits."""
+        while True:
+            try:
+                return await while_alive(teacher, ask(teacher))
+            except Exception as error:  # supervision boundary: judged by _end_of
+                died = self._end_of(teacher, error)
+                if died is None:
+                    raise
+                self._lose(teacher, died.reason)
+                if self._config.sdpo.when_lost == "skip":
+                    raise _Lost(str(died)) from None
+                teacher = await self._successor(self._names.index(teacher.name))
+
+    def _end_of(self, teacher: SpawnedActor, error: Exception) -> ActorDied | None:
+        """What an error means for a teacher: its end, or None where it is not the teacher's.
+
+        An error that it raised before is no accident, and goes to the caller.
+        """
+        if isinstance(error, ActorDied):
+            return error if error.actor == teacher.name else None
+        raised = error.__cause__ if isinstance(error.__cause__, RemoteError) else error
+        if getattr(raised, "actor", None) != teacher.name:
+            return None
+        place, key = self._names.index(teacher.name), error_key(error)
+        before, self._errors[place] = self._errors.get(place), key
+        if key == before and is_deterministic(error):
+            return None
+        return ActorDied(teacher.name, cause_of(error))
+
+    def _lose(self, teacher: SpawnedActor, reason: str) -> None:
+        self._host.lost(teacher, reason)
+        self._replace(self._names.index(teacher.name), teacher)
+
+    async def _successor(self, place: int) -> SpawnedActor:
+        """Who does a lost teacher's work: its replacement, or another where there will be none."""
+        try:
+            await self._replacing[place]
+        except MeshError:
+            if not self.alive():
+                raise
+        return self._teachers[place] or self.alive()[0]
+
+    def alive(self) -> list[SpawnedActor]:
+        """The teachers that can be asked now, all of which are at the same version."""
+        return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
+
+    async def _spawn(self, name: str) -> SpawnedActor:
+        number = self._names.index(name)
+        seat = await when_there_is_room(lambda: self._seat(number), self._host, name)
+        return await spawn_on(self._host, seat, name, SDPOTeacherActor)
+
+    async def _load(self, teacher: SpawnedActor) -> None:
+        await teacher.call("load", self._config, self._folder, deadline_s=self._deadline_s)
+
+    async def _pull(
+        self, teacher: SpawnedActor, handle: WeightsHandle, source: SpawnedActor | None
+    ) -> int | None:
+        pulling = teacher.call("pull", handle, deadline_s=self._deadline_s)
+        try:
+            version: int = await (while_alive(source, pulling, TELL_S) if source else pulling)
+        except Exception as error:  # supervision boundary: judged by _end_of
+            died = self._end_of(teacher, error)
+            if died is None:
+                raise
+            self._lose(teacher, died.reason)
+            return None
+        return version
+
+    async def _forget(self, teacher: SpawnedActor) -> None:
+        try:
+            await teacher.call("forget", deadline_s=self._deadline_s)
+        except ActorDied as died:
+            self._host.lost(teacher, died.reason)
+            self._replace(self._names.index(teacher.name), teacher)
+
+    def _replace(self, place: int, dead: SpawnedActor) -> asyncio.Task[None]:
+        """Start another process for a dead teacher, once."""
+        if self._teachers[place] is dead:
+            self._teachers[place] = None
+            self._replacing[place] = asyncio.create_task(self._replacement(place, dead))
+        return self._replacing[place]
+
+    async def _replacement(self, place: int, dead: SpawnedActor) -> None:
+        loop, budget = asyncio.get_running_loop(), self._budgets[place]
+        error: Exception = dead.death.result() if dead.death else ActorDied(dead.name, "unknown")
+        await self._host.stop(dead)
+        while (wait_s := budget.take(loop.time())) is not None:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._bring(place, dead.name)
+            except Exception as failed:  # supervision boundary: tried again, or told
+                error = failed
+                if budget.hopeless(failed):
+                    raise self._given_up(dead, error, "it failed in the same way twice") from failed
+            else:
+                budget.served()
+                return
+        raise self._given_up(dead, error, self._rules.spent())
+
+    async def _bring(self, place: int, name: str) -> None:
+        """Start a teacher and bring it to where the others are; only then it serves."""
+        teacher = await self._spawn(name)
+        try:
+            await self._load(teacher)
+            await self._readable()
+            async with self._syncing:
+                detail = await self._catch_up(teacher)
+                self._teachers[place] = teacher
+        except BaseException:
+            await self._host.stop(teacher)
+            raise
+        self.restarts += 1
+        self._record("actor_restarted", teacher.name, f"process {teacher.pid}, {detail}")
+
+    async def _readable(self) -> None:
+        """Wait until the newest version can be read, at most the deadline: its trainer may die."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._deadline_s):
+                while self._source is not None and not self._source.alive:
+                    self._published.clear()
+                    await self._published.wait()
+
+    def _given_up(self, dead: SpawnedActor, error: Exception, why: str) -> ActorDied:
+        cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
+        about = {"cause": cause, "class": classify(error).value}
+        self._record("actor_given_up", dead.name, f"{cause}; {why}", **about)
+        return ActorDied(dead.name, f"{cause}; {why}")
+
+    async def _catch_up(self, teacher: SpawnedActor) -> str:
+        """Bring a replacement to where the other teachers are; says how."""
+        if self._latest is None:
+            return "at version 0"
+        version = self._latest.version
+        if self._config.sdpo.teacher != "ema":
+            pulling = teacher.call("pull", self._latest, deadline_s=self._deadline_s)
+            await (while_alive(self._source, pulling) if self._source else pulling)
+            return f"at version {version}"
+        others = self.alive()
+        if others:
+            state = await others[0].call("state", deadline_s=self._deadline_s)
+            await teacher.call("adopt", state, deadline_s=self._deadline_s)
+            return f"at version {version}, its average taken from {others[0].name}"
+        await teacher.call("adopt", [self._latest], deadline_s=self._deadline_s)
+        return f"at version {version}, its average begins again there"
