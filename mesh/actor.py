@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ class MeshActor(Actor):
             "kind": self.kind,
             "pid": os.getpid(),
             "rss_bytes": resident_bytes(),
+            "cpu_seconds": time.process_time(),
             "policy_version": self.policy_version,
             "activity": self.activity,
             **self.details(),

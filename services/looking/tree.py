@@ -23,7 +23,7 @@ from composer_mesh.services.directory.status import RunStatus, read_status
 from composer_mesh.services.looking.events_command import Lines, event_of
 from composer_mesh.services.looking.mesh_view import Usage, merge, pids_of
 from composer_mesh.services.looking.tree_page import MeshPage
-from composer_mesh.services.looking.usage import CpuMeter, resident_bytes
+from composer_mesh.services.looking.usage import CpuMeter, cpu_seconds, resident_bytes
 
 REFRESH_S = 1.0
 FIRST_LOOK_S = 0.25
@@ -58,7 +58,7 @@ class Viewer:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._meter = CpuMeter()
+        self._meter = CpuMeter[int]()
         self._lines = Lines(run / EVENTS_FILE)
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
 
@@ -80,7 +80,8 @@ class Viewer:
             return Usage()
         pids = pids_of(status)
         memory = {pid: used for pid in pids if (used := resident_bytes(pid)) is not None}
-        return Usage(self._meter.look(pids), memory)
+        cpu = {pid: spent for pid in pids if (spent := cpu_seconds(pid)) is not None}
+        return Usage(self._meter.look(cpu), memory)
 
 
 def _mesh(status: RunStatus) -> MeshTree | None:

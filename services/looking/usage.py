@@ -1,4 +1,4 @@
-"""What processes of this machine use of it, as `/proc` tells; nothing where there is none.
+"""What processes use of their machine: here as `/proc` tells, nothing where there is none.
 
 Only figures of one moment, or between two of them: nothing is kept or judged here.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
 def cpu_seconds(pid: int) -> float | None:
@@ -29,27 +32,24 @@ def resident_bytes(pid: int) -> int | None:
         return None
 
 
-class CpuMeter:
+class CpuMeter(Generic[K]):
     """Percent of one core that processes have used between two looks."""
 
-    def __init__(
-        self,
-        seconds_of: Callable[[int], float | None] = cpu_seconds,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._seconds_of, self._clock = seconds_of, clock
-        self._last: dict[int, tuple[float, float]] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[K, tuple[float, float]] = {}
 
-    def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Percent since the look before; processes that are seen for the first time have none."""
-        now, found = self._clock(), {}
-        seen: dict[int, tuple[float, float]] = {}
-        for pid in pids:
-            if (used := self._seconds_of(pid)) is None:
-                continue
-            seen[pid] = (now, used)
-            before, used_before = self._last.get(pid, (now, used))
-            if now > before and used >= used_before:  # less: another process has the number now
-                found[pid] = round(100 * (used - used_before) / (now - before), 1)
-        self._last = seen
-        return found
+    def look(self, used: Mapping[K, float]) -> dict[K, float]:
+        """Percent since the look before, from the seconds that each process has used by now.
+
+        Processes that were not in the look before have none.
+        """
+        now, before = self._clock(), self._last
+        self._last = {key: (now, seconds) for key, seconds in used.items()}
+        return {
+            key: round(100 * (seconds - before[key][1]) / (now - before[key][0]), 1)
+            for key, seconds in used.items()
+            if key in before
+            and now > before[key][0]
+            and seconds >= before[key][1]  # less: another process has the number now
+        }

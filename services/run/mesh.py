@@ -22,6 +22,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.directory.status import ActorStatus
+from composer_mesh.services.looking.usage import CpuMeter
 from composer_mesh.services.pool.seats import Seats
 from composer_mesh.services.replay.teacher_settings import panel_settings
 from composer_mesh.services.run.hint_mesh import MeshHintWriter
@@ -55,6 +56,7 @@ class RunMesh:
     experts: Service | None
     hints: MeshHintWriter | None
     token: str = field(repr=False)
+    _cpu: CpuMeter[str] = field(default_factory=CpuMeter, repr=False)
 
     @property
     def generators(self) -> Service:
@@ -185,7 +187,10 @@ class RunMesh:
 
     async def describe(self) -> list[ActorStatus]:
         """How each actor is. Waits a few seconds at most; one that is silent is called busy."""
-        return list(await asyncio.gather(*(_describe(actor) for actor in self.host.actors)))
+        told = await asyncio.gather(*(_describe(actor) for actor in self.host.actors))
+        used = {actor.name: seconds for actor, seconds in told if seconds is not None}
+        percent = self._cpu.look(used)
+        return [replace(actor, cpu_percent=percent.get(actor.name)) for actor, _ in told]
 
 
 async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
@@ -195,18 +200,20 @@ async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
     return None
 
 
-async def _describe(actor: SpawnedActor) -> ActorStatus:
+async def _describe(actor: SpawnedActor) -> tuple[ActorStatus, float | None]:
+    """What it says of itself, and the seconds of CPU that its process has used."""
     known = ActorStatus(actor.name, actor.kind, actor.pid, host=actor.host.name)
     try:
         about = await actor.call("describe", deadline_s=DESCRIBE_DEADLINE_S)
     except DeadlineExceeded:
-        return replace(known, state="busy", activity="does not answer now")
+        return replace(known, state="busy", activity="does not answer now"), None
     except ActorDied as died:
-        return replace(known, state="dead", activity=died.reason)
-    return replace(
+        return replace(known, state="dead", activity=died.reason), None
+    now = replace(
         known,
         state="ready" if about["activity"] == "idle" else "busy",
         policy_version=about["policy_version"],
         activity=about["activity"],
         rss_bytes=about["rss_bytes"],
     )
+    return now, about["cpu_seconds"]

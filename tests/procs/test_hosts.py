@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_run import ENDLESS, LiveRun, composer_mesh, launched, wait_until
@@ -43,6 +44,14 @@ def hosts_of_actors(run: LiveRun) -> dict[str, str]:
     return {actor["name"]: actor["host"] for actor in status["actors"]}
 
 
+def remote(run: LiveRun) -> list[dict[str, Any]]:
+    """What `tree` shows of those that are not on the controller's machine."""
+    done = composer_mesh("tree", str(run.root), "--json")
+    assert done.returncode == 0, done.stderr
+    hosts = json.loads(done.stdout)["hosts"]
+    return [one for host in hosts if host["name"] != "localhost" for one in host["processes"]]
+
+
 def test_a_run_on_two_hosts_outlives_one_takes_another_and_leaves_none(
     tmp_path: Path, policy_cache: Path
 ) -> None:
@@ -60,6 +69,10 @@ def test_a_run_on_two_hosts_outlives_one_takes_another_and_leaves_none(
         run.until(lambda run: len(set(hosts_of_actors(run).values())) == 3, "actors on all hosts")
         assert hosts_of_actors(run)["expert_server"] == "localhost"
         assert [one for one in workers if not one.family()] == []
+        run.until(
+            lambda run: any(one["rss_bytes"] and one["cpu_percent"] for one in remote(run)),
+            "what processes use of other hosts",
+        )
 
         lost = hosts_of_actors(run)["generator-0"]
         dying = workers[int(lost[-1])]

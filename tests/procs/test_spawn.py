@@ -31,6 +31,7 @@ async def test_a_spawned_actor_describes_itself_and_is_gone_after_close(host: Me
     assert (actor.name, actor.kind, actor.pid) == ("echo-0", "echo", about["pid"])
     assert about["pid"] != os.getpid()
     assert about["rss_bytes"] > 0
+    assert about["cpu_seconds"] > 0
     assert await actor.call("say", "world") == "hello world"
     assert await actor.call("threads") == "1"
     await host.close()

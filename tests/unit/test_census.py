@@ -126,23 +126,21 @@ def test_a_failure_of_no_actor_is_its_text() -> None:
 
 
 def test_cpu_is_measured_between_two_looks() -> None:
-    used, now = {1: 10.0, 2: 0.0}, [100.0]
-    meter = CpuMeter(used.get, lambda: now[0])
-    assert meter.look([1, 2, 3]) == {}
+    now = [100.0]
+    meter = CpuMeter[int](lambda: now[0])
+    assert meter.look({1: 10.0, 2: 0.0}) == {}
     now[0] += 2
-    used[1] += 3
-    assert meter.look([1, 2, 3]) == {1: 150.0, 2: 0.0}
+    assert meter.look({1: 13.0, 2: 0.0, 3: 1.0}) == {1: 150.0, 2: 0.0}
 
 
 def test_a_process_whose_number_another_has_now_is_a_new_one() -> None:
-    used, now = {1: 10.0}, [100.0]
-    meter = CpuMeter(used.get, lambda: now[0])
-    meter.look([1])
+    now = [100.0]
+    meter = CpuMeter[int](lambda: now[0])
+    meter.look({1: 10.0})
     now[0] += 1
-    used[1] = 0.5
-    assert meter.look([1]) == {}
+    assert meter.look({1: 0.5}) == {}
     now[0] += 1
-    assert meter.look([1]) == {1: 0.0}
+    assert meter.look({1: 0.5}) == {1: 0.0}
 
 
 def test_a_process_that_is_not_there_uses_nothing() -> None:
