@@ -9,9 +9,11 @@ What either does is `replaying` and `sampling`.
 import asyncio
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +29,7 @@ from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.halves.replaying import ReplayPorts, ReplayTraining, TeachersAlone
 from composer_mesh.services.halves.sampling import RolloutsOnly, Sampled
-from composer_mesh.services.halves.stored_steps import StoredSteps
+from composer_mesh.services.halves.stored_steps import StoredStep, StoredSteps
 from composer_mesh.services.looking.view import RunView
 from composer_mesh.services.replay.parts import make_late_rewards
 from composer_mesh.services.run.assembly import FAILED, Run
@@ -38,6 +40,7 @@ from composer_mesh.services.schedule.composing import Composer
 from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.trained_again import Trained
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.lasting import LastingTrainer
@@ -130,8 +133,8 @@ class ReplayRun(HalfRun):
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
         assert self.source is not None
-        trainer = self._trainer = self._lasting_trainer(mesh)
-        steps = StoredSteps(self.source, self.config, self._composer(task, chat))
+        steps = self._steps(task, chat)
+        trainer = self._trainer = self._lasting_trainer(mesh, partial(self._steps, task, chat))
         weights = trainer if mesh.teachers is not None else None
         ports = ReplayPorts(trainer, weights, self.store, self.view, trainer.save, trainer.saved)
         self.training = ReplayTraining(self.config, steps, ports)
@@ -146,14 +149,30 @@ class ReplayRun(HalfRun):
             self.told = f"{self.told}; {new} trained for the first time"
         self.event("replayed", "trainer", self.told)
 
-    def _lasting_trainer(self, mesh: RunMesh) -> LastingTrainer:
+    def _steps(self, task: Task, chat: ChatFormat) -> StoredSteps:
+        assert self.source is not None
+        return StoredSteps(self.source, self.config, self._composer(task, chat))
+
+    def _lasting_trainer(
+        self, mesh: RunMesh, steps: Callable[[], Iterable[StoredStep]]
+    ) -> LastingTrainer:
         config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
         deadline, all_ranks = config.run.deadline_s, lambda: ranks.all
         step = MeshTraining(config, all_ranks, teachers)
         root = self.store.root
         follow = None if teachers is None else ReplayTeachers(all_ranks, teachers, deadline)
         alone = TeachersAlone(all_ranks, teachers, deadline)
-        return LastingTrainer(config, ranks, step, alone, follow, root, self.event)
+        earlier = partial(self._trained, steps)
+        return LastingTrainer(config, ranks, step, alone, follow, root, self.event, earlier)
+
+    def _trained(
+        self, steps: Callable[[], Iterable[StoredStep]], first: int, until: int
+    ) -> list[Trained]:
+        """Stored steps, and what came of them in this run."""
+        made = islice(steps(), first, until)
+        metrics = [row.metrics or {} for row in self.store.reading.steps()][first:until]
+        both = zip(made, metrics, strict=True)
+        return [Trained(stored.composed.batch, told) for stored, told in both]
 
     def _composer(self, task: Task, chat: ChatFormat) -> Composer:
         assert self.source is not None

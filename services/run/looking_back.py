@@ -12,10 +12,9 @@ anything or trains.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint, newest_whole
+from composer_mesh.actors.checkpoint_folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
@@ -38,6 +37,7 @@ from composer_mesh.services.store.rows import (
     Where,
 )
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.training.checkpoint_writes import newest_undamaged
 
 STALE = "it was sampled by a version that does not count any more"
 NO_RECIPE = "an older version of this program has trained it, and kept no recipe"
@@ -92,7 +92,7 @@ async def look_back(store: RunStore, config: Config, record: Recorder) -> Past:
 
     Raises RunDirectoryError where store and checkpoints are not of one run.
     """
-    checkpoint = _newest(store.root, record)
+    checkpoint = newest_undamaged(store.root.absolute(), record)
     while True:
         try:
             return _read(store.reading, config, checkpoint)
@@ -117,6 +117,29 @@ def begun_of(past: Past, composer: Composer) -> Begun:
     return Begun(past.steps, past.checkpoint, again, planned, past.waiting, list(past.evaluations))
 
 
+def trained_steps(
+    reader: RunReader, config: Config, composer: Composer, first: int, until: int
+) -> list[Trained]:
+    """Steps that are done, from `first` up to before `until`, made again by a new composer.
+
+    Raises RunDirectoryError where one cannot be made.
+    """
+    done = [row for row in reader.steps() if row.metrics is not None]
+    stored = {row.group_id: row for row in reader.groups()}
+    try:
+        again = [(_recipe(row), row.metrics or {}) for row in done[first:until]]
+        groups = _needed(reader, stored, [recipe for recipe, _ in again])
+    except _Lost as lost:
+        raise RunDirectoryError(
+            f"step {(lost.step or 0) + 1} cannot be trained again ({lost.why}): go on with "
+            "--resume, which trains it and those after it anew"
+        ) from None
+    known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
+    pairs = _pairs(reader) if config.replay.on else {}
+    past = Past(again=again, known=known, groups=groups, pairs=pairs)
+    return begun_of(past, composer).past
+
+
 def restore_asking(past: Past, stream: PairStream, reader: RunReader, first: int) -> None:
     """Let a stream know what was asked, and ask about what was not of groups before `first`."""
     asked = (asked_from_json(row.group_id, row.body, past.pairs) for row in reader.asked())
@@ -125,15 +148,6 @@ def restore_asking(past: Past, stream: PairStream, reader: RunReader, first: int
             stream.begin(traces)
         else:
             stream.skip(group_id)
-
-
-def _newest(root: Path, record: Recorder) -> Checkpoint | None:
-    found, aside = newest_whole(root.absolute())
-    for one in aside:
-        where = one.moved_to.relative_to(root.absolute())
-        name = f"checkpoint of step {one.checkpoint.step}"
-        record("quarantined", "", f"{name}: {'; '.join(one.damage)}; kept as {where}")
-    return found
 
 
 async def _go_back(store: RunStore, step: int, why: str, record: Recorder) -> None:
@@ -150,12 +164,10 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
     done = [row for row in rows if row.metrics is not None]
     _check_order(rows, len(done), first)
     stored = {row.group_id: row for row in reader.groups()}
-    groups: dict[int, StoredGroup] = {}
     again = [(_recipe(row), row.metrics or {}) for row in done[first:]]
     planned = next((_recipe(row) for row in rows[len(done) :]), None)
-    for recipe in [*(recipe for recipe, _ in again), *([planned] if planned else [])]:
-        for group_id in recipe.groups:
-            groups[group_id] = _needed(reader, stored[group_id], recipe.step)
+    recipes = [*(recipe for recipe, _ in again), *([planned] if planned else [])]
+    groups = _needed(reader, stored, recipes)
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
     last = next((row for row in reversed(rows) if row.recipe), None)
     taken = _recipe(last).taken if last else None
@@ -197,14 +209,20 @@ def _recipe(row: StepRow) -> StepRecipe:
     return recipe_from_json(row.step, row.recipe)
 
 
-def _needed(reader: RunReader, row: GroupRow, step: int) -> StoredGroup:
-    """A group that a step is made again of."""
-    if row.state == GroupState.DAMAGED:
-        raise _Lost(step, None, f"the rollouts of its group {row.group_id} are lost")
-    try:
-        return _stored(reader, row.group_id)
-    except DamagedRecord as damaged:
-        raise _Lost(step, row.group_id, damaged.why) from None
+def _needed(
+    reader: RunReader, stored: Mapping[int, GroupRow], recipes: Iterable[StepRecipe]
+) -> dict[int, StoredGroup]:
+    """The groups that steps are made again of."""
+    found: dict[int, StoredGroup] = {}
+    for recipe in recipes:
+        for group_id in recipe.groups:
+            if stored[group_id].state == GroupState.DAMAGED:
+                raise _Lost(recipe.step, None, f"the rollouts of its group {group_id} are lost")
+            try:
+                found[group_id] = _stored(reader, group_id)
+            except DamagedRecord as damaged:
+                raise _Lost(recipe.step, group_id, damaged.why) from None
+    return found
 
 
 def _waiting(reader: RunReader, row: GroupRow) -> StoredGroup:

@@ -19,7 +19,7 @@ from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
-from composer_mesh.services.run.looking_back import Past, begun_of, restore_asking
+from composer_mesh.services.run.looking_back import Past, begun_of, restore_asking, trained_steps
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.mesh_ports import MeshReference, MeshTeachers
 from composer_mesh.services.schedule.begun import Begun
@@ -29,6 +29,7 @@ from composer_mesh.services.steps.agreement import AgreementWatch
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.ports import Watcher
+from composer_mesh.services.steps.trained_again import Trained
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.lasting import LastingTrainer
 from composer_mesh.services.training.step import MeshTraining, ReplayTeachers
@@ -55,8 +56,12 @@ class RunParts:
         sync = MeshWeightSync(lambda: ranks.all, self.mesh.generators, teachers, deadline)
         follow = ReplayTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
         step = MeshTraining(config, lambda: ranks.all, teachers)
-        root = self.store.root
-        return LastingTrainer(config, ranks, step, sync, follow, root, self.event, checkpoint)
+        rest = (self.store.root, self.event, self._trained_steps, checkpoint)
+        return LastingTrainer(config, ranks, step, sync, follow, *rest)
+
+    def _trained_steps(self, first: int, until: int) -> list[Trained]:
+        composer = self._composer()
+        return trained_steps(self.store.reading, self.config, composer, first, until)
 
     def controller(self, trainer: LastingTrainer, watch: Watcher, past: Past) -> Controller:
         """The controller of a run that has a past, or an empty one.

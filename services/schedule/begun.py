@@ -1,6 +1,6 @@
 """What a run already has when its controller begins; one that starts has nothing of it.
 
-Plain values: how they are read from a run directory is `resume`.
+Plain values: how they are read from a run directory is `looking_back`.
 """
 
 from dataclasses import dataclass, field

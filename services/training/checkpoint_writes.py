@@ -19,6 +19,7 @@ from composer_mesh.actors.checkpoint_folder import (
     CheckpointFailed,
     Draft,
     folder_of,
+    newest_whole,
     prune,
 )
 from composer_mesh.actors.checkpoint_manifest import Written
@@ -75,6 +76,15 @@ class CheckpointWrites:
     def under_way(self) -> int | None:
         """The step whose checkpoint is being written."""
         return None if self._draft is None else self._draft.step
+
+    async def look(self) -> None:
+        """Set aside what is damaged: the newest one is whole then. Waits until all of it is read.
+
+        None is left where there is no other.
+        """
+        if self.newest is not None:
+            looking = asyncio.to_thread(newest_undamaged, self._root.absolute(), self._record)
+            self.newest = await looking
 
     async def begin(self, step: int) -> None:
         """Waits until the state of a step is copied; its checkpoint is under way then."""
@@ -148,3 +158,16 @@ class CheckpointWrites:
         if self._failures >= FAILURES or step == self._config.run.steps:
             raise told from error
         self._record("checkpoint_failed", "trainer", str(told))
+
+
+def newest_undamaged(root: Path, record: Record) -> Checkpoint | None:
+    """The newest whole checkpoint of a run; newer ones go to its quarantine, and `record` is told.
+
+    Raises `EarlierCheckpoint`.
+    """
+    found, aside = newest_whole(root)
+    for one in aside:
+        where = one.moved_to.relative_to(root)
+        name = f"checkpoint of step {one.checkpoint.step}"
+        record("quarantined", "", f"{name}: {'; '.join(one.damage)}; kept as {where}")
+    return found

@@ -13,7 +13,8 @@ lost, steps that had its signals are trained without them. What has become diffe
 event `trainer_restarted`.
 
 Checkpoints are written beside the steps. A step's batch is kept until a checkpoint after it is on
-disk; one that a death interrupted is written when its step has been trained again.
+disk; one that a death interrupted is written when its step has been trained again. Where the newest
+one turns out to be damaged, the one before it takes its place, and the store gives the steps since.
 
 What a rank is, a step, or a pull, is not known here.
 """
@@ -34,7 +35,7 @@ from composer_mesh.services.steps.ports import MayTrain, WeightSync
 from composer_mesh.services.steps.trained_again import Differences, Metrics, Trained
 from composer_mesh.services.training.attempts import Attempts
 from composer_mesh.services.training.checkpoint_writes import CheckpointWrites
-from composer_mesh.services.training.ports import Ranks, Step, Teachers
+from composer_mesh.services.training.ports import Earlier, Ranks, Step, Teachers
 from composer_mesh.services.training.teaching import Record
 
 T = TypeVar("T")
@@ -55,11 +56,12 @@ class LastingTrainer:
         teachers: Teachers | None,
         root: Path,
         record: Record,
+        earlier: Earlier,
         begun: Checkpoint | None = None,
     ) -> None:
         self._config, self._ranks, self._step = config, ranks, step
         self._weights, self._teachers = weights, teachers
-        self._record = record
+        self._record, self._earlier = record, earlier
         self._average = teachers if config.sdpo.teacher == "ema" else None
         self._writes = CheckpointWrites(config, ranks, self._average, root, record, begun)
         self._writing: asyncio.Task[None] | None = None
@@ -178,6 +180,7 @@ class LastingTrainer:
             self._check(cause)
             self.restarts += 1
             await self._attempts.interrupt()
+            await self._find_begin()
             try:
                 await self._begin_again(cause)
             except Exception as failed:  # noqa: BLE001  supervision boundary: judged by _check
@@ -186,7 +189,6 @@ class LastingTrainer:
                 return
 
     async def _begin_again(self, cause: Exception) -> None:
-        self._forget_saved()
         folder, begun = self._begun()
         version = await self._ranks.begin_again(folder)
         if version != begun:
@@ -201,6 +203,21 @@ class LastingTrainer:
         if self._serves:
             self._served = await self._ranks.guard(self._weights.sync())
         self._tell(cause, begun, differs)
+
+    async def _find_begin(self) -> None:
+        """Never begin from a damaged checkpoint, but from one before it, with more steps.
+
+        Raises what is wrong where the run's directory does not give them: no restart would help.
+        """
+        self._forget_saved()
+        await self._writes.look()
+        begun = self._begun()[1]
+        first = self._since[0].batch.step if self._since else self._version
+        if begun < first:
+            again = await asyncio.to_thread(self._earlier, begun, first)
+            if [one.batch.step for one in again] != list(range(begun, first)):
+                raise RuntimeError(f"the run's store has not all steps from {begun} to {first}")
+            self._since = [*again, *self._since]
 
     async def _replay(self, save: int | None) -> Differences:
         """Train the steps since the checkpoint once more, as they were trained then.

@@ -3,16 +3,23 @@
 No behaviour here.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.steps.trained_again import Metrics
+from composer_mesh.services.steps.trained_again import Metrics, Trained
 from composer_mesh.services.training.checkpoint_writes import KeepsAverage, Writer
 
 T = TypeVar("T")
+
+
+Earlier = Callable[[int, int], list[Trained]]
+"""Steps that are done, from the first up to before the second, read from the run's store.
+
+Called in a thread. Raises what ends the run where one cannot be made again.
+"""
 
 
 class Ranks(Writer, Protocol):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from live_run import GONE_DEADLINE_S, LiveRun, launched, untimed, wait_until
 
+from composer_mesh.actors.checkpoint_folder import checkpoints_of
 from composer_mesh.rollouts.traces import Trace
 
 pytestmark = pytest.mark.timeout(600)
@@ -51,17 +52,34 @@ def assert_same_steps(one: LiveRun, other: LiveRun) -> None:
     assert json.dumps(steps[0]) == json.dumps(steps[1])
 
 
+def flipped(checkpoint: Path) -> None:
+    """Change a bit of a checkpoint's largest file."""
+    file = max(checkpoint.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+
+
 def test_a_run_whose_trainer_is_killed_trains_the_same_steps_as_one_left_alone(
     alone: LiveRun, tmp_path: Path, policy_cache: Path
 ) -> None:
+    """The disk has damaged the newest checkpoint, so it begins again from what was before that."""
     with launched(tmp_path / "killed", policy_cache, SETTINGS) as run:
+        run.until(lambda run: checkpoints_of(run.root), "the first checkpoint")
         after_steps(run, 3)
-        os.kill(run.pids()["trainer"], signal.SIGKILL)
+        trainer = run.pids()["trainer"]
+        os.kill(trainer, signal.SIGSTOP)  # it writes no further one
+        damaged = checkpoints_of(run.root)[-1]
+        flipped(damaged.folder)
+        os.kill(trainer, signal.SIGKILL)
         assert run.wait() == 0, run.stderr
     assert_restarted_to_the_same(run, "trainer")
     assert_same_steps(alone, run)
-    kept = sorted(path.name for path in (run.root / "checkpoints").iterdir())
-    assert kept == ["step-2", "step-4", "step-6"]
+    (aside,) = run.events("quarantined")
+    assert aside["detail"].startswith(f"checkpoint of step {damaged.step}: ")
+    assert (run.root / "quarantine" / damaged.folder.name).is_dir()
+    kept = {one.step for one in checkpoints_of(run.root)}
+    assert kept == {2, 4, 6} - {damaged.step}
 
 
 def test_ranks_of_which_one_is_killed_train_the_same_steps_again(

@@ -113,6 +113,58 @@ async def test_a_death_while_it_is_written_begins_at_the_one_before_and_writes_i
     assert (folder_of(run.root, 8) / "state").read_text() == f"8 {run.world.weight!r}"
 
 
+def flip(run: Running, step: int) -> None:
+    """Let the disk change a byte of a checkpoint."""
+    state = folder_of(run.root, step) / "state"
+    state.write_text(state.read_text()[:-1] + "x")
+
+
+@pytest.mark.parametrize("kind", ["live", "ema"])
+@pytest.mark.parametrize(("flipped", "begun"), [((8,), 4), ((4, 8), 0)])
+async def test_a_damaged_checkpoint_is_set_aside_and_the_steps_since_another_trained_again(
+    build_config: Any, tmp_path: Path, kind: str, flipped: tuple[int, ...], begun: int
+) -> None:
+    run = Running(build_config, tmp_path, sdpo={"teacher": kind})
+    await run.steps(0, 10)
+    for step in flipped:
+        flip(run, step)
+    run.world.fails["train"] = [DEATH]
+    await run.steps(10, 12)
+    assert run.world.done("begin") == [begun]
+    assert run.world.done("train")[-12 + begun :] == list(range(begun, 12))
+    other = Running(build_config, tmp_path / "other", sdpo={"teacher": kind})
+    await other.steps(0, 12)
+    assert run.world.weight == other.world.weight
+    (told,) = run.told()
+    assert f"{10 - begun} steps trained again to the same losses and gradients" in told
+    aside = [event[2] for event in run.world.events if event[0] == "quarantined"]
+    assert [text.split(":")[0] for text in aside] == [
+        f"checkpoint of step {step}" for step in reversed(flipped)
+    ]
+    assert aside[0].endswith("kept as quarantine/step-8")
+
+
+async def test_a_checkpoint_is_written_in_place_of_a_damaged_one(run: Running) -> None:
+    await run.steps(0, 8)
+    flip(run, 8)
+    run.world.fails["train"] = [DEATH, *[None] * 5, ActorDied("trainer.2", "memory")]
+    await run.steps(8, 12)
+    assert run.world.done("begin") == [4, 4]
+    assert [one.step for one in checkpoints_of(run.root)] == [4, 12]
+
+
+async def test_steps_that_the_store_cannot_give_end_a_run_whose_checkpoint_is_damaged(
+    run: Running,
+) -> None:
+    await run.steps(0, 10)
+    flip(run, 8)
+    del run.stored[5]
+    run.world.fails["train"] = [DEATH]
+    with pytest.raises(RuntimeError, match="has not all steps from 4 to 8"):
+        await run.steps(10, 12)
+    assert run.world.done("begin") == []
+
+
 async def test_a_disk_that_fails_once_costs_a_checkpoint_and_an_event(run: Running) -> None:
     run.world.fails["saved"] = [None, FULL]
     await run.steps(0, 11)

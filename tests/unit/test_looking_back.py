@@ -12,10 +12,19 @@ import pytest
 from composer_mesh.actors.checkpoint_folder import folder_of
 from composer_mesh.actors.checkpoint_manifest import write_manifest, written
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.replay.asked import AskedGroup, asked_to_json
-from composer_mesh.services.run.looking_back import Past, look_back, restore_asking
+from composer_mesh.services.replay.late_rewards import Corrections
+from composer_mesh.services.run.looking_back import (
+    Past,
+    look_back,
+    restore_asking,
+    trained_steps,
+)
+from composer_mesh.services.schedule.composing import Composed, Group
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_to_json
 from composer_mesh.services.steps.recipes import StepRecipe, recipe_to_json
 from composer_mesh.services.steps.replayed import Replayed
@@ -205,3 +214,46 @@ async def test_teachers_are_asked_about_trained_groups_that_they_were_not_asked_
         restore_asking(Past(), stream, store.reading, DONE * PROMPTS)
     assert stream.asked == [0, 1]
     assert stream.entered == [("begin", 2), ("begin", 3), ("skip", 4), ("begin", 5)]
+
+
+class Composing:
+    """Stands for a composer: what it was told to remember, and to make again, of which rollouts."""
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+
+    def remember(self, recipe: StepRecipe, groups: Sequence[Group]) -> None:
+        del groups
+        self.known.append(recipe.step)
+
+    def again(
+        self, recipe: StepRecipe, groups: Sequence[Group], pairs: Sequence[PreferencePair]
+    ) -> Composed:
+        del pairs
+        traces = [trace for group in groups for trace in group.traces]
+        return Composed(StepBatch(recipe.step, [], [], []), traces, None, Corrections())
+
+
+@pytest.mark.parametrize(("first", "until", "known"), [(0, 3, []), (1, 2, [0]), (2, 3, [0, 1])])
+async def test_done_steps_are_made_again_for_a_trainer_that_lost_a_checkpoint(
+    tmp_path: Path, config: Config, first: int, until: int, known: list[int]
+) -> None:
+    composer: Any = Composing()
+    with opened(tmp_path, config) as store:
+        await filled(store, planned=True)
+        found = trained_steps(store.reading, config, composer, first, until)
+    steps = [(one.batch.step, one.metrics["step"]) for one in found]
+    assert steps == [(step, step + 1) for step in range(first, until)]
+    assert composer.known == known
+
+
+async def test_a_done_step_whose_rollouts_are_damaged_is_not_made_again(
+    tmp_path: Path, config: Config
+) -> None:
+    composer: Any = Composing()
+    with opened(tmp_path, config) as store:
+        await filled(store)
+        flip(path_of(tmp_path, 3))
+        with pytest.raises(RunDirectoryError, match=r"step 2 cannot be trained again .*--resume"):
+            trained_steps(store.reading, config, composer, 0, 3)
+        assert len(trained_steps(store.reading, config, composer, 2, 3)) == 1

@@ -19,6 +19,7 @@ from composer_mesh.actors.checkpoint_manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.ports import MayTrain
+from composer_mesh.services.steps.trained_again import Trained
 from composer_mesh.services.training.lasting import LastingTrainer
 
 T = TypeVar("T")
@@ -196,18 +197,25 @@ class Running:
         if self.config.sdpo.teacher == "ema":
             self.world.average = 0.0
         self.root = root
+        self.stored: dict[int, Trained] = {}
+        """What the run's store has of each step that is done."""
         self.trainer = self.made(None)
 
     def made(self, begun: Checkpoint | None) -> LastingTrainer:
         world = self.world
         ports = (world, world, world, world if self.config.sdpo.has_own_actors else None)
-        return LastingTrainer(self.config, *ports, self.root, world.record, begun)
+        rest = (self.root, world.record, self.earlier, begun)
+        return LastingTrainer(self.config, *ports, *rest)
+
+    def earlier(self, first: int, until: int) -> list[Trained]:
+        return [self.stored[step] for step in range(first, until) if step in self.stored]
 
     async def steps(self, first: int, last: int) -> None:
         """Train steps, save where it is due, and wait for the last of these checkpoints."""
         every = self.config.trainer.checkpoint_every
         for step in range(first, last):
-            await self.trainer.train(batch(step))
+            metrics = await self.trainer.train(batch(step))
+            self.stored[step] = Trained(batch(step), metrics)
             assert await self.trainer.sync() == step + 1
             if every and (step + 1) % every == 0:
                 await self.trainer.save(step + 1)
