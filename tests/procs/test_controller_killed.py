@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_run import ENDLESS, LiveRun, launched, wait_until
+from live_run import ENDLESS, GONE_DEADLINE_S, LiveRun, launched, wait_until
 
 pytestmark = pytest.mark.timeout(600)
-
-GONE_S = 10.0
 
 
 def starting(run: LiveRun) -> bool:
@@ -34,4 +32,4 @@ def test_no_process_outlives_a_killed_controller(
         run.until(moment, moment.__name__)
         run.process.kill()
         run.process.wait()
-        wait_until(lambda: not run.living(), "end of the last process", GONE_S)
+        wait_until(lambda: not run.living(), "end of the last process", GONE_DEADLINE_S)
