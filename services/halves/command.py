@@ -9,11 +9,10 @@ What either does is `replaying` and `sampling`.
 import asyncio
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -29,7 +28,7 @@ from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.halves.replaying import ReplayPorts, ReplayTraining, TeachersAlone
 from composer_mesh.services.halves.sampling import RolloutsOnly, Sampled
-from composer_mesh.services.halves.stored_steps import StoredStep, StoredSteps
+from composer_mesh.services.halves.stored_steps import StoredSteps, as_trained
 from composer_mesh.services.looking.view import RunView
 from composer_mesh.services.replay.parts import make_late_rewards
 from composer_mesh.services.run.assembly import FAILED, Run
@@ -133,8 +132,9 @@ class ReplayRun(HalfRun):
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
         assert self.source is not None
-        steps = self._steps(task, chat)
-        trainer = self._trainer = self._lasting_trainer(mesh, partial(self._steps, task, chat))
+        make_steps = partial(self._steps, task, chat)
+        steps, trainer = make_steps(), self._lasting_trainer(mesh, make_steps)
+        self._trainer = trainer
         weights = trainer if mesh.teachers is not None else None
         ports = ReplayPorts(trainer, weights, self.store, self.view, trainer.save, trainer.saved)
         self.training = ReplayTraining(self.config, steps, ports)
@@ -154,7 +154,7 @@ class ReplayRun(HalfRun):
         return StoredSteps(self.source, self.config, self._composer(task, chat))
 
     def _lasting_trainer(
-        self, mesh: RunMesh, steps: Callable[[], Iterable[StoredStep]]
+        self, mesh: RunMesh, make_steps: Callable[[], StoredSteps]
     ) -> LastingTrainer:
         config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
         deadline, all_ranks = config.run.deadline_s, lambda: ranks.all
@@ -162,17 +162,11 @@ class ReplayRun(HalfRun):
         root = self.store.root
         follow = None if teachers is None else ReplayTeachers(all_ranks, teachers, deadline)
         alone = TeachersAlone(all_ranks, teachers, deadline)
-        earlier = partial(self._trained, steps)
-        return LastingTrainer(config, ranks, step, alone, follow, root, self.event, earlier)
 
-    def _trained(
-        self, steps: Callable[[], Iterable[StoredStep]], first: int, until: int
-    ) -> list[Trained]:
-        """Stored steps, and what came of them in this run."""
-        made = islice(steps(), first, until)
-        metrics = [row.metrics or {} for row in self.store.reading.steps()][first:until]
-        both = zip(made, metrics, strict=True)
-        return [Trained(stored.composed.batch, told) for stored, told in both]
+        def earlier(first: int, until: int) -> list[Trained]:
+            return as_trained(make_steps(), self.store.reading, first, until)
+
+        return LastingTrainer(config, ranks, step, alone, follow, root, self.event, earlier)
 
     def _composer(self, task: Task, chat: ChatFormat) -> Composer:
         assert self.source is not None

@@ -6,8 +6,9 @@
 A run that only sampled has the second sort alone. Nothing here trains.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from composer_mesh.configs.schema import Config
@@ -19,6 +20,7 @@ from composer_mesh.services.schedule.composing import Composed, Composer, Group
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
 from composer_mesh.services.steps.recipes import StepRecipe, recipe_from_json
 from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.steps.trained_again import Trained
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.traces.turns import acted
@@ -141,3 +143,12 @@ class StoredSteps:
             self.pairs_left_out = len(found) - len(usable)
             return usable
         return found
+
+
+def as_trained(
+    steps: Iterable[StoredStep], own: RunReader, first: int, until: int
+) -> list[Trained]:
+    """Steps from `first` up to before `until`, with what came of them in the run `own`."""
+    metrics = [row.metrics or {} for row in own.steps()][first:until]
+    both = zip(islice(steps, first, until), metrics, strict=True)
+    return [Trained(step.composed.batch, came) for step, came in both]

@@ -26,9 +26,11 @@ from composer_mesh.services.halves.stored_steps import (
     StoredStep,
     StoredStepLost,
     StoredSteps,
+    as_trained,
 )
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.run.looking_back import trained_steps
 from composer_mesh.services.schedule.composing import Composed, Composer
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
@@ -86,6 +88,22 @@ async def test_stored_steps_are_the_batches_that_a_run_has_trained(
     for step, before in zip(found, metrics, strict=True):
         again = step.composed.metrics({"loss/total": 0.0})
         assert {key: before[key] for key in again} == again
+
+
+async def test_a_trainer_that_lost_a_checkpoint_gets_the_steps_that_it_has_trained(
+    world: World, config: Config, tmp_path: Path
+) -> None:
+    await run_on(world, config, tmp_path)
+    batches = world.names("trained")
+    with RunReader(tmp_path) as reader:
+        composer = composer_of(config, world.task, world.chat)
+        found = trained_steps(reader, config, composer, 1, STEPS)
+        composer = composer_of(config, world.task, world.chat)
+        stored = as_trained(StoredSteps(reader, config, composer), reader, 1, STEPS)
+        metrics = [row.metrics for row in reader.steps()]
+    for steps in (found, stored):
+        assert [one.batch for one in steps] == batches[1:]
+        assert [one.metrics for one in steps] == metrics[1:]
 
 
 async def test_groups_of_trained_steps_are_not_trained_twice(
