@@ -209,8 +209,8 @@ class LastingTrainer:
 
         Raises what is wrong where the run's directory does not give them: no restart would help.
         """
-        self._forget_saved()
         await self._writes.look()
+        self._forget_saved()
         begun = self._begun()[1]
         first = self._since[0].batch.step if self._since else self._version
         if begun < first:

@@ -18,6 +18,7 @@ from composer_mesh.actors.checkpoint_folder import (
 from composer_mesh.actors.checkpoint_manifest import damage
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.steps.trained_again import Trained
+from composer_mesh.services.training import checkpoint_writes
 
 DEATH = ActorDied("trainer", "killed by signal 9")
 FULL = CheckpointFailed("/run/checkpoints/.step-4.1-0", "No space left on device")
@@ -151,6 +152,24 @@ async def test_a_checkpoint_is_written_in_place_of_a_damaged_one(run: Running) -
     await run.steps(8, 12)
     assert run.world.done("begin") == [4, 4]
     assert [one.step for one in checkpoints_of(run.root)] == [4, 12]
+
+
+async def test_a_checkpoint_that_is_whole_after_all_is_begun_from(
+    run: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had its name when removing an older one failed."""
+    await run.steps(0, 7)
+
+    def unremovable(*_: object) -> None:
+        raise OSError("a folder is busy")
+
+    monkeypatch.setattr(checkpoint_writes, "prune", unremovable)
+    await run.steps(7, 9)
+    assert kept_batches(run) == [4, 5, 6, 7, 8]
+    run.world.fails["train"] = [DEATH]
+    await run.steps(9, 10)
+    assert run.world.done("begin") == [8]
+    assert run.world.done("train")[-2:] == [8, 9]
 
 
 async def test_steps_that_the_store_cannot_give_end_a_run_whose_checkpoint_is_damaged(
