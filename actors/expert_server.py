@@ -1,6 +1,6 @@
 """The expert-server actor: keeps the HTTP server of the builtin teachers alive in its process.
 
-The protocol is `expert_http`, the experts are `expert_panel`; here is only their life.
+The protocol is `experts.http`, the experts are `experts.panel`; here is only their life.
 """
 
 import asyncio
@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.expert_http import LOOPBACK, ExpertServer
-from composer_mesh.actors.expert_panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import LOOPBACK, ExpertServer
+from composer_mesh.actors.experts.panel import Expert, ExpertPanel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.interface import cluster_address

@@ -1,6 +1,6 @@
 """The hint-writer actor: error sites' data goes to a language model, a sentence comes back.
 
-What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hint_desk`. Nothing here
+What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hints.desk`. Nothing here
 decides whether words may be shown. Neither this module nor what it imports loads torch.
 """
 
@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.hint_cache import HintCache
-from composer_mesh.actors.hint_desk import HintDesk
+from composer_mesh.actors.hints.cache import HintCache
+from composer_mesh.actors.hints.desk import HintDesk
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.policy import load_model
-from composer_mesh.actors.train_replay import answer_logprobs
+from composer_mesh.actors.learning.replay_channel import answer_logprobs
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.policy import load_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device

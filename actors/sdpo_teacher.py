@@ -12,20 +12,24 @@ from typing import ClassVar
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
-from composer_mesh.actors.checkpoint_manifest import Written
-from composer_mesh.actors.policy import load_model
-from composer_mesh.actors.rows import distinct
-from composer_mesh.actors.sharding import own_weights
-from composer_mesh.actors.signals import (
+from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.teacher_average import (
+    WholeTensors,
+    read_average,
+    write_average,
+)
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.rows import distinct
+from composer_mesh.actors.models.sharding import own_weights
+from composer_mesh.actors.signals.messages import (
     HeadHandle,
     SignalHandle,
     StepOver,
     pack,
     view_keys,
 )
-from composer_mesh.actors.slots import SlotPool
-from composer_mesh.actors.teacher_average import WholeTensors, read_average, write_average
-from composer_mesh.actors.teaching import TeacherModel
+from composer_mesh.actors.signals.slots import SlotPool
+from composer_mesh.actors.signals.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device

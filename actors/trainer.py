@@ -1,6 +1,6 @@
 """The trainer actor: owns the weights that learn, steps them, and publishes each version.
 
-Losses are in `train_step`; who gets a version and when is the controller's decision.
+Losses are in `learning.step`; who gets a version and when is the controller's decision.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.checkpoint_manifest import Written
-from composer_mesh.actors.held_version import HeldVersion
-from composer_mesh.actors.learner import Learner
-from composer_mesh.actors.meeting import Meeting, open_store
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.signals import HeadHandle, SignalHandle
-from composer_mesh.actors.sources import InlineSource, LostSource, MeshSource
-from composer_mesh.actors.warm_start import prepare_policy
+from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.held_version import HeldVersion
+from composer_mesh.actors.models.meeting import Meeting, open_store
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.warm_start import prepare_policy
+from composer_mesh.actors.signals.messages import HeadHandle, SignalHandle
+from composer_mesh.actors.signals.sources import InlineSource, LostSource, MeshSource
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device

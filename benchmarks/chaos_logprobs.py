@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_mesh.actors.policy import load_model
+from composer_mesh.actors.models.policy import load_model
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.traces import Trace
 

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 import torch
 from report import Report, arguments
 
-from composer_mesh.actors.checkpoint_folder import Draft, prune
-from composer_mesh.actors.learner import Learner
-from composer_mesh.actors.policy import build_model, build_tokenizer, save_policy
-from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.checkpoints.folder import Draft, prune
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 

@@ -29,9 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from generator_vllm_raw import CONCURRENT, Load  # noqa: E402
 from report import Report, arguments  # noqa: E402
 
-from composer_mesh.actors import policy  # noqa: E402
 from composer_mesh.actors.engines.vllm_settings import process_environment  # noqa: E402
 from composer_mesh.actors.generator import GeneratorActor  # noqa: E402
+from composer_mesh.actors.models import policy  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 

@@ -15,7 +15,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.policy import build_model
+from composer_mesh.actors.models.policy import build_model
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.rollouts.generation import GenerationRequest
 

@@ -15,11 +15,11 @@ import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor, nn
 
+from composer_mesh.actors.learning.sdpo_channel import SignalSource
 from composer_mesh.actors.sdpo_teacher import FIRST_CAPACITY, SLOTS, SDPOTeacherActor
-from composer_mesh.actors.signals import Head, Layout, make_signal, pack, unpack
-from composer_mesh.actors.slots import SlotPool
-from composer_mesh.actors.sources import MeshSource
-from composer_mesh.actors.train_sdpo import SignalSource
+from composer_mesh.actors.signals.messages import Head, Layout, make_signal, pack, unpack
+from composer_mesh.actors.signals.slots import SlotPool
+from composer_mesh.actors.signals.sources import MeshSource
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig

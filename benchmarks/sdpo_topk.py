@@ -17,12 +17,12 @@ import torch
 from report import Report, arguments
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.policy import load_model, load_tokenizer
-from composer_mesh.actors.signals import Signal, pack
-from composer_mesh.actors.sources import asks_the_student
-from composer_mesh.actors.teaching import TeacherModel
-from composer_mesh.actors.train_sdpo import SdpoChannel, StudentRows
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.actors.signals.messages import Signal, pack
+from composer_mesh.actors.signals.sources import asks_the_student
+from composer_mesh.actors.signals.teaching import TeacherModel
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView

@@ -25,7 +25,9 @@ def is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return _state(pid) != "Z"
+    if state := _state(pid):
+        return state not in ("Z", "X")
+    return not _state(os.getpid())  # it was collected just now, or no state is told here
 
 
 def stands_still(pid: int) -> bool:

@@ -19,6 +19,7 @@ from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import (
+    STOPPED,
     ActorDied,
     FaultPolicy,
     HostLost,
@@ -224,7 +225,7 @@ class MeshHost:
             await host.wait_gone(pid, self._stop_deadline_s)
         # Whoever waits for it, or reads what it had published, must hear of a planned end too.
         if spawned.death is not None and not spawned.death.done():
-            spawned.death.set_result(ActorDied(spawned.name, "it was stopped"))
+            spawned.death.set_result(ActorDied(spawned.name, STOPPED))
 
     async def close(self) -> None:
         """Stop every process of this run and start no more. Afterwards none of them is left."""

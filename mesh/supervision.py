@@ -29,6 +29,8 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 
 T = TypeVar("T")
 
+STOPPED = "it was stopped"
+"""What a planned end is for whoever still waits for the actor."""
 INFRASTRUCTURE = "infrastructure"
 """The class of every death; `failures` knows the others."""
 
@@ -264,9 +266,9 @@ class Supervisor:
             return  # the logger that Monarch keeps beside each actor, or the same fault again
         self._seen.add(mesh_name)
         died = ActorDied(watched.actor, reason_of(report))
-        if not watched.death.done():  # its host may have stopped it
-            watched.death.set_result(died)
         planned = died.actor in self._expected
+        if not watched.death.done():  # its host may have stopped it
+            watched.death.set_result(ActorDied(died.actor, STOPPED) if planned else died)
         about = {**watched.fields, "cause": died.reason, "class": INFRASTRUCTURE}
         fields = watched.fields if planned else about
         self.note("actor_stopped" if planned else "actor_died", died.actor, died.reason, **fields)

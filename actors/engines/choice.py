@@ -21,7 +21,7 @@ def _embedded(config: Config, folder: Path) -> Engine:
     import torch
 
     from composer_mesh.actors.engines import embedded
-    from composer_mesh.actors.policy import load_model
+    from composer_mesh.actors.models.policy import load_model
     from composer_mesh.mesh.device import own_device
 
     dtype = getattr(torch, config.generator.dtype)

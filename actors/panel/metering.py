@@ -10,25 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.provider.errors import ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetRefusal, BudgetReport, Reservation, SettledTwice
-
-
-class Meter(Protocol):
-    """Who is told what each request may cost before it is sent, and did cost when it has ended."""
-
-    async def reserve(self, teacher: str, bound: int | None) -> int:
-        """Set nano-dollars aside; raises ProviderBudgetError where the request must not be sent.
-
-        None is a request whose price nobody knows. Returns the reservation's number.
-        """
-
-    async def settle(self, reservation: int, charge: int | None) -> int:
-        """Replace a reservation by the charge, once; None charges all of it. Returns the charge."""
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from composer_mesh.actors.panel.metering import Meter
 from composer_mesh.actors.provider.errors import ProviderBudgetError
+from composer_mesh.actors.provider.meter import Meter
 
 T = TypeVar("T")
 

@@ -19,13 +19,13 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from composer_mesh.actors.panel.metering import Meter
 from composer_mesh.actors.provider.bill import Bill, Bookkeeping
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderError, ProviderRequestError
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.lane import Clock, Deadline, Lane, Sleep
+from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
 from composer_mesh.actors.provider.reply import Lost, read_completion, read_reply
 from composer_mesh.actors.provider.wire import Outgoing, Wire

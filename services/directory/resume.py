@@ -7,7 +7,7 @@ process has the directory is `claim`'s business.
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_mesh.actors.checkpoint_folder import checkpoints_of
+from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.configs.changes import Change, changes
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.actors.policy import load_tokenizer
+from composer_mesh.actors.models.policy import load_tokenizer
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from composer_mesh.actors.expert_http import TOKEN_ENV, ExpertServer, new_token
-from composer_mesh.actors.expert_panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import TOKEN_ENV, ExpertServer, new_token
+from composer_mesh.actors.experts.panel import Expert, ExpertPanel
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.panel.prices import with_prices
 from composer_mesh.actors.panel.settings import PanelSettings

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts

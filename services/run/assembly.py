@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.actors.checkpoint_folder import (
+from composer_mesh.actors.checkpoints.folder import (
     CheckpointFailed,
     EarlierCheckpoint,
     UnreadableCheckpoint,
 )
-from composer_mesh.actors.policy import load_tokenizer
+from composer_mesh.actors.models.policy import load_tokenizer
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError

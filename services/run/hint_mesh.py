@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest

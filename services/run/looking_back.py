@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint
+from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json

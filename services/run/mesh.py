@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from composer_mesh.actors.expert_http import new_token
-from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
+from composer_mesh.actors.experts.http import new_token
+from composer_mesh.actors.experts.panel import Expert
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import HeartbeatRules

@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
-from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor

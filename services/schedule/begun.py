@@ -5,7 +5,7 @@ Plain values: how they are read from a run directory is `looking_back`.
 
 from dataclasses import dataclass, field
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint
+from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.schedule.composing import Composed

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.actors.checkpoint_folder import checkpoints_of
-from composer_mesh.actors.checkpoint_manifest import damage
+from composer_mesh.actors.checkpoints.folder import checkpoints_of
+from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.store.group_files import FOLDER, read_group

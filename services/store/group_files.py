@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from composer_mesh.actors.checkpoint_manifest import to_disk
+from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.whole_files import write_whole

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.checkpoint_manifest import to_disk
+from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import trace_from_json

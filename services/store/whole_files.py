@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from composer_mesh.actors.checkpoint_manifest import to_disk
+from composer_mesh.actors.checkpoints.manifest import to_disk
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from composer_mesh.actors.checkpoint_folder import (
+from composer_mesh.actors.checkpoints.folder import (
     Checkpoint,
     CheckpointFailed,
     Draft,
@@ -22,7 +22,7 @@ from composer_mesh.actors.checkpoint_folder import (
     newest_whole,
     prune,
 )
-from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import together
 from composer_mesh.services.training.teaching import Record

@@ -25,7 +25,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint, CheckpointFailed
+from composer_mesh.actors.checkpoints.folder import Checkpoint, CheckpointFailed
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError

@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from composer_mesh.actors.checkpoint_manifest import Written
-from composer_mesh.actors.meeting import Meeting
+from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.models.meeting import Meeting
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.described import check_together
 from composer_mesh.configs.schema import Config

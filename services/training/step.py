@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.checkpoint_manifest import Written
-from composer_mesh.actors.teacher_average import AVERAGE_FILE
+from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawned import SpawnedActor

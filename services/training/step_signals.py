@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.actors.signals import SignalHandle
-from composer_mesh.actors.sources import asks_the_student, has_own_head
+from composer_mesh.actors.signals.messages import SignalHandle
+from composer_mesh.actors.signals.sources import asks_the_student, has_own_head
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied

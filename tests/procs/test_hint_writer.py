@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from live_run import launched
 
-from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
 from composer_mesh.actors.expert_server import ExpertServerActor
+from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderAuthError

@@ -12,8 +12,8 @@ import learning
 import pytest
 from torch import distributed as dist
 
-from composer_mesh.actors.meeting import open_store
-from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.models.meeting import open_store
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.mesh.share import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.pool.seats import Seat

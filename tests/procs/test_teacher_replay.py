@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from gated_provider import GatedProvider
 
-from composer_mesh.actors.expert_http import TOKEN_ENV, new_token
-from composer_mesh.actors.expert_panel import Expert
 from composer_mesh.actors.expert_server import ExpertServerActor
+from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
+from composer_mesh.actors.experts.panel import Expert
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM
 
-from composer_mesh.actors.ranks import Ranks
+from composer_mesh.actors.models.ranks import Ranks
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from live_run import GONE_DEADLINE_S, LiveRun, launched, untimed, wait_until
 
-from composer_mesh.actors.checkpoint_folder import checkpoints_of
+from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.rollouts.traces import Trace
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from engine_probe import EngineProbe, State
 
-from composer_mesh.actors import policy
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.generator import GeneratorActor
+from composer_mesh.actors.models import policy
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost

@@ -66,7 +66,7 @@ def toolbox() -> ToolboxTask:
 @pytest.fixture(scope="session")
 def corpus(toolbox: ToolboxTask) -> list[str]:
     """Questions and right first actions, enough for a tokenizer to learn the words."""
-    from composer_mesh.actors.policy import frame
+    from composer_mesh.actors.models.policy import frame
 
     texts = [frame(toolbox.tools)] * 40
     for index in range(40):
@@ -78,7 +78,7 @@ def corpus(toolbox: ToolboxTask) -> list[str]:
 @pytest.fixture(scope="session")
 def tokenizer(corpus: list[str]) -> Any:
     """The built-in tokenizer with the built-in chat template."""
-    from composer_mesh.actors.policy import build_tokenizer
+    from composer_mesh.actors.models.policy import build_tokenizer
 
     return build_tokenizer(corpus, 400)
 
@@ -88,7 +88,7 @@ def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
     """A tiny Qwen3 by seed, its weights wide enough for sharp and context-dependent predictions."""
     import torch
 
-    from composer_mesh.actors import policy
+    from composer_mesh.actors.models import policy
 
     def build(seed: int) -> Any:
         torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
 @pytest.fixture
 def make(build_config: BuildConfig, build_model: BuildModel) -> Callable[..., Any]:
     """A model by seed and its step, configured by sections, at a rate that can be seen."""
-    from composer_mesh.actors.train_step import ThreeChannelStep
+    from composer_mesh.actors.learning.step import ThreeChannelStep
 
     def build(seed: int = 1, *, reference: int | None = 1, **sections: Any) -> Any:
         sections["trainer"] = {"lr": 1e-2, **sections.get("trainer", {})}

@@ -13,8 +13,8 @@ import torch
 from step_batches import NARROW, batch_of, nearby, own_logprobs
 from torch import Tensor
 
-from composer_mesh.actors.agreement import Agreement, Figures, Sums, figures
-from composer_mesh.actors.train_step import ThreeChannelStep
+from composer_mesh.actors.learning.agreement import Agreement, Figures, Sums, figures
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.policy import sampling_weights
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 

@@ -17,8 +17,7 @@ from step_batches import ALL_ON, batch_of, largest_change
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from composer_mesh.actors.checkpoint import SHARDS, TRAINING_FILE, CheckpointReader
-from composer_mesh.actors.checkpoint_folder import (
+from composer_mesh.actors.checkpoints.folder import (
     EARLIER_STATE_FILE,
     Checkpoint,
     CheckpointFailed,
@@ -31,19 +30,20 @@ from composer_mesh.actors.checkpoint_folder import (
     newest_whole,
     prune,
 )
-from composer_mesh.actors.checkpoint_manifest import MANIFEST_FILE, damage, written
-from composer_mesh.actors.learner import Learner
-from composer_mesh.actors.moments import OtherWeights
-from composer_mesh.actors.policy import load_model, save_policy
-from composer_mesh.actors.random_states import random_states, restore_random_states
-from composer_mesh.actors.ranks import CPU, Ranks
-from composer_mesh.actors.teacher_average import (
+from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, damage, written
+from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
+from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE, CheckpointReader
+from composer_mesh.actors.checkpoints.teacher_average import (
     AVERAGE_FILE,
     WholeTensors,
     read_average,
     write_average,
 )
-from composer_mesh.actors.teaching import TeacherModel, blend_from
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.moments import OtherWeights
+from composer_mesh.actors.models.policy import load_model, save_policy
+from composer_mesh.actors.models.ranks import CPU, Ranks
+from composer_mesh.actors.signals.teaching import TeacherModel, blend_from
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.rollouts.batches import StepBatch
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from controller_world import CHANNELS, World, controller_of, finished
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint
+from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask

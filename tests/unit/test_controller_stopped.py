@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from controller_world import CHANNELS, Done, World, controller_of, rollouts_of
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint
+from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch

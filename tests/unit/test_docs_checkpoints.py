@@ -6,10 +6,10 @@ import re
 
 from guides import ROOT, Guide, names_in_code
 
-from composer_mesh.actors.checkpoint import SHARDS, TRAINING_FILE
-from composer_mesh.actors.checkpoint_folder import EARLIER_STATE_FILE, FOLDER, QUARANTINE
-from composer_mesh.actors.checkpoint_manifest import MANIFEST_FILE
-from composer_mesh.actors.teacher_average import AVERAGE_FILE
+from composer_mesh.actors.checkpoints.folder import EARLIER_STATE_FILE, FOLDER, QUARANTINE
+from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE
+from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE
+from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.configs.trainer import TrainerConfig
 
 PAGE = Guide.read("checkpoints.md")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from guides import ROOT, Guide, as_a_run, names_in_code
 
-from composer_mesh.actors.signals import Head, make_signal, pack
+from composer_mesh.actors.signals.messages import Head, make_signal, pack
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.sdpo import SdpoConfig
 

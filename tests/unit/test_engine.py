@@ -275,7 +275,7 @@ def test_outstanding_counts_what_waits_and_what_runs(model: Any) -> None:
 def test_shared_keys_and_values_are_served_faithfully(
     build_config: Any, tokenizer: Any, rng: random.Random, kv_heads: int
 ) -> None:
-    from composer_mesh.actors import policy
+    from composer_mesh.actors.models import policy
 
     config = build_config(policy={"kv_heads": kv_heads, "layers": 1, "hidden_size": 16})
     model = policy.build_model(config.policy, tokenizer, seed=kv_heads).eval()

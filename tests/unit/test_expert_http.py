@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from composer_mesh.actors.expert_http import LARGEST_REQUEST, ExpertServer
-from composer_mesh.actors.expert_panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import LARGEST_REQUEST, ExpertServer
+from composer_mesh.actors.experts.panel import Expert, ExpertPanel
 from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderRequestError
 from composer_mesh.rollouts.tool_calls import call_text

@@ -11,7 +11,7 @@ import pytest
 import torch
 from step_batches import Make, batch_of, weights_of
 
-from composer_mesh.actors.held_version import HeldVersion
+from composer_mesh.actors.models.held_version import HeldVersion
 
 PATIENCE_S = 10.0
 LONG_ENOUGH_S = 0.05

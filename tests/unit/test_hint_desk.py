@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from composer_mesh.actors.hint_cache import HintCache, HintCacheError
-from composer_mesh.actors.hint_desk import HintDesk
 from composer_mesh.actors.hint_writer import ONCE, PATIENCE
+from composer_mesh.actors.hints.cache import HintCache, HintCacheError
+from composer_mesh.actors.hints.desk import HintDesk
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.rollouts.hint_budget import HintBudget
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest

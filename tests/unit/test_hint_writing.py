@@ -12,7 +12,7 @@ import pytest
 from hint_traces import SCRIPTS, WRONG_KEY, group_of, play
 from rich.console import Console
 
-from composer_mesh.actors.expert_panel import Expert, ExpertPanel, UnknownExpert
+from composer_mesh.actors.experts.panel import Expert, ExpertPanel, UnknownExpert
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_counts import HintCounts

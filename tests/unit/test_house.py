@@ -90,6 +90,7 @@ def test_the_import_floors_hold(copy: Path) -> None:
         ("configs/layout.py", "import composer_mesh.losses", "A floor imports only"),
         ("losses/__init__.py", "import composer_mesh.rollouts", "A floor imports only"),
         ("services/pool/routing.py", "import composer_mesh.services.run.mesh", "A room of the"),
+        ("actors/models/lora.py", "import composer_mesh.actors.learning.step", "A room of the"),
         ("actors/trainer.py", "import composer_mesh.actors.generator", "do not import each other"),
         ("rollouts/__init__.py", "import monarch.actor", "never import Monarch"),
         ("configs/base.py", "import torch", "Configs never import torch"),

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from composer_mesh.actors.inbox import AHEAD, SignalInbox, SignalsLost
+from composer_mesh.actors.signals.inbox import AHEAD, SignalInbox, SignalsLost
 
 DEADLINE_S = 20.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.actors.meeting import IFNAMES, Address, talk_over
+from composer_mesh.actors.models.meeting import IFNAMES, Address, talk_over
 from composer_mesh.mesh.hosts.interface import NoAddress, cluster_address, interface_of
 from composer_mesh.mesh.share import ADDRESS
 

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from composer_mesh.actors.language_model import LanguageModel, UnsupportedHead, padded
+from composer_mesh.actors.models.language_model import LanguageModel, UnsupportedHead, padded
 from composer_mesh.losses.policy import token_logprobs
 
 VOCABULARY = 50

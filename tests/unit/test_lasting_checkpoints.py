@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from fake_trainer import Running, batch
 
-from composer_mesh.actors.checkpoint_folder import (
+from composer_mesh.actors.checkpoints.folder import (
     CheckpointFailed,
     checkpoints_of,
     folder_of,
     newest,
 )
-from composer_mesh.actors.checkpoint_manifest import damage
+from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.steps.trained_again import Trained
 from composer_mesh.services.training import checkpoint_writes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_trainer import Running, batch
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint
+from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.checkpoint_folder import folder_of
-from composer_mesh.actors.checkpoint_manifest import write_manifest, written
+from composer_mesh.actors.checkpoints.folder import folder_of
+from composer_mesh.actors.checkpoints.manifest import write_manifest, written
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.pairs import PreferencePair

@@ -13,8 +13,8 @@ from step_batches import ALL_ON, Make, batch_of, largest_change, taught, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
-from composer_mesh.actors.language_model import LanguageModel, UnsupportedPacking
-from composer_mesh.actors.packed import Packed
+from composer_mesh.actors.models.language_model import LanguageModel, UnsupportedPacking
+from composer_mesh.actors.models.packed import Packed
 
 IDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from fake_host import FakeHost, serve, until
 
-from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.room import Host
 from composer_mesh.mesh.share import ADDRESS

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from composer_mesh.mesh import processes
 from composer_mesh.mesh.processes import (
     _look_until_gone,
     end_of_child,
@@ -54,6 +55,16 @@ async def test_a_process_that_was_collected_is_gone(sleeper: Process, wait: Wait
     kill(sleeper.pid)
     await sleeper.wait()
     assert await wait(sleeper.pid, 0)
+
+
+async def test_a_process_that_is_collected_while_it_is_looked_at_is_gone(
+    sleeper: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {os.getpid(): "R"}
+    monkeypatch.setattr(processes, "_state", lambda pid: states.get(pid, ""))
+    assert not is_alive(sleeper.pid)
+    states.clear()  # nobody tells a state here
+    assert is_alive(sleeper.pid)
 
 
 async def test_a_child_that_was_killed_is_said_to_have_been(sleeper: Process) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from composer_mesh.actors.schedules import learning_rate
+from composer_mesh.actors.learning.schedules import learning_rate
 from composer_mesh.configs.trainer import TrainerConfig
 
 

@@ -22,12 +22,12 @@ from step_batches import (
 )
 from torch import Tensor
 
-from composer_mesh.actors.inbox import SignalsLost
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.signals import Signal
-from composer_mesh.actors.sources import InlineSource
-from composer_mesh.actors.teaching import TeacherModel
-from composer_mesh.actors.train_step import ThreeChannelStep
+from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.signals.inbox import SignalsLost
+from composer_mesh.actors.signals.messages import Signal
+from composer_mesh.actors.signals.sources import InlineSource
+from composer_mesh.actors.signals.teaching import TeacherModel
 from composer_mesh.rollouts.batches import StepBatch
 
 ALPHA = 0.5

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.signals import (
+from composer_mesh.actors.learning.sdpo_channel import StudentRows
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.signals.messages import (
     Head,
     WrongVersion,
     WrongViews,
@@ -22,7 +23,6 @@ from composer_mesh.actors.signals import (
     unpack,
     view_keys,
 )
-from composer_mesh.actors.train_sdpo import StudentRows
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import default_block, rows_per_block
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.inbox import SignalsLost
-from composer_mesh.actors.signals import (
+from composer_mesh.actors.signals.inbox import SignalsLost
+from composer_mesh.actors.signals.messages import (
     HeadHandle,
     SignalHandle,
     StepOver,
@@ -21,8 +21,8 @@ from composer_mesh.actors.signals import (
     pack,
     view_keys,
 )
-from composer_mesh.actors.sources import InlineSource, LostSource, MeshSource
-from composer_mesh.actors.teaching import TeacherModel
+from composer_mesh.actors.signals.sources import InlineSource, LostSource, MeshSource
+from composer_mesh.actors.signals.teaching import TeacherModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.rollouts.alignment import HintedView

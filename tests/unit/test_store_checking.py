@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from stored_runs import short_run
 
-from composer_mesh.actors.checkpoint_folder import Draft
-from composer_mesh.actors.checkpoint_manifest import written
+from composer_mesh.actors.checkpoints.folder import Draft
+from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.actors.sqlite_file import seal_of
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.cli import main

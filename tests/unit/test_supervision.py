@@ -159,7 +159,7 @@ async def test_a_planned_stop_is_a_death_for_whoever_still_waits_for_an_answer()
     death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
     supervisor.expect_stop("teacher")
     await deliver(supervisor, "teacher-xyz")
-    assert death.done()
+    assert death.result().reason == "it was stopped"
 
 
 async def test_a_replacement_of_the_same_name_is_not_dead_with_the_first() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_teachers import Ring, config, weights
 
-from composer_mesh.actors.teacher_average import AVERAGE_FILE
+from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.step import ReplayTeachers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.expert_http import TOKEN_ENV
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.panel.panel import PanelClosed
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.sqlite_file import StoreError

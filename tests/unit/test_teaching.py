@@ -11,9 +11,9 @@ import torch
 from step_batches import batch_of, largest_change, nearby, weights_of
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.signals import Head
-from composer_mesh.actors.teaching import TeacherModel, blend_from, hinted_states
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.signals.messages import Head
+from composer_mesh.actors.signals.teaching import TeacherModel, blend_from, hinted_states
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.rollouts.alignment import HintedView
 

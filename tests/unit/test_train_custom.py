@@ -20,7 +20,7 @@ from step_batches import (
     weights_of,
 )
 
-from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.losses.custom import CustomFunctionError
 
 USERS_MODULE = '''

@@ -25,7 +25,7 @@ from step_batches import (
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.losses.policy import (
     PolicyLoss,
     Rejection,

@@ -20,9 +20,9 @@ from step_batches import (
 )
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel
+from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.reference import score_pairs
-from composer_mesh.actors.train_step import ThreeChannelStep
 from composer_mesh.losses.preference import PreferenceLoss, dpo_loss, ipo_loss, simpo_loss
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 

@@ -24,7 +24,7 @@ from step_batches import (
 )
 from torch import Tensor
 
-from composer_mesh.actors.train_step import ThreeChannelStep
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.blocks import CPU_BLOCK
 from composer_mesh.losses.distillation import (
     TaidSchedule,

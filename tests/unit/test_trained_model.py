@@ -12,14 +12,14 @@ import torch
 from pydantic import ValidationError
 from step_batches import batch_of, largest_change, weights_of
 
-from composer_mesh.actors.export import export_state
-from composer_mesh.actors.learner import Learner
-from composer_mesh.actors.lora import LoraMissing, NoSuchLayers, OtherAdapters
-from composer_mesh.actors.moments import OtherWeights
-from composer_mesh.actors.policy import load_model, save_policy
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.sharding import UnknownLayers, decoder_layers
-from composer_mesh.actors.trained_model import trained_model
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.export import export_state
+from composer_mesh.actors.models.lora import LoraMissing, NoSuchLayers, OtherAdapters
+from composer_mesh.actors.models.moments import OtherWeights
+from composer_mesh.actors.models.policy import load_model, save_policy
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.sharding import UnknownLayers, decoder_layers
+from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.configs.trainer import TrainerConfig
 
 ADAPTED = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"]}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.checkpoint_folder import CheckpointFailed
-from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.checkpoints.folder import CheckpointFailed
+from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.meeting import Address
+from composer_mesh.actors.models.meeting import Address
 from composer_mesh.configs.placing import NoRoom
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
 from composer_mesh.services.pool.seats import Seat

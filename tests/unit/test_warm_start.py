@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from composer_mesh.actors.policy import load_model, load_tokenizer
-from composer_mesh.actors.warm_start import (
+from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.actors.models.warm_start import (
     IGNORE,
     backward,
     collate,

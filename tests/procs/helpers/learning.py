@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
 from step_batches import ALL_ON, batch_of
 
-from composer_mesh.actors.checkpoint_manifest import write_manifest
-from composer_mesh.actors.inbox import SignalsLost
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.learner import Learner
-from composer_mesh.actors.policy import build_model, build_tokenizer, save_policy
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.rows import gathered, local
+from composer_mesh.actors.checkpoints.manifest import write_manifest
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import gathered, local
+from composer_mesh.actors.signals.inbox import SignalsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 

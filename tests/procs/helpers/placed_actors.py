@@ -33,7 +33,7 @@ class PlacedActor(MeshActor):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from composer_mesh.actors.language_model import LanguageModel
+        from composer_mesh.actors.models.language_model import LanguageModel
         from composer_mesh.losses.fused import linear_logprobs
 
         torch.manual_seed(0)

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from composer_mesh.actors.panel.metering import Meter
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
+from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.rollouts.pairs import TeacherAnswer
 
 KEY = "sk-test-0123456789abcdef"

@@ -10,9 +10,9 @@ from typing import Any
 import hinted
 import torch
 
-from composer_mesh.actors.checkpoint_manifest import Written
-from composer_mesh.actors.signals import HeadHandle, SignalHandle, ViewKey, view_keys
-from composer_mesh.actors.teacher_average import AVERAGE_FILE
+from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
+from composer_mesh.actors.signals.messages import HeadHandle, SignalHandle, ViewKey, view_keys
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, RemoteError
 from composer_mesh.mesh.transport import BufferHandle

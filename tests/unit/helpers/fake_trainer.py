@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import hinted
 
-from composer_mesh.actors.checkpoint_folder import Checkpoint
-from composer_mesh.actors.checkpoint_manifest import Written, written
+from composer_mesh.actors.checkpoints.folder import Checkpoint
+from composer_mesh.actors.checkpoints.manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.ports import MayTrain

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import fake_trainer
 
-from composer_mesh.actors.checkpoint_manifest import Written
+from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.signals import Signal, view_keys
-from composer_mesh.actors.teaching import hinted_states
-from composer_mesh.actors.train_step import ThreeChannelStep
+from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.signals.messages import Signal, view_keys
+from composer_mesh.actors.signals.teaching import hinted_states
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample

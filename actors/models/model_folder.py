@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from composer_mesh.actors.policy import empty_model, load_tokenizer, save_policy
+from composer_mesh.actors.models.policy import empty_model, load_tokenizer, save_policy
 
 
 class ModelFolder:

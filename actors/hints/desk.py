@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from composer_mesh.actors.hint_cache import HintCache, HintCacheError
+from composer_mesh.actors.hints.cache import HintCache, HintCacheError
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.rollouts.hint_budget import HintBudget

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from composer_mesh.actors.checkpoint import (
+from composer_mesh.actors.checkpoints.folder import CheckpointFailed
+from composer_mesh.actors.checkpoints.manifest import Written, written
+from composer_mesh.actors.checkpoints.state import (
     SHARDS,
     WEIGHTS,
     CheckpointReader,
     TrainingState,
     without_ranks,
 )
-from composer_mesh.actors.checkpoint_folder import CheckpointFailed
-from composer_mesh.actors.checkpoint_manifest import Written, written
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.rows import local
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import local
 
 Export = Callable[[Path, dict[str, Tensor]], None]
 """Writes a model folder out of the policy's whole tensors."""

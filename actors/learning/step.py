@@ -1,8 +1,8 @@
 """The three-channel optimizer step on tensors: forward, losses, backward, one update.
 
 It knows a model, its frozen reference and an optimizer; not where batches and teacher signals come
-from. What a channel's loss is stands in `train_policy`, `train_sdpo` and `train_replay`. Each is
-divided by its own count over the whole step, so microbatches and ranks just add up.
+from. What a channel's loss is stands in `policy_channel`, `sdpo_channel` and `replay_channel`. Each
+is divided by its own count over the whole step, so microbatches and ranks just add up.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_mesh.actors import train_policy
-from composer_mesh.actors.inbox import SignalsLost
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.moments import Kept
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.sharding import is_sharded
-from composer_mesh.actors.step_sums import StepSums
-from composer_mesh.actors.train_policy import PolicyChannel
-from composer_mesh.actors.train_replay import ReplayChannel
-from composer_mesh.actors.train_sdpo import SdpoChannel, SignalSource, StudentRows
-from composer_mesh.actors.weight_update import WeightUpdate
+from composer_mesh.actors.learning import policy_channel
+from composer_mesh.actors.learning.policy_channel import PolicyChannel
+from composer_mesh.actors.learning.replay_channel import ReplayChannel
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, SignalSource, StudentRows
+from composer_mesh.actors.learning.sums import StepSums
+from composer_mesh.actors.learning.weight_update import WeightUpdate
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.moments import Kept
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.sharding import is_sharded
+from composer_mesh.actors.signals.inbox import SignalsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.step_plan import (
@@ -46,7 +46,7 @@ class _Pass:
 
 def needs_reference(config: Config) -> bool:
     """Whether the step itself computes the log-probs of the frozen initial policy."""
-    return train_policy.needs_reference(config.loss)
+    return policy_channel.needs_reference(config.loss)
 
 
 class ThreeChannelStep:

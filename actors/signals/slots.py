@@ -9,7 +9,7 @@ import asyncio
 
 from torch import Tensor
 
-from composer_mesh.actors.signals import StepOver
+from composer_mesh.actors.signals.messages import StepOver
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer
 
 

@@ -6,7 +6,7 @@
 
 A restart from it makes the same weights as no restart would have made. Any number of ranks, sharded
 or not, goes on from what any other number has written. Where checkpoints lie, and which of them is
-whole, is `checkpoint_folder`'s business; who writes them beside the steps, `checkpoint_writer`'s.
+whole, is `folder`'s business; who writes them beside the steps, `writer`'s.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from composer_mesh.actors.checkpoint_folder import UnreadableCheckpoint
+from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
 
 SHARDS = "state"
 TRAINING_FILE = "training.json"

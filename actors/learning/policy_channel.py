@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.agreement import Agreement, Sums, figures
-from composer_mesh.actors.language_model import LanguageModel, padded
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.sharding import release
-from composer_mesh.actors.step_sums import Figures
+from composer_mesh.actors.learning.agreement import Agreement, Sums, figures
+from composer_mesh.actors.learning.sums import Figures
+from composer_mesh.actors.models.language_model import LanguageModel, padded
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.sharding import release
 from composer_mesh.configs import losses as configs
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.lora import adapter_weights, add_adapters
-from composer_mesh.actors.policy import empty_model, load_model
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.rows import broadcast_into
-from composer_mesh.actors.sharding import (
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.lora import adapter_weights, add_adapters
+from composer_mesh.actors.models.policy import empty_model, load_model
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import broadcast_into
+from composer_mesh.actors.models.sharding import (
     decoder_layers,
     is_sharded,
     own_weights,

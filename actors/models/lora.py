@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_mesh.actors.moments import Kept
-from composer_mesh.actors.rows import is_spread
+from composer_mesh.actors.models.moments import Kept
+from composer_mesh.actors.models.rows import is_spread
 from composer_mesh.configs.trainer import LoraConfig
 
 ADAPTER = "default"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.packed import Packed
+from composer_mesh.actors.models.packed import Packed
 from composer_mesh.losses.fused import linear_logprobs
 
 STATES = "decoder_states"

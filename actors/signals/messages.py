@@ -1,7 +1,7 @@
 """What a teacher tells of each hinted token: the messages, and the tensors they stand for.
 
 A signal is a few tensors with a row for each target of its views. What the loss makes of them is
-`train_sdpo`'s business; whose weights the teacher has, `teaching`'s.
+`sdpo_channel`'s business; whose weights the teacher has, `teaching`'s.
 
 Axes: N hinted response tokens, H hidden size of the teacher, V vocabulary, K entries of the top k.
 """

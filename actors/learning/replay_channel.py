@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel, padded
+from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.losses.preference import (
     PreferenceLoss,

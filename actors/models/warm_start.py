@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.policy import build_model, build_tokenizer, frame, save_policy
+from composer_mesh.actors.models.policy import build_model, build_tokenizer, frame, save_policy
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat

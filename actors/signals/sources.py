@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.inbox import SignalInbox, SignalsLost
-from composer_mesh.actors.signals import (
+from composer_mesh.actors.signals.inbox import SignalInbox, SignalsLost
+from composer_mesh.actors.signals.messages import (
     Head,
     HeadHandle,
     Signal,
@@ -24,7 +24,7 @@ from composer_mesh.actors.signals import (
     unpack,
     view_keys,
 )
-from composer_mesh.actors.teaching import TeacherModel
+from composer_mesh.actors.signals.teaching import TeacherModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.rollouts.alignment import HintedView

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_mesh.actors.meeting import Meeting, join_store, talk_over
+from composer_mesh.actors.models.meeting import Meeting, join_store, talk_over
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_mesh.actors.language_model import STATES, decoder_states
+from composer_mesh.actors.models.language_model import STATES, decoder_states
 
 OWN = "own_weights"
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.signals import Head, Signal
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.signals.messages import Head, Signal
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.export import export_state
-from composer_mesh.actors.language_model import LanguageModel
-from composer_mesh.actors.moments import Kept, check_weights
-from composer_mesh.actors.rows import distinct, local
-from composer_mesh.actors.sharding import own_weights, release
-from composer_mesh.actors.signals import Head, make_signal
+from composer_mesh.actors.models.export import export_state
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.moments import Kept, check_weights
+from composer_mesh.actors.models.rows import distinct, local
+from composer_mesh.actors.models.sharding import own_weights, release
+from composer_mesh.actors.signals.messages import Head, make_signal
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.moments import Kept, check_weights, moments_of, restore_moments
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.rows import is_spread
-from composer_mesh.actors.schedules import learning_rate
+from composer_mesh.actors.learning.schedules import learning_rate
+from composer_mesh.actors.models.moments import Kept, check_weights, moments_of, restore_moments
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import is_spread
 from composer_mesh.configs.schema import Config
 
 

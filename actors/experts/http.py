@@ -19,7 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from composer_mesh.actors.expert_panel import ExpertPanel, UnknownExpert
+from composer_mesh.actors.experts.panel import ExpertPanel, UnknownExpert
 from composer_mesh.rollouts.traces import Message
 
 LOOPBACK = "127.0.0.1"

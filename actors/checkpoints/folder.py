@@ -6,7 +6,7 @@
     checkpoints/.step-20.former   what a draft replaces, for the moment between two renames
     quarantine/step-20            one that is damaged
 
-Paths and bytes only: what is in a checkpoint is `checkpoint`'s business, and nothing here loads
+Paths and bytes only: what is in a checkpoint is `state`'s business, and nothing here loads
 torch.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.actors.checkpoint_manifest import (
+from composer_mesh.actors.checkpoints.manifest import (
     MANIFEST_FILE,
     Written,
     damage,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_mesh.actors.lora import ADAPTER, PARTS, adapted_layers, merged
-from composer_mesh.actors.sharding import own_weights
+from composer_mesh.actors.models.lora import ADAPTER, PARTS, adapted_layers, merged
+from composer_mesh.actors.models.sharding import own_weights
 
 BASE = ".base_layer."
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_mesh.actors.checkpoint import (
+from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
+from composer_mesh.actors.checkpoints.state import (
     ADAPTERS,
     MOMENTS,
     TEACHER,
@@ -18,21 +20,19 @@ from composer_mesh.actors.checkpoint import (
     CheckpointReader,
     TrainingState,
 )
-from composer_mesh.actors.checkpoint_manifest import Written
-from composer_mesh.actors.checkpoint_writer import CheckpointWriter
-from composer_mesh.actors.export import export_state
-from composer_mesh.actors.lora import adapter_weights, restore_adapters
-from composer_mesh.actors.model_folder import ModelFolder
-from composer_mesh.actors.moments import check_weights
-from composer_mesh.actors.random_states import random_states, restore_random_states
-from composer_mesh.actors.ranks import Ranks
-from composer_mesh.actors.rows import distinct
-from composer_mesh.actors.sharding import own_weights
-from composer_mesh.actors.sources import InlineSource
-from composer_mesh.actors.teaching import TeacherModel, blend_from
-from composer_mesh.actors.train_sdpo import SignalSource
-from composer_mesh.actors.train_step import ThreeChannelStep, needs_reference
-from composer_mesh.actors.trained_model import frozen_model, trained_model
+from composer_mesh.actors.checkpoints.writer import CheckpointWriter
+from composer_mesh.actors.learning.sdpo_channel import SignalSource
+from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.models.export import export_state
+from composer_mesh.actors.models.lora import adapter_weights, restore_adapters
+from composer_mesh.actors.models.model_folder import ModelFolder
+from composer_mesh.actors.models.moments import check_weights
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import distinct
+from composer_mesh.actors.models.sharding import own_weights
+from composer_mesh.actors.models.trained_model import frozen_model, trained_model
+from composer_mesh.actors.signals.sources import InlineSource
+from composer_mesh.actors.signals.teaching import TeacherModel, blend_from
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from composer_mesh.actors.checkpoint_folder import UnreadableCheckpoint
-from composer_mesh.actors.checkpoint_manifest import Written, written
+from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
+from composer_mesh.actors.checkpoints.manifest import Written, written
 
 AVERAGE_FILE = "teacher/average.safetensors"
 

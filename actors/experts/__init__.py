@@ -1,0 +1,1 @@
+"""The builtin teachers: rules with stated error rates, behind HTTP."""

@@ -1,0 +1,1 @@
+"""Where hints are worded: a cache, then a provider while the budget lasts."""

@@ -1,0 +1,1 @@
+"""One optimizer step on tensors: the channels' losses, their sum, the update."""
