@@ -57,7 +57,7 @@ def main() -> int:
     def run(max_lag: int, durations: Durations | None = None, **how: object) -> Mean:
         return Mean(
             tuple(
-                simulate(durations or Durations(), max_lag, steps, seed=seed, **how)  # type: ignore[arg-type]
+                simulate(durations or Durations(), max_lag, steps, seed=seed, **how)
                 for seed in range(seeds)
             )
         )

@@ -156,8 +156,8 @@ class LiveRun:
     @property
     def rewritten(self) -> list[str]:
         """Files that lost what had been in them."""
-        tails = {**self._tails, "run.sqlite": self._traces}
-        return [name for name, tail in tails.items() if not tail.intact]
+        changed = [name for name, tail in self._tails.items() if not tail.intact]
+        return changed if self._traces.intact else [*changed, "run.sqlite"]
 
     @property
     def ended(self) -> bool:

@@ -6,7 +6,7 @@ around it (buffers, tickets, inbox, versions, calls) is inherited. Nothing here 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,8 +24,8 @@ from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.mesh.supervision import FaultPolicy
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.choice import choose
 from composer_mesh.mesh.weights.publisher import WeightPublisher
@@ -33,6 +33,9 @@ from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
+from composer_mesh.services.pool.replicas import unheard
+from composer_mesh.services.pool.seating import spawn_on
+from composer_mesh.services.pool.seats import Seat
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
@@ -150,6 +153,23 @@ class _SleepingStep:
         return {"time/step_s": time.perf_counter() - began}
 
 
+class _SleepingLearner:
+    """A rank whose steps only take their time."""
+
+    teaches_itself = False
+
+    def __init__(self, config: Config, seconds: float) -> None:
+        self.step, self.version = _SleepingStep(config, seconds), 0
+
+    def train(
+        self, batch: StepBatch, source: SignalSource, before_update: Callable[[], object]
+    ) -> dict[str, float]:
+        metrics = self.step.run(batch, source)
+        before_update()
+        self.version += 1
+        return metrics
+
+
 class SleepingTrainer(TrainerActor):
     """The trainer with the mesh's inbox, its forward and backward simulated."""
 
@@ -160,23 +180,20 @@ class SleepingTrainer(TrainerActor):
     @concurrent_endpoint
     async def load(self, config: Config, _folder: Path) -> None:
         """What the trainer's own `load` makes, with two numbers as its weights."""
-        self._step: Any = _SleepingStep(config, self._seconds)
+        self._learner: Any = _SleepingLearner(config, self._seconds)
         transport = choose(config.weights)
         self._publisher = WeightPublisher(nn.Linear(1, 1).state_dict, transport=transport)
         self._config = config.sdpo
         self._signals = MeshSource(config.sdpo, config.run.deadline_s)
-        self._teacher = None
         self.policy_version = 0
 
 
 class SleepingTeachers(SdpoTeachers):
     """The run's teachers, each a sleeping one."""
 
-    def __init__(self, *args: Any, shape: Shape, seconds: float) -> None:
-        super().__init__(*args)
+    def __init__(self, config: Config, host: MeshHost, shape: Shape, seconds: float) -> None:
+        super().__init__(config, host, lambda _: Seat(), unheard)
         self._simulated = shape, seconds
 
     async def _spawn(self, name: str) -> SpawnedActor:
-        return await self._host.spawn(
-            name, SleepingTeacher, *self._simulated, env=self._env, policy=FaultPolicy.OWNER
-        )
+        return await spawn_on(self._host, Seat(), name, SleepingTeacher, *self._simulated)

@@ -187,9 +187,7 @@ class Simulation:
     @classmethod
     async def start(cls, host: MeshHost, config: Config, size: Size) -> "Simulation":
         shape = Shape(size.tokens, HIDDEN, VOCABULARY)
-        teachers = SleepingTeachers(
-            config, host, {}, lambda *_: None, shape=shape, seconds=size.compute_s
-        )
+        teachers = SleepingTeachers(config, host, shape, size.compute_s)
         trainer = await host.spawn("trainer", SleepingTrainer, size.compute_s)
         await teachers.start()
         await asyncio.gather(teachers.load(Path()), trainer.call("load", config, Path()))

@@ -10,6 +10,7 @@ Ray comes from the extra `bench`; without it, its columns and ratio are missing.
 
 import asyncio
 import importlib.util
+import logging
 import os
 import statistics
 import sys
@@ -121,7 +122,7 @@ def ray_pool() -> Iterator[RayPool | None]:
         num_cpus=REPLICAS,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         object_store_memory=128 << 20,
         # The environment above is for Monarch's children; Ray's find the actor by this path.
         runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
@@ -173,10 +174,10 @@ async def compare(report: Report, ways: Ways, payload: str, size: Size) -> None:
     title = f"{payload}, {REPLICAS} replicas"
     report.print_table(title, ["way", "p50 us", "p99 us", "calls/s"], rows)
     if payload == CLAIMED:
-        p50 = {name: statistics.median(times) for name, times in took.items()}
-        report.ratios["service_over_raw"] = p50["service"] / p50["raw"]
-        if "ray" in p50:
-            report.ratios["ray_over_service"] = p50["ray"] / p50["service"]
+        medians = {name: statistics.median(times) for name, times in took.items()}
+        report.ratios["service_over_raw"] = medians["service"] / medians["raw"]
+        if "ray" in medians:
+            report.ratios["ray_over_service"] = medians["ray"] / medians["service"]
 
 
 def _p99(times: list[float]) -> float:

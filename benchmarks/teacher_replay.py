@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -37,7 +36,6 @@ from composer_mesh.rollouts.money import Prices, dollars  # noqa: E402
 from composer_mesh.rollouts.pairs import (  # noqa: E402
     FrozenState,
     TeacherAnswer,
-    TeacherFailure,
     TeacherReply,
 )
 from composer_mesh.rollouts.toolbox import ToolboxTask  # noqa: E402
@@ -83,11 +81,10 @@ async def ask_all(
 
 def lost(states: list[FrozenState], found: Answered) -> int:
     """States without an answer or a typed failure of each teacher."""
-    kinds = (TeacherAnswer, TeacherFailure)
     whole = {
         state_id
         for state_id, (replies, _) in found.items()
-        if {reply.teacher for reply in replies if isinstance(reply, kinds)} == set(TEACHERS)
+        if {reply.teacher for reply in replies} == set(TEACHERS)
     }
     return sum(state.state_id not in whole for state in states)
 
@@ -207,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
