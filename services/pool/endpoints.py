@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 from composer_mesh.mesh.actor import MeshActor
 
 
-class Endpoints:
+class Endpoints(ABC):
     """`thing.endpoint(...)` is `thing.call("endpoint", ...)` for each endpoint of an actor class.
 
     An endpoint that is called as one of the thing's own attributes is reached by `call`.
@@ -36,9 +37,9 @@ class Endpoints:
                 f"it has {', '.join(sorted(self.endpoints))}"
             )
 
+    @abstractmethod
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint by its name."""
-        raise NotImplementedError
 
 
 def endpoints_of(actor_class: type[MeshActor]) -> frozenset[str]:

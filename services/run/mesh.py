@@ -56,7 +56,7 @@ class RunMesh:
     experts: Service | None
     hints: MeshHintWriter | None
     token: str = field(repr=False)
-    _cpu: CpuMeter[str] = field(default_factory=CpuMeter, repr=False)
+    _cpu: CpuMeter[str] = field(default_factory=CpuMeter, init=False, repr=False)
 
     @property
     def generators(self) -> Service:

@@ -216,7 +216,10 @@ class LastingTrainer:
         if begun < first:
             again = await asyncio.to_thread(self._earlier, begun, first)
             if [one.batch.step for one in again] != list(range(begun, first)):
-                raise RuntimeError(f"the run's store has not all steps from {begun} to {first}")
+                raise RuntimeError(
+                    f"the run's store has not all steps from {begun} to {first}: go on with "
+                    "--resume, which begins where it has them"
+                )
             self._since = [*again, *self._since]
 
     async def _replay(self, save: int | None) -> Differences:
