@@ -1,6 +1,6 @@
 """The hint-writer actor: error sites' data goes to a language model, a sentence comes back.
 
-What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hints.desk`. Nothing here
+What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hints.hint_service`. Nothing here
 decides whether words may be shown. Neither this module nor what it imports loads torch.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.hints.cache import HintCache
-from composer_mesh.actors.hints.desk import HintDesk
+from composer_mesh.actors.hints.hint_service import HintService
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
@@ -39,7 +39,7 @@ class HintWriterActor(MeshActor):
     kind: ClassVar[str] = "hint_writer"
 
     def __init__(self) -> None:
-        self._desk: HintDesk | None = None
+        self._hint_service: HintService | None = None
         self._running = 0
 
     @concurrent_endpoint
@@ -61,19 +61,19 @@ class HintWriterActor(MeshActor):
         client.check(writer)
         limits = (config.budget_requests, config.budget_usd, config.assumed_usd)
         budget = HintBudget(*limits, sent, spent_usd)
-        desk = HintDesk(client, writer, HintCache(cache), budget)
-        await self._close_desk()
-        self._desk = desk
+        hint_service = HintService(client, writer, HintCache(cache), budget)
+        await self._close_service()
+        self._hint_service = hint_service
 
     @concurrent_endpoint
     async def write(self, requests: list[HintRequest]) -> list[HintReply]:
         """One reply for each request, in order. Waits at most `timeout_s` for all of them."""
-        if self._desk is None:
+        if self._hint_service is None:
             raise RuntimeError("no writer is loaded: call load first")
         self._running += len(requests)
         self.activity = f"wording {self._running} hints"
         try:
-            return await self._desk.write(requests)
+            return await self._hint_service.write(requests)
         finally:
             self._running -= len(requests)
             self.activity = f"wording {self._running} hints" if self._running else "idle"
@@ -81,19 +81,19 @@ class HintWriterActor(MeshActor):
     @concurrent_endpoint
     async def aclose(self) -> None:
         """Close the connections and the cache. Requests under way fail; `load` opens new ones."""
-        await self._close_desk()
+        await self._close_service()
 
     def details(self) -> dict[str, Any]:
-        if self._desk is None:
+        if self._hint_service is None:
             return {"replies": {}}
         return {
-            "replies": dict(self._desk.counts),
-            "requests": self._desk.budget.sent,
-            "usd": self._desk.budget.spent_usd,
-            "last_failure": self._desk.last_failure,
+            "replies": dict(self._hint_service.counts),
+            "requests": self._hint_service.budget.sent,
+            "usd": self._hint_service.budget.spent_usd,
+            "last_failure": self._hint_service.last_failure,
         }
 
-    async def _close_desk(self) -> None:
-        desk, self._desk = self._desk, None
-        if desk is not None:
-            await desk.aclose()
+    async def _close_service(self) -> None:
+        hint_service, self._hint_service = self._hint_service, None
+        if hint_service is not None:
+            await hint_service.aclose()

@@ -21,15 +21,15 @@ from composer_mesh.actors.checkpoints.teacher_average import (
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
-from composer_mesh.actors.signals.messages import (
+from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
-    SignalHandle,
     StepOver,
+    TeacherOutputHandle,
     pack,
     view_keys,
 )
-from composer_mesh.actors.signals.slots import SlotPool
-from composer_mesh.actors.signals.teaching import TeacherModel
+from composer_mesh.actors.teacher_outputs.slots import SlotPool
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
@@ -84,9 +84,9 @@ class SDPOTeacherActor(MeshActor):
             return handle.version
 
     @concurrent_endpoint
-    async def signal(
+    async def teacher_output(
         self, step: int, views: list[HintedView], choice: BufferHandle | None = None
-    ) -> SignalHandle:
+    ) -> TeacherOutputHandle:
         """The configured signal for each target of the views, in their order.
 
         `choice` is where the student's top k ids lie, for signals that need them. Waits for a free
@@ -99,7 +99,7 @@ class SDPOTeacherActor(MeshActor):
                 self.activity = f"reading {len(views)} hinted contexts"
                 asked = None if choice is None else await read(choice)
                 began = time.perf_counter()
-                tensors = await asyncio.to_thread(self._teacher.signal, views, asked)
+                tensors = await asyncio.to_thread(self._teacher.teacher_output, views, asked)
                 took = time.perf_counter() - began
                 layout, packed = pack(tensors)
                 buffer = await self._slots.write(ticket, packed)
@@ -107,7 +107,7 @@ class SDPOTeacherActor(MeshActor):
                 version = self._teacher.version
             if buffer is None:
                 raise StepOver(step)
-            return SignalHandle(version, view_keys(views), ticket, layout, buffer, took)
+            return TeacherOutputHandle(version, view_keys(views), ticket, layout, buffer, took)
         except BaseException:
             await self._slots.release(ticket)
             raise

@@ -186,7 +186,7 @@ def _opened(place: str) -> sqlite3.Connection:
     rows = sqlite3.connect(
         place, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
     )
-    rows.create_function("seal_of", -1, seal_of, deterministic=True)
+    rows.create_function("checksum_of", -1, checksum_of, deterministic=True)
     rows.text_factory = _text
     return rows
 
@@ -196,13 +196,13 @@ def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
-def seal_of(*values: object) -> int:
+def checksum_of(*values: object) -> int:
     """The CRC-32 of a row's values, for tables that keep one beside them; a function in SQL too."""
-    seal = 0
+    row_checksum = 0
     for value in values:
         content = value if isinstance(value, bytes) else repr(value).encode()
-        seal = zlib.crc32(content, zlib.crc32(b"%d," % len(content), seal))
-    return seal
+        row_checksum = zlib.crc32(content, zlib.crc32(b"%d," % len(content), row_checksum))
+    return row_checksum
 
 
 def damage_of(path: Path) -> str:

@@ -12,12 +12,12 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.learning.learner import Learner
-from composer_mesh.actors.models.held_version import HeldVersion
-from composer_mesh.actors.models.meeting import Meeting, open_store
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rendezvous import Meeting, open_store
+from composer_mesh.actors.models.update_gate import UpdateGate
 from composer_mesh.actors.models.warm_start import prepare_policy
-from composer_mesh.actors.signals.messages import HeadHandle, SignalHandle
-from composer_mesh.actors.signals.sources import InlineSource, LostSource, MeshSource
+from composer_mesh.actors.teacher_outputs.messages import HeadHandle, TeacherOutputHandle
+from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSource, MeshSource
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
@@ -51,7 +51,7 @@ class TrainerActor(MeshActor):
         self._order = asyncio.Lock()
         self._ranks = Ranks()
         self._store: Any = None
-        self._held = HeldVersion()
+        self._held = UpdateGate()
         self._details: dict[str, Any] = {}
         self._writing: asyncio.Task[list[Written]] | None = None
 
@@ -72,19 +72,19 @@ class TrainerActor(MeshActor):
         return folder
 
     @concurrent_endpoint
-    async def open_meeting(self, deadline_s: float, apart: bool) -> Meeting:
+    async def open_rendezvous(self, deadline_s: float, apart: bool) -> Meeting:
         """Listen for the others, before `connect`, at the port that is returned.
 
         On loopback, but where ranks are `apart`, on other hosts.
         """
-        meeting, self._store = await asyncio.to_thread(open_store, deadline_s, apart)
-        return meeting
+        rendezvous, self._store = await asyncio.to_thread(open_store, deadline_s, apart)
+        return rendezvous
 
     @concurrent_endpoint
-    async def connect(self, rank: int, size: int, meeting: Meeting, deadline_s: float) -> None:
+    async def connect(self, rank: int, size: int, rendezvous: Meeting, deadline_s: float) -> None:
         """Become one of several ranks, before `load`. Waits for all the others."""
         self._ranks = await asyncio.to_thread(
-            Ranks.connect, rank, size, meeting, deadline_s, own_device(), self._store
+            Ranks.connect, rank, size, rendezvous, deadline_s, own_device(), self._store
         )
 
     @concurrent_endpoint
@@ -112,7 +112,7 @@ class TrainerActor(MeshActor):
             checksums=config.weights.checksums,
         )
         self._config = config.sdpo
-        self._signals = MeshSource(config.sdpo, config.run.deadline_s)
+        self._teacher_outputs = MeshSource(config.sdpo, config.run.deadline_s)
         sharding = "fsdp2" if config.trainer.sharded else "none"
         self._details = {"sharding": sharding, "device": str(self._ranks.device)}
 
@@ -121,7 +121,7 @@ class TrainerActor(MeshActor):
         """One optimizer step: version v becomes v + 1. Waits for signals and for other ranks.
 
         Steps run one at a time, in the order of the calls. The signals of a step come by
-        `take_signal` from so many teachers, before or after this call.
+        `take_teacher_output` from so many teachers, before or after this call.
         """
         async with self._order:
             self.activity = f"training step {batch.step + 1}"
@@ -138,37 +138,37 @@ class TrainerActor(MeshActor):
         if not (self._config.on and batch.views):
             return None
         if self._learner.teaches_itself:
-            return self._learner.own_signals(batch)
+            return self._learner.own_teacher_outputs(batch)
         if not teachers:
             return LostSource()
         plan = self._learner.step.plan(batch)
-        await self._signals.begin(batch, plan, teachers, self._learner.version)
-        return self._signals
+        await self._teacher_outputs.begin(batch, plan, teachers, self._learner.version)
+        return self._teacher_outputs
 
     @concurrent_endpoint
-    async def take_signal(
-        self, step: int, microbatch: int, part: int, handle: SignalHandle
+    async def take_teacher_output(
+        self, step: int, microbatch: int, part: int, handle: TeacherOutputHandle
     ) -> None:
         """Read one teacher's part of a microbatch's signal. Waits until training comes near it.
 
         When this returns the teacher may write the signal's memory again.
         """
-        await self._signals.deliver(step, microbatch, part, handle)
+        await self._teacher_outputs.deliver(step, microbatch, part, handle)
 
     @concurrent_endpoint
     async def take_head(self, handle: HeadHandle) -> None:
         """Read the head that the teachers' hidden states belong to."""
-        await self._signals.take_head(handle)
+        await self._teacher_outputs.take_head(handle)
 
     @concurrent_endpoint
     async def student_choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
         """Where the student's top k ids for one teacher's part lie. Waits for its forward."""
-        return await self._signals.choice(step, microbatch, part)
+        return await self._teacher_outputs.choice(step, microbatch, part)
 
     @concurrent_endpoint
-    async def lose_signals(self, step: int, reason: str) -> None:
+    async def lose_teacher_outputs(self, step: int, reason: str) -> None:
         """No more signals of this step will come: it is trained without the SDPO channel."""
-        await self._signals.lose(step, reason)
+        await self._teacher_outputs.lose(step, reason)
 
     @concurrent_endpoint
     async def hold(self) -> int:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.controller import Controller
-from composer_mesh.services.schedule.composing import Group
+from composer_mesh.services.schedule.step_builder import Group
 
 
 class NarrowWindow(Window):
@@ -36,7 +36,7 @@ class Windowed(Controller):
         super().__post_init__()
         schedule = self.config.schedule
         size, lag, steps = schedule.prompts_per_step, schedule.max_lag, self.config.run.steps
-        self._window = window = NarrowWindow(size, lag, steps, self.begun.steps)
+        self._window = window = NarrowWindow(size, lag, steps, self.resume_state.steps)
         window.overtakers = self.span - 1 if self.keeps_the_bound else 0
         if window.overtakers > (lag - 1) * size:
             raise ValueError(
@@ -44,7 +44,7 @@ class Windowed(Controller):
                 f"{lag + 1} with a sync beside each step: raise max_lag or lower span"
             )
         self._ids: deque[int] = deque()
-        self._next_id = self.begun.steps * size
+        self._next_id = self.resume_state.steps * size
 
     def _fill_window(self) -> None:
         super()._fill_window()

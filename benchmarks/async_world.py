@@ -19,7 +19,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.ports import MayTrain
 
 
@@ -178,11 +178,11 @@ class World:
         self.trained += 1
         return {}
 
-    async def sync(self, may_train: MayTrain | None = None) -> int:
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         version, times = self.trained, self.durations
         self._free.clear()
-        if may_train is not None:
-            may_train()
+        if on_snapshot is not None:
+            on_snapshot()
         await asyncio.sleep(times.copy)
         self._free.set()
         await asyncio.sleep(times.move)
@@ -263,7 +263,7 @@ def play(
     ports = Ports(world, None, world, world, world, world, world.save, world.saved)
 
     async def run() -> float:
-        await controller(config, world, Composer(world), ports).run()
+        await controller(config, world, StepBuilder(world), ports).run()
         return asyncio.get_running_loop().time()
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:

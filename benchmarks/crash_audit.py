@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from composer_mesh.services.steps.recipes import recipe_from_json
+from composer_mesh.services.steps.step_manifest import manifest_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, GroupState
 
@@ -50,9 +50,9 @@ class Audit:
         rows = list(reader.steps(superseded=True))
         trained: Counter[int] = Counter()
         for row in rows:
-            trained.update(recipe_from_json(row.step, row.recipe).groups)
-            if self.steps.setdefault(row.step, row.recipe) != row.recipe:
-                self.twice |= set(recipe_from_json(row.step, row.recipe).groups)
+            trained.update(manifest_from_json(row.step, row.manifest).groups)
+            if self.steps.setdefault(row.step, row.manifest) != row.manifest:
+                self.twice |= set(manifest_from_json(row.step, row.manifest).groups)
                 self.notes.append(f"{when}: step {row.step} was planned anew")
         self.twice |= {group_id for group_id, times in trained.items() if times > 1}
         expected = set(range(len(self.steps) * self.prompts_per_step))

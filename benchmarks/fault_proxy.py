@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from fault_wire import Wire
+from fault_http import HttpTransport
 
 HUGE = 9 << 20
 CHARS_PER_TOKEN = 4
@@ -103,7 +103,7 @@ class FaultProxy:
         assert task is not None
         self._serving.add(task)
         try:
-            while await self._exchange(Wire(reader, writer, self.drip_s)):
+            while await self._exchange(HttpTransport(reader, writer, self.drip_s)):
                 pass
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # its client left
@@ -113,7 +113,7 @@ class FaultProxy:
             self._serving.discard(task)
             writer.close()
 
-    async def _exchange(self, wire: Wire) -> bool:
+    async def _exchange(self, wire: HttpTransport) -> bool:
         """One request and what becomes of it; whether the connection can go on."""
         line, headers, body = await wire.request()
         given = headers.get("authorization", "")
@@ -131,7 +131,7 @@ class FaultProxy:
 
     async def _answer(
         self,
-        wire: Wire,
+        wire: HttpTransport,
         asked: dict[str, Any],
         model: Model,
         given: str,
@@ -152,7 +152,7 @@ class FaultProxy:
         completion = _completion(asked, rng, usage)
         return await getattr(self, f"do_{fault.name.lower()}")(wire, completion, given)
 
-    async def _refuse(self, wire: Wire, fault: Fault, given: str) -> bool:
+    async def _refuse(self, wire: HttpTransport, fault: Fault, given: str) -> bool:
         if fault is Fault.MODERATED:
             metadata = {"reasons": ["violence"], "flagged_input": "…"}
             error = {"message": "flagged", "code": 403, "metadata": metadata}
@@ -180,54 +180,54 @@ class FaultProxy:
 
     # What is generated and charged, and then goes wrong. ------------------------------------
 
-    async def do_none(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+    async def do_none(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         return await wire.json(200, completion)
 
-    async def do_unavailable(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+    async def do_unavailable(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
         error = {"error": {"message": f"later, {given}", "code": 503}}
         return await wire.json(503, error, {"Retry-After": self.retry_after})
 
-    async def do_server(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+    async def do_server(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
         return await wire.json(500, {"error": {"message": f"lost it with {given}"}})
 
-    async def do_gateway(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+    async def do_gateway(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
         page = f"<html><body>Bad gateway\x1b[31m {given}</body></html>"
         return await wire.send(502, page.encode(), {"Content-Type": "text/html"})
 
-    async def do_hang(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+    async def do_hang(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
         return await wire.wait_for_the_end()
 
-    async def do_drip(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+    async def do_drip(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         return await wire.drip(json.dumps(completion).encode(), pieces=10)
 
-    async def do_endless(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+    async def do_endless(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
         return await wire.drip(b" " * HUGE, pieces=HUGE)
 
-    async def do_cut(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+    async def do_cut(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         content = json.dumps(completion).encode()
         await wire.send(200, content[: len(content) // 2], announced=len(content))
         return False
 
-    async def do_cut_early(self, _: Wire, __: dict[str, Any], ___: str) -> bool:
+    async def do_cut_early(self, _: HttpTransport, __: dict[str, Any], ___: str) -> bool:
         return False
 
-    async def do_truncated(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+    async def do_truncated(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         content = json.dumps(completion).encode()
         return await wire.send(200, content[: len(content) // 2])
 
-    async def do_not_utf8(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+    async def do_not_utf8(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         return await wire.send(200, json.dumps(completion).encode("utf-16"))
 
-    async def do_schema(self, wire: Wire, completion: dict[str, Any], _: str) -> bool:
+    async def do_schema(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         return await wire.json(200, {"result": completion["choices"][0]["message"]})
 
-    async def do_late_error(self, wire: Wire, _: dict[str, Any], given: str) -> bool:
+    async def do_late_error(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
         return await wire.json(200, {"error": {"message": f"broke off, {given}", "code": 502}})
 
-    async def do_huge(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+    async def do_huge(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
         return await wire.stream(HUGE)
 
-    async def do_huge_announced(self, wire: Wire, _: dict[str, Any], __: str) -> bool:
+    async def do_huge_announced(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
         await wire.send(200, b"{", announced=HUGE)
         return await wire.wait_for_the_end()
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from composer_mesh.mesh.hosts.tied import descendants
+from composer_mesh.mesh.hosts.process_lifetime import descendants
 from composer_mesh.mesh.processes import is_alive
 
 LISTEN_DEADLINE_S = 60.0

@@ -15,11 +15,17 @@ import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor, nn
 
-from composer_mesh.actors.learning.sdpo_channel import SignalSource
+from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.sdpo_teacher import FIRST_CAPACITY, SLOTS, SDPOTeacherActor
-from composer_mesh.actors.signals.messages import Head, Layout, make_signal, pack, unpack
-from composer_mesh.actors.signals.slots import SlotPool
-from composer_mesh.actors.signals.sources import MeshSource
+from composer_mesh.actors.teacher_outputs.messages import (
+    Head,
+    Layout,
+    make_teacher_output,
+    pack,
+    unpack,
+)
+from composer_mesh.actors.teacher_outputs.slots import SlotPool
+from composer_mesh.actors.teacher_outputs.sources import MeshSource
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
@@ -33,9 +39,9 @@ from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
+from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.pool.replicas import unheard
-from composer_mesh.services.pool.seating import spawn_on
-from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.pool.wait_for_capacity import spawn_on
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
@@ -57,7 +63,7 @@ def some_signal(config: SdpoConfig, shape: Shape) -> dict[str, Tensor]:
     states = torch.randn(shape.tokens, shape.hidden, generator=generator)
     weight = torch.randn(shape.vocabulary, shape.hidden, generator=generator)
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator)
-    return make_signal(config, states, Head(weight, None), targets)
+    return make_teacher_output(config, states, Head(weight, None), targets)
 
 
 class SignalSender(MeshActor):
@@ -104,17 +110,17 @@ class _SleepingModel:
 
     def __init__(self, config: SdpoConfig, shape: Shape, seconds: float) -> None:
         self.version = 0
-        self._signal, self._seconds = some_signal(config, shape), seconds
+        self._teacher_output, self._seconds = some_signal(config, shape), seconds
 
     def absorb(self, version: int, _blend: Any) -> None:
         self.version = version
 
-    def signal(
+    def teacher_output(
         self, views: Sequence[HintedView], _choice: Tensor | None = None
     ) -> dict[str, Tensor]:
         time.sleep(self._seconds)
         rows = sum(len(view.targets) for view in views)
-        return {name: tensor[:rows] for name, tensor in self._signal.items()}
+        return {name: tensor[:rows] for name, tensor in self._teacher_output.items()}
 
 
 class SleepingTeacher(SDPOTeacherActor):
@@ -142,7 +148,7 @@ class _SleepingStep:
     def plan(self, batch: StepBatch) -> RankPlan:
         return plan_step(batch, self._budget)[0]
 
-    def run(self, batch: StepBatch, source: SignalSource) -> dict[str, float]:
+    def run(self, batch: StepBatch, source: TeacherOutputSource) -> dict[str, float]:
         began = time.perf_counter()
         for index, microbatch in enumerate(self.plan(batch).microbatches):
             time.sleep(self._seconds * FORWARD)
@@ -162,7 +168,7 @@ class _SleepingLearner:
         self.step, self.version = _SleepingStep(config, seconds), 0
 
     def train(
-        self, batch: StepBatch, source: SignalSource, before_update: Callable[[], object]
+        self, batch: StepBatch, source: TeacherOutputSource, before_update: Callable[[], object]
     ) -> dict[str, float]:
         metrics = self.step.run(batch, source)
         before_update()
@@ -184,7 +190,7 @@ class SleepingTrainer(TrainerActor):
         transport = choose(config.weights)
         self._publisher = WeightPublisher(nn.Linear(1, 1).state_dict, transport=transport)
         self._config = config.sdpo
-        self._signals = MeshSource(config.sdpo, config.run.deadline_s)
+        self._teacher_outputs = MeshSource(config.sdpo, config.run.deadline_s)
         self.policy_version = 0
 
 
@@ -192,8 +198,10 @@ class SleepingTeachers(SdpoTeachers):
     """The run's teachers, each a sleeping one."""
 
     def __init__(self, config: Config, host: MeshHost, shape: Shape, seconds: float) -> None:
-        super().__init__(config, host, lambda _: Seat(), unheard)
+        super().__init__(config, host, lambda _: ProcessPlacement(), unheard)
         self._simulated = shape, seconds
 
     async def _spawn(self, name: str) -> SpawnedActor:
-        return await spawn_on(self._host, Seat(), name, SleepingTeacher, *self._simulated)
+        return await spawn_on(
+            self._host, ProcessPlacement(), name, SleepingTeacher, *self._simulated
+        )

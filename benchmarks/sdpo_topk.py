@@ -20,9 +20,9 @@ from torch import Tensor
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import load_model, load_tokenizer
-from composer_mesh.actors.signals.messages import Signal, pack
-from composer_mesh.actors.signals.sources import asks_the_student
-from composer_mesh.actors.signals.teaching import TeacherModel
+from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, pack
+from composer_mesh.actors.teacher_outputs.sources import asks_the_student
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
@@ -34,7 +34,7 @@ from composer_mesh.services.steps.hint_writing import verified_answer
 from composer_mesh.services.store.reading import RunReader
 
 KEPT = (1, 4, 16, 64)
-FULL, TOPK = "sdpo.signal=full", "sdpo.signal=topk"
+FULL, TOPK = "sdpo.teacher_output=full", "sdpo.teacher_output=topk"
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Sample:
         )
         choice = rows.top_k(channel.top_k) if asks_the_student(config.sdpo) else None
         teacher = TeacherModel(self.model, config.sdpo, self._budget, follows=True)
-        tensors = teacher.signal(self.views, choice)
-        loss = channel.loss(rows, Signal(tensors), self.tokens)
+        tensors = teacher.teacher_output(self.views, choice)
+        loss = channel.loss(rows, TeacherOutput(tensors), self.tokens)
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         return Found(loss.item(), flat, pack(tensors)[1].nbytes / self.tokens)
@@ -97,7 +97,7 @@ def rollouts(run: Path) -> list[Trace]:
 def compare(report: Report, run: Path, sample: Sample) -> None:
     """A row for each signal: what it costs, and how far it is from `hidden`."""
     vocabulary = sample.model.config.vocab_size
-    exact = measured(run, sample, ["sdpo.signal=hidden"])
+    exact = measured(run, sample, ["sdpo.teacher_output=hidden"])
     full = measured(run, sample, [FULL])
     rows = [row("hidden", exact, exact), row("full", exact, full)]
     for choice in ("teacher", "student"):
@@ -111,7 +111,7 @@ def compare(report: Report, run: Path, sample: Sample) -> None:
     report.ratios["full_gradient_error"] = distance(exact, full)
     report.ratios["whole_topk_gradient_error"] = distance(exact, found)
     title = f"{len(sample.views)} error sites, {sample.tokens} tokens, vocabulary {vocabulary}"
-    columns = ["signal", "bytes a token", "loss", "loss error", "gradient error"]
+    columns = ["teacher_output", "bytes a token", "loss", "loss error", "gradient error"]
     report.print_table(title, columns, rows)
 
 

@@ -71,8 +71,8 @@ async def moves(report: Report, host: MeshHost, size: Size) -> None:
     sender = await host.spawn("signal_sender", SignalSender)
     reader = await host.spawn("signal_reader", SignalReader)
     rows = []
-    for signal in SIGNALS:
-        config = a_run(signal).sdpo
+    for teacher_output in SIGNALS:
+        config = a_run(teacher_output).sdpo
         shape = Shape(size.tokens, HIDDEN, VOCABULARY)
         layout = await sender.call("load", config, shape)
         handle: BufferHandle = await sender.call("offer")
@@ -80,12 +80,12 @@ async def moves(report: Report, host: MeshHost, size: Size) -> None:
         figures = {"bytes": handle.nbytes, "bytes_read": handle.buffer.size()}
         took = await alternating(ways(sender, reader, layout, handle.nbytes), size.repeats)
         for way, seconds in took.items():
-            report.figures[f"{signal}_{way}_ms"] = round(seconds * 1e3, 2)
+            report.figures[f"{teacher_output}_{way}_ms"] = round(seconds * 1e3, 2)
         for name, value in figures.items():
-            report.figures[f"{signal}_{name}"] = value
+            report.figures[f"{teacher_output}_{name}"] = value
         rows.append(
             [
-                signal,
+                teacher_output,
                 f"{handle.nbytes / size.tokens:,.0f}",
                 f"{handle.nbytes / MIB:,.2f}",
                 *(f"{seconds * 1e3:,.2f}" for seconds in took.values()),
@@ -94,14 +94,14 @@ async def moves(report: Report, host: MeshHost, size: Size) -> None:
     await asyncio.gather(host.stop(sender), host.stop(reader))
     title = f"{size.tokens} tokens, hidden {HIDDEN:,}, vocabulary {VOCABULARY:,}; medians, ms"
     names = ["bytes a token", "MiB", "buffer", "message", "relayed", "memcpy"]
-    report.print_table(title, ["signal", *names], rows)
+    report.print_table(title, ["teacher_output", *names], rows)
     of = {name: float(value) for name, value in report.figures.items() if name != "transport"}
     report.ratios["hidden_bytes_over_full"] = of["hidden_bytes"] / of["full_bytes"]
     report.ratios["hidden_bytes_read_over_full"] = of["hidden_bytes_read"] / of["full_bytes_read"]
     report.ratios["hidden_time_over_full"] = of["hidden_buffer_ms"] / of["full_buffer_ms"]
-    for signal in ("hidden", "full"):
-        ratio = of[f"{signal}_buffer_ms"] / of[f"{signal}_message_ms"]
-        report.ratios[f"{signal}_buffer_time_over_message"] = ratio
+    for teacher_output in ("hidden", "full"):
+        ratio = of[f"{teacher_output}_buffer_ms"] / of[f"{teacher_output}_message_ms"]
+        report.ratios[f"{teacher_output}_buffer_time_over_message"] = ratio
 
 
 def ways(
@@ -146,10 +146,10 @@ async def overlap(report: Report, host: MeshHost, size: Size) -> None:
         "hidden": [*((count, 0) for count in size.microbatches), (most // 2, most // 2)],
         "full": [(most, 0)],
     }
-    for signal, counts in cases.items():
-        simulation = await Simulation.start(host, a_run(signal), size)
+    for teacher_output, counts in cases.items():
+        simulation = await Simulation.start(host, a_run(teacher_output), size)
         for taught, plain in counts:
-            name = f"{signal}, {taught} + {plain}"
+            name = f"{teacher_output}, {taught} + {plain}"
             shares, took = await simulation.steps(taught, plain)
             report.figures[f"teacher_time_hidden {name}"] = round(shares, 3)
             report.figures[f"step_s {name}"] = round(took, 3)
@@ -232,9 +232,9 @@ def a_step(step: int, taught: int, plain: int, tokens: int) -> StepBatch:
     return StepBatch(step, samples, views, [])
 
 
-def a_run(signal: str) -> Config:
+def a_run(teacher_output: str) -> Config:
     """The quickstart with another signal and one sample a microbatch."""
-    overrides = [f"sdpo.signal={signal}", f"trainer.microbatch_tokens={CONTEXT}"]
+    overrides = [f"sdpo.teacher_output={teacher_output}", f"trainer.microbatch_tokens={CONTEXT}"]
     return load_config(PRESET, overrides)
 
 

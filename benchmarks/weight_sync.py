@@ -33,8 +33,8 @@ from weight_sync_actors import Source, Target, use_async_controller  # noqa: E40
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.mesh.transport import transport_name  # noqa: E402
-from composer_mesh.mesh.weights.carriers import torchstore  # noqa: E402
 from composer_mesh.mesh.weights.choice import Transport  # noqa: E402
+from composer_mesh.mesh.weights.transports import torchstore  # noqa: E402
 
 ALONE = "torchstore by itself"
 MB = 1_000_000

@@ -33,7 +33,7 @@ def use_async_controller() -> None:
     """Let torchstore's own functions find a controller that Monarch 0.7 accepts."""
     import torchstore.api
 
-    from composer_mesh.mesh.weights.carriers.torchstore_controller import AsyncController
+    from composer_mesh.mesh.weights.transports.torchstore_controller import AsyncController
 
     torchstore.api.Controller = AsyncController
 

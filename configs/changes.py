@@ -31,7 +31,7 @@ SAFE = (
     ("trainer.activation_checkpointing", NUMERICS),
     ("trainer.checkpoint*", MEASURED),
     ("weights.*", PLACES),
-    ("agreement.*", MEASURED),
+    ("logprob_mismatch.*", MEASURED),
     *((f"sdpo.{key}", PLACES) for key in ("replicas", "threads")),
     ("sdpo.when_lost", PATIENCE),
     *((f"sdpo.hints.llm.{key}", PATIENCE) for key in ("timeout_s", "max_concurrent")),
@@ -112,7 +112,7 @@ def _judged(key: str, before: Config, after: Config) -> tuple[bool, str]:
 
 
 def _steps(before: Config, _: Config) -> tuple[bool, str]:
-    moves = before.trainer.lr_schedule != "constant" or before.sdpo.wrapper == "taid"
+    moves = before.trainer.lr_schedule != "constant" or before.sdpo.objective == "taid"
     return (False, SCHEDULED) if moves else (True, "the run is longer or shorter")
 
 

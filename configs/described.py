@@ -1,6 +1,6 @@
 """What a config must say of its hosts before a run on several of them can begin.
 
-Which hosts there really are is found by the mesh; what has room where, by `placing`.
+Which hosts there really are is found by the mesh; what has room where, by `placement_solver`.
 """
 
 from collections.abc import Collection, Sequence
@@ -9,7 +9,7 @@ from dataclasses import replace
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.memory import in_gb
 from composer_mesh.configs.placing import described_hosts, stay_with_controller
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
 
 SLACK = 0.98
@@ -56,7 +56,7 @@ def _check_staying(config: Config) -> None:
             )
 
 
-def check_found(config: Config, found: Sequence[Host]) -> dict[str, Host]:
+def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, HostResources]:
     """The hosts that are there, by the names that the config has for them; raises `WrongHost`.
 
     What is described is what the run may use, also of a host that has more. A host is known by its
@@ -84,7 +84,7 @@ def check_found(config: Config, found: Sequence[Host]) -> dict[str, Host]:
     return {one.name: replace(one, name=pairs[one.name][1].name) for one in described}
 
 
-def check_has(described: Host, here: Host, who: str, repair: str) -> None:
+def check_has(described: HostResources, here: HostResources, who: str, repair: str) -> None:
     """Refuse a host with less than is said of it; raises `WrongHost`."""
     if not _has(here, described):
         raise WrongHost(
@@ -104,17 +104,17 @@ def check_together(config: Config, hosts: Collection[str | None]) -> None:
         )
 
 
-def about(host: Host) -> str:
+def about(host: HostResources) -> str:
     """`localhost: 2 cores, 23.5 GB, no GPU`."""
     gpus = f"{host.gpus} GPUs of {in_gb(host.gpu_memory)} GB" if host.gpus else "no GPU"
     return f"{host.name}: {host.cores} cores, {in_gb(host.memory)} GB, {gpus}"
 
 
-def _size(host: Host) -> tuple[int, ...]:
+def _size(host: HostResources) -> tuple[int, ...]:
     return (host.gpus, host.gpu_memory, host.memory, host.cores)
 
 
-def _has(host: Host, described: Host) -> bool:
+def _has(host: HostResources, described: HostResources) -> bool:
     return (
         host.cores >= described.cores
         and host.gpus >= described.gpus

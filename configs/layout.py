@@ -59,7 +59,7 @@ class TransportRow:
     how: str
 
     def __str__(self) -> str:
-        """`teacher signals: sdpo_teacher -> trainer: RDMA buffers`."""
+        """`teacher teacher_outputs: sdpo_teacher -> trainer: RDMA buffers`."""
         return f"{self.what}: {self.source} -> {', '.join(self.targets)}: {self.how}"
 
 

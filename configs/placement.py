@@ -1,6 +1,6 @@
 """Which process may use which cores, GPUs and memory of which host: the section `[placement]`.
 
-Says what is wanted. Who gets what is decided by `placing`, and found on a machine by the mesh.
+Says what is wanted. Who gets what is decided by `placement_solver`, and found on a machine by the mesh.
 """
 
 from typing import Annotated, Self

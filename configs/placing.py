@@ -16,8 +16,8 @@ from composer_mesh.configs.memory import GB, total
 from composer_mesh.configs.model_sizes import ModelSizes
 from composer_mesh.configs.placement import KINDS, PlacementConfig
 from composer_mesh.configs.processes import Process, processes_of
-from composer_mesh.configs.refusal import no_place, no_room
-from composer_mesh.configs.room import Host, Placed, Room
+from composer_mesh.configs.refusal import no_capacity, no_place
+from composer_mesh.configs.room import HostCapacity, HostResources, Placed
 from composer_mesh.configs.schema import Config
 
 
@@ -25,7 +25,7 @@ from composer_mesh.configs.schema import Config
 class Placement:
     """Every process of a run, in the order in which the config names them, and its hosts."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostResources, ...]
     placed: tuple[Placed, ...]
 
     def named(self, name: str) -> Placed | None:
@@ -45,7 +45,7 @@ class CannotPlace(ConfigError):
     """A run that the hosts have no room for."""
 
 
-class NoRoom(Exception):
+class NoCapacity(Exception):
     """A process that none of the hosts which a run has now has room for: why, in one line."""
 
     failure_class = "infrastructure"
@@ -71,10 +71,12 @@ def stay_with_controller(config: Config) -> tuple[str, ...]:
     return (*WITH_CONTROLLER, *(("teacher_replay", "hint_writer") if tunnelled else ()))
 
 
-def described_hosts(placement: PlacementConfig) -> tuple[Host, ...]:
+def described_hosts(placement: PlacementConfig) -> tuple[HostResources, ...]:
     """The hosts that a config describes; empty where it describes none."""
     return tuple(
-        Host(name, one.cores, int(one.memory_gb * GB), one.gpus, int(one.gpu_memory_gb * GB))
+        HostResources(
+            name, one.cores, int(one.memory_gb * GB), one.gpus, int(one.gpu_memory_gb * GB)
+        )
         for one in placement.hosts
         for name in one.names
     )
@@ -87,7 +89,7 @@ def aliases_of(placement: PlacementConfig) -> dict[str, frozenset[str]]:
 
 def place(
     config: Config,
-    hosts: Sequence[Host],
+    hosts: Sequence[HostResources],
     sizes: ModelSizes | None,
     aliases: Aliases | None = None,
 ) -> Placement:
@@ -113,19 +115,21 @@ def place(
 
 
 def place_processes(
-    processes: Sequence[Process], hosts: Sequence[Host], aliases: Aliases | None = None
+    processes: Sequence[Process], hosts: Sequence[HostResources], aliases: Aliases | None = None
 ) -> Placement:
     """Where each process is."""
-    rooms = [_room(host, aliases or {}) for host in hosts]
+    capacities = [_capacity(host, aliases or {}) for host in hosts]
     places = range(len(processes))
     found: dict[int, Placed] = {}
     for index in sorted(places, key=lambda one: _size(processes[one])):
         process = processes[index]
-        room = next((one for one in _preferred(process, rooms) if not one.why_not(process)), None)
-        if room is None:
-            raise CannotPlace(no_place(process, processes, rooms))
-        found[index] = room.take(process)
-    left = {room.host.name: room.shared_cores for room in rooms}
+        capacity = next(
+            (one for one in _preferred(process, capacities) if not one.why_not(process)), None
+        )
+        if capacity is None:
+            raise CannotPlace(no_place(process, processes, capacities))
+        found[index] = capacity.take(process)
+    left = {capacity.host.name: capacity.shared_cores for capacity in capacities}
     return Placement(
         tuple(hosts),
         tuple(_on_what_is_left(found[index], left[found[index].host]) for index in places),
@@ -133,25 +137,25 @@ def place_processes(
 
 
 def place_again(
-    process: Process, placed: Sequence[Placed], hosts: Sequence[Host], aliases: Aliases
+    process: Process, placed: Sequence[Placed], hosts: Sequence[HostResources], aliases: Aliases
 ) -> Placed:
-    """A place for one more process beside others, which stay where they are; raises `NoRoom`.
+    """A place for one more process beside others, which stay where they are; raises `NoCapacity`.
 
     Processes that run on cores which it gets for its own share them until they start again.
     """
-    rooms = [_room(host, aliases) for host in hosts]
-    for room in rooms:
+    capacities = [_capacity(host, aliases) for host in hosts]
+    for capacity in capacities:
         for one in placed:
-            if one.host == room.host.name:
-                room.hold(one)
-    for room in _preferred(process, rooms):
-        if not room.why_not(process):
-            return _on_what_is_left(room.take(process), room.shared_cores)
-    raise NoRoom(no_room(process, rooms))
+            if one.host == capacity.host.name:
+                capacity.hold(one)
+    for capacity in _preferred(process, capacities):
+        if not capacity.why_not(process):
+            return _on_what_is_left(capacity.take(process), capacity.shared_cores)
+    raise NoCapacity(no_capacity(process, capacities))
 
 
-def _room(host: Host, aliases: Aliases) -> Room:
-    return Room(host, aliases.get(host.name, frozenset()))
+def _capacity(host: HostResources, aliases: Aliases) -> HostCapacity:
+    return HostCapacity(host, aliases.get(host.name, frozenset()))
 
 
 def _size(process: Process) -> tuple[object, ...]:
@@ -167,10 +171,10 @@ def _on_what_is_left(placed: Placed, shared: tuple[int, ...]) -> Placed:
     return Placed(placed.process, placed.host, shared, placed.gpus, placed.gpu_bytes)
 
 
-def _preferred(process: Process, rooms: Sequence[Room]) -> list[Room]:
+def _preferred(process: Process, capacities: Sequence[HostCapacity]) -> list[HostCapacity]:
     """The rooms in the order in which a process tries them."""
     if process.gpus:
-        return sorted(rooms, key=lambda room: room.host.gpu_memory)
+        return sorted(capacities, key=lambda capacity: capacity.host.gpu_memory)
     if process.together or process.kind == "controller":
-        return list(rooms)
-    return sorted(rooms, key=lambda room: room.load)
+        return list(capacities)
+    return sorted(capacities, key=lambda capacity: capacity.load)

@@ -1,7 +1,7 @@
 """Every process of a run: its name, what it is given, and the memory that it needs.
 
-Puts together the plan of the mesh, the section `[placement]` and the estimates of `needs`. Which
-host a process comes to is decided by `placing`.
+Puts together the plan of the mesh, the section `[placement]` and the estimates of `memory_estimate`. Which
+host a process comes to is decided by `placement_solver`.
 """
 
 from dataclasses import dataclass

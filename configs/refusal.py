@@ -5,20 +5,22 @@ from itertools import groupby
 
 from composer_mesh.configs.memory import GB, SHARED_CODE, in_gb, in_words
 from composer_mesh.configs.processes import WHOLE, Process
-from composer_mesh.configs.room import Host, Room
+from composer_mesh.configs.room import HostCapacity, HostResources
 
 
-def no_place(process: Process, processes: Sequence[Process], rooms: Sequence[Room]) -> str:
+def no_place(
+    process: Process, processes: Sequence[Process], capacities: Sequence[HostCapacity]
+) -> str:
     """Every host's reason, the sums and a repair."""
     lines = [f"{process.name} fits on no host:"]
-    lines += [f"  {room.host.name} {room.why_not(process)}" for room in rooms]
-    lines += _sums(process, processes, [room.host for room in rooms])
-    return "\n  ".join([*lines, f"repair: {_repair(process, rooms)}"])
+    lines += [f"  {capacity.host.name} {capacity.why_not(process)}" for capacity in capacities]
+    lines += _sums(process, processes, [capacity.host for capacity in capacities])
+    return "\n  ".join([*lines, f"repair: {_repair(process, capacities)}"])
 
 
-def no_room(process: Process, rooms: Sequence[Room]) -> str:
+def no_capacity(process: Process, capacities: Sequence[HostCapacity]) -> str:
     """Every host's reason in one line."""
-    have = "; ".join(f"{room.host.name} {room.why_not(process)}" for room in rooms)
+    have = "; ".join(f"{capacity.host.name} {capacity.why_not(process)}" for capacity in capacities)
     wanted = [f"{process.gpus / WHOLE:g} GPU"] if process.gpus else []
     wanted += [f"{process.cores} cores"] if process.cores else []
     wanted += [f"{in_gb(process.host_bytes)} GB of memory"]
@@ -28,7 +30,9 @@ def no_room(process: Process, rooms: Sequence[Room]) -> str:
     )
 
 
-def _sums(process: Process, processes: Sequence[Process], hosts: Sequence[Host]) -> Iterator[str]:
+def _sums(
+    process: Process, processes: Sequence[Process], hosts: Sequence[HostResources]
+) -> Iterator[str]:
     """The sums of what all ask for, and of what this one needs."""
     yield f"{process.name} needs of its host: {in_words(process.memory.host)}"
     if process.gpus:
@@ -55,14 +59,14 @@ def _sum(
     )
 
 
-def _repair(process: Process, rooms: Sequence[Room]) -> str:
+def _repair(process: Process, capacities: Sequence[HostCapacity]) -> str:
     key = f"placement.{process.kind}"
-    if process.gpus and any("GB needed" in room.why_not(process) for room in rooms):
+    if process.gpus and any("GB needed" in capacity.why_not(process) for capacity in capacities):
         more = f", or raise {key}.gpus" if process.gpus < WHOLE else ""
         return process.relief + more
     if process.gpus:
         return f"lower {key}.gpus, run fewer processes with GPUs, or describe more hosts"
-    if any("cores" in room.why_not(process) for room in rooms):
+    if any("cores" in capacity.why_not(process) for capacity in capacities):
         return f"lower {key}.cores, or set it to 0 to share what is left"
     return "run fewer processes, a smaller model, or describe hosts with more memory"
 

@@ -1,6 +1,6 @@
 """One host: what it has, what is left of it, and whether a process finds room there.
 
-Which host a process tries first is `placing`'s; nothing here looks at a machine.
+Which host a process tries first is `placement_solver`'s; nothing here looks at a machine.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from composer_mesh.configs.processes import WHOLE, Process
 
 
 @dataclass(frozen=True)
-class Host:
+class HostResources:
     """What a run may use of one host; memory in bytes, cores and GPUs counted from 0."""
 
     name: str
@@ -41,10 +41,10 @@ class Placed:
 
 
 @dataclass
-class Room:
+class HostCapacity:
     """What is left of a host; `aliases` are further names that a config may call it by."""
 
-    host: Host
+    host: HostResources
     aliases: frozenset[str] = frozenset()
     memory: int = field(init=False)
     gpus: list[int] = field(init=False)

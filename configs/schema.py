@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.agreement import AgreementConfig
 from composer_mesh.configs.base import (
     Count,
     FilePath,
@@ -18,6 +17,7 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.generator import GeneratorConfig
+from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
 from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
@@ -160,7 +160,7 @@ class Config(Section):
     advantage: AdvantageConfig = Field(default_factory=GroupAdvantage)
     """How rewards become advantages."""
 
-    agreement: AgreementConfig = Field(default_factory=AgreementConfig)
+    logprob_mismatch: LogprobMismatchConfig = Field(default_factory=LogprobMismatchConfig)
     """How much trainer and generators may disagree."""
 
     sdpo: SdpoConfig = Field(default_factory=SdpoConfig)

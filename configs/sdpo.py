@@ -1,6 +1,6 @@
 """The SDPO channel: the same model, shown a hint at its error sites, teaches the student.
 
-What hints are is `hints`; this is the teacher, its signal, and the loss.
+What hints are is `hints`; this is the teacher, its output, and the loss.
 """
 
 from typing import Annotated, Literal, Self
@@ -17,7 +17,7 @@ class SdpoConfig(Section):
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
 
-    wrapper: Literal["none", "taid", "entropy_opd"] = "none"
+    objective: Literal["none", "taid", "entropy_opd"] = "none"
     """"none": the generalized JSD; "taid": towards a target that moves from student to teacher
     over the run; "entropy_opd": forward KL where the teacher is unsure, else reverse KL."""
 
@@ -31,21 +31,21 @@ class SdpoConfig(Section):
     """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary where
     not set."""
 
-    signal: Literal["hidden", "topk", "full", "sampled"] = "hidden"
+    teacher_output: Literal["hidden", "topk", "full", "sampled"] = "hidden"
     """What the teacher tells of each token. "hidden": its last hidden state, exact and small;
     "topk": its log-probs of top_k entries; "full": all logits; "sampled": the sampled token's."""
 
     top_k: Count = 100
-    """Entries of each token that a topk signal holds; the rest is one tail bucket."""
+    """Entries of each token that a topk output holds; the rest is one tail bucket."""
 
     top_k_choice: Literal["teacher", "student"] = "teacher"
-    """Whose most likely entries a topk signal holds. "student" asks again after its forward."""
+    """Whose most likely entries a topk output holds. "student" asks again after its forward."""
 
     teacher: Literal["live", "ema", "frozen", "trust_region"] = "live"
     """Weights of the teacher. "live": the trainer's; "ema": their moving average; "frozen": the
     initial ones; "trust_region": logits between the initial ones' and the trainer's."""
 
-    teacher_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
+    ema_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     """How far ema moves to the trainer's weights at each version, and how far trust_region's
     logits lie from the initial ones' to the trainer's."""
 
@@ -69,16 +69,16 @@ class SdpoConfig(Section):
     """What the teacher is shown."""
 
     @model_validator(mode="after")
-    def _signal_fits_the_loss(self) -> Self:
-        if self.wrapper != "none" and self.signal not in ("hidden", "full"):
+    def _teacher_output_fits_the_loss(self) -> Self:
+        if self.objective != "none" and self.teacher_output not in ("hidden", "full"):
             raise ValueError(
-                f"wrapper is {self.wrapper!r} but signal is {self.signal!r}, and it needs the "
-                "teacher's whole distribution: set signal to 'hidden' or 'full'"
+                f"objective is {self.objective!r} but teacher_output is {self.teacher_output!r}, and it "
+                "needs the teacher's whole distribution: set teacher_output to 'hidden' or 'full'"
             )
-        if self.entropy_opd_h_max is not None and self.wrapper != "entropy_opd":
+        if self.entropy_opd_h_max is not None and self.objective != "entropy_opd":
             raise ValueError(
-                f"entropy_opd_h_max is {self.entropy_opd_h_max} but wrapper is {self.wrapper!r}, "
-                "which does not read it: remove it or set wrapper to 'entropy_opd'"
+                f"entropy_opd_h_max is {self.entropy_opd_h_max} but objective is {self.objective!r}, "
+                "which does not read it: remove it or set objective to 'entropy_opd'"
             )
         if self.placement == "inline" and self.replicas > 1:
             raise ValueError(

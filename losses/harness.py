@@ -24,7 +24,7 @@ from composer_mesh.losses.preference import dpo_loss, ipo_loss, sequence_logprob
 from composer_mesh.losses.reductions import Number, masked_sum
 
 Batch = Mapping[str, Tensor]
-Wrapper = Literal["none", "taid", "entropy_opd"]
+Objective = Literal["none", "taid", "entropy_opd"]
 Variant = Literal["dpo", "ipo", "simpo"]
 SIDES = ("chosen", "rejected")
 
@@ -47,7 +47,7 @@ class ComposedLoss:
 class _Options:
     """How the two weighted channels are computed."""
 
-    wrapper: Wrapper
+    objective: Objective
     taid_t: Number | None
     h_max: Number | None
     jsd_beta: Number
@@ -64,7 +64,7 @@ def compose_loss(
     *,
     alpha_sdpo: Number,
     beta_replay: Number,
-    sdpo_wrapper: Wrapper = "none",
+    sdpo_wrapper: Objective = "none",
     taid_t: Number | None = None,
     entropy_opd_h_max: Number | None = None,
     dpo_variant: Variant = "dpo",
@@ -241,9 +241,9 @@ def _distil(
 ) -> Float[Tensor, ""]:
     sides = (student, teacher, torch.ones_like(student[:, 0], dtype=torch.bool))
     temperature = options.temperature
-    if options.wrapper == "taid" and options.taid_t is not None:
+    if options.objective == "taid" and options.taid_t is not None:
         return taid_loss(*sides, t=options.taid_t, temperature=temperature, normalizer=normalizer)
-    if options.wrapper == "entropy_opd":
+    if options.objective == "entropy_opd":
         return entropy_gated_kl(
             *sides, h_max=options.h_max, temperature=temperature, normalizer=normalizer
         )

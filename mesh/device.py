@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from composer_mesh.mesh.share import own_gpu_share, own_gpus
+from composer_mesh.mesh.process_resources import own_gpu_share, own_gpus
 
 
 class NoGpuHere(Exception):

@@ -14,18 +14,18 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from composer_mesh.configs.room import Host
-from composer_mesh.mesh.share import VISIBLE
+from composer_mesh.configs.room import HostResources
+from composer_mesh.mesh.process_resources import VISIBLE
 
 NAME = "localhost"
 NVML = "libnvidia-ml.so.1"
 ROOT = Path("/")
 
 
-def this_machine(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Host:
+def this_machine(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> HostResources:
     """What this process may use; `root` is where /proc and /sys are."""
     gpus = visible(gpu_memories(), environ)
-    return Host(NAME, cores(root), memory(root), len(gpus), min(gpus, default=0))
+    return HostResources(NAME, cores(root), memory(root), len(gpus), min(gpus, default=0))
 
 
 @cache

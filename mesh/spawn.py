@@ -14,8 +14,8 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
-from composer_mesh.mesh.hosts.here import ThisHost
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
+from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import (
@@ -59,7 +59,7 @@ class MeshHost:
         self._start_deadline_s = start_deadline_s
         self._stop_deadline_s = stop_deadline_s
         self._token = uuid.uuid4().hex[:12]
-        self.here = ThisHost()
+        self.here = LocalHost()
         self._hosts: dict[str, Host] = {}
         self._killing: set[asyncio.Task[None]] = set()
         self._spawned: dict[str, SpawnedActor] = {}

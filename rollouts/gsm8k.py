@@ -10,7 +10,7 @@ from pathlib import Path
 from composer_mesh.configs.schema import DataConfig, EnvironmentConfig
 from composer_mesh.rollouts import mistakes
 from composer_mesh.rollouts.gsm8k_rows import DataError, Row, normalized, read_rows
-from composer_mesh.rollouts.plans import next_call, question_of, replay
+from composer_mesh.rollouts.plans import next_call, plan_results, question_of
 from composer_mesh.rollouts.session import ToolSession, read_answer
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tools import Number, calculator, format_number
@@ -82,7 +82,7 @@ class Gsm8kTask:
         Rows without usable annotations are answered at once, and so is any row in the last turn.
         """
         row = self._row(messages)
-        results = replay(row.steps, messages)
+        results = plan_results(row.steps, messages)
         turns = sum(message["role"] == "assistant" for message in messages)
         if len(results) < len(row.steps) and turns + 1 < self._max_turns:
             return next_call(row.steps, results)

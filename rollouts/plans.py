@@ -43,7 +43,7 @@ def question_of(messages: Sequence[Message]) -> str:
     raise ValueError(f"{len(messages)} messages hold no user message: begin with the question")
 
 
-def replay(steps: Sequence[Step], messages: Sequence[Message]) -> list[Number]:
+def plan_results(steps: Sequence[Step], messages: Sequence[Message]) -> list[Number]:
     """Results of the plan's steps that the conversation has done, in the plan's order.
 
     Other calls, and the plan's own calls that failed, count for nothing.

@@ -70,8 +70,8 @@ def select_states(
     """
     gate, novelty = gate or GateConfig(), novelty or Novelty()
     salt = rng.getrandbits(64)
-    moments = [moment for trace in _in_order(traces) for moment in _moments(trace)]
-    ranked = list(zip(moments, _values(moments, gate, novelty), strict=True))
+    optimizer_state = [moment for trace in _in_order(traces) for moment in _optimizer_state(trace)]
+    ranked = list(zip(optimizer_state, _values(optimizer_state, gate, novelty), strict=True))
     rng.shuffle(ranked)
     ranked.sort(key=lambda item: -item[1])
     distinct = list(_distinct(ranked))
@@ -120,7 +120,7 @@ def _in_order(traces: Iterable[Trace]) -> list[Trace]:
     return sorted(traces, key=lambda trace: trace.trace_id)
 
 
-def _moments(trace: Trace) -> Iterator[_Moment]:
+def _optimizer_state(trace: Trace) -> Iterator[_Moment]:
     """Every turn in which the student sampled something."""
     for turn, (at, context) in enumerate(zip(_actions_at(trace), _contexts(trace), strict=True)):
         if trace.turns[turn].action_ids:
@@ -142,15 +142,15 @@ def _bytes(ids: Sequence[int]) -> bytes:
     return array("q", ids).tobytes()
 
 
-def _values(moments: Sequence[_Moment], gate: GateConfig, novelty: Novelty) -> list[float]:
+def _values(optimizer_state: Sequence[_Moment], gate: GateConfig, novelty: Novelty) -> list[float]:
     acted: defaultdict[tuple[int, bytes], Counter[ActionKey]] = defaultdict(Counter)
     rewards: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for moment in moments:
+    for moment in optimizer_state:
         acted[moment.trace.group_id, moment.context][moment.action] += 1
         rewards[moment.trace.group_id][moment.trace.trace_id] = moment.trace.reward
     spread = {group: reward_spread(list(of.values())) for group, of in rewards.items()}
     values = []
-    for moment in moments:
+    for moment in optimizer_state:
         trace, turn = moment.trace, moment.turn
         otherwise = action_disagreement(moment.action, acted[trace.group_id, moment.context])
         signs = Signs(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_mesh.rollouts import mistakes
-from composer_mesh.rollouts.plans import Reference, Step, next_call, question_of, replay
+from composer_mesh.rollouts.plans import Reference, Step, next_call, plan_results, question_of
 from composer_mesh.rollouts.session import ToolSession
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tools import (
@@ -106,7 +106,7 @@ class ToolboxTask:
     def expert(self, messages: list[Message]) -> str:
         """The next right action: replays the plan against the calls that succeeded so far."""
         steps = plan(question_of(messages))
-        results = replay(steps, messages)
+        results = plan_results(steps, messages)
         if len(results) < len(steps):
             return next_call(steps, results)
         return f"Answer: {format_number(results[-1])}"

@@ -14,7 +14,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
-from composer_mesh.services.commands import clusters, looking, training
+from composer_mesh.services.commands import clusters, inspection, training
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.control import ControlRefused
@@ -36,22 +36,22 @@ REFUSALS = (
 
 COMMANDS = {
     "check": training.check,
-    "check-run": looking.check_run,
+    "verify": inspection.verify_run,
     "train": training.train,
     "ablate": training.ablate,
     "launch": clusters.launch,
     "worker": clusters.worker,
     "stop": clusters.stop,
     "join": clusters.join,
-    "replay": looking.replay,
-    "reward": looking.reward,
-    "traces": looking.traces,
-    "events": looking.events,
-    "scale": looking.scale,
-    "tree": looking.tree,
-    "stacks": looking.stacks,
-    "query": looking.query,
-    "tui": looking.tui,
+    "replay": inspection.replay,
+    "reward": inspection.reward,
+    "traces": inspection.traces,
+    "events": inspection.events,
+    "scale": inspection.scale,
+    "tree": inspection.tree,
+    "stacks": inspection.stacks,
+    "query": inspection.query,
+    "tui": inspection.tui,
 }
 
 

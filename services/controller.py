@@ -9,7 +9,7 @@ be; steps take groups in the order in which they entered. Everything it touches 
                               +-> pair stream --+   teachers, filters, reference: beside the steps
 
 Everything is written before it is used, so a run that was stopped anywhere goes on as if it had not
-been: what it `begun` with are the steps that are done, one that was planned, and finished groups.
+been: what it `resume_state` with are the steps that are done, one that was planned, and finished groups.
 
 Where rollouts may lag, the sync of a version runs beside the next step. The window opens when all
 have pulled, and what needs the new version everywhere waits for it: evaluations, checkpoints, the
@@ -30,16 +30,16 @@ from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
-from composer_mesh.services.schedule.begun import Begun
-from composer_mesh.services.schedule.composing import Composed, Composer, Group
+from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
 from composer_mesh.services.schedule.stopping import StopAsked, Stopping
-from composer_mesh.services.schedule.sync_beside import SyncBeside
-from composer_mesh.services.steps.agreement import AgreementWatch
 from composer_mesh.services.steps.hint_writing import HintWriting
+from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
 from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
-from composer_mesh.services.steps.recipes import recipe_to_json
-from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import manifest_to_json
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ports:
     """The world, as far as a run needs it; `replay` is None when the channel is off.
 
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
-    None where templates alone word the hints, `agreement` where nobody watches how far trainer and
+    None where templates alone word the hints, `logprob_mismatch` where nobody watches how far trainer and
     generators agree.
     """
 
@@ -60,7 +60,7 @@ class Ports:
     save: Callable[[int], Awaitable[None]]
     saved: Callable[[], Awaitable[None]]
     hints: HintWriting | None = None
-    agreement: AgreementWatch | None = None
+    logprob_mismatch: LogprobMismatchMonitor | None = None
 
 
 @dataclass
@@ -69,26 +69,26 @@ class Controller:
 
     config: Config
     task: Task
-    composer: Composer
+    step_builder: StepBuilder
     ports: Ports
-    begun: Begun = field(default_factory=Begun)
-    rest: Replayed = field(default_factory=Replayed)
+    resume_state: ResumeState = field(default_factory=ResumeState)
+    rest: ReplayOutcome = field(default_factory=ReplayOutcome)
     """What teachers answered too late for the last step."""
     stopping: Stopping = field(default_factory=Stopping)
 
     def __post_init__(self) -> None:
-        schedule, begun = self.config.schedule, self.begun
-        self.step, self.evaluations = begun.steps, list(begun.evaluations)
-        self._planned = begun.planned
-        self._saved = 0 if begun.checkpoint is None else begun.checkpoint.step
+        schedule, resume_state = self.config.schedule, self.resume_state
+        self.step, self.evaluations = resume_state.steps, list(resume_state.evaluations)
+        self._planned = resume_state.planned
+        self._saved = 0 if resume_state.checkpoint is None else resume_state.checkpoint.step
         self._window = Window(
             schedule.prompts_per_step,
             schedule.max_lag,
             self.config.run.steps,
-            begun.steps,
-            planned=begun.planned is not None,
+            resume_state.steps,
+            planned=resume_state.planned is not None,
         )
-        self._syncs = SyncBeside(self.ports.weights, self._pulled)
+        self._syncs = AsyncWeightSync(self.ports.weights, self._pulled)
         ports = self.ports
         self._groups = Groups(
             self.config,
@@ -97,7 +97,7 @@ class Controller:
             ports.store,
             ports.replay,
             ports.hints,
-            begun.groups,
+            resume_state.groups,
         )
 
     async def run(self) -> None:
@@ -124,7 +124,7 @@ class Controller:
     async def _to_the_end(self) -> None:
         await self._begin()
         self.ports.watch.phase("training")
-        for step in range(self.begun.steps, self.config.run.steps):
+        for step in range(self.resume_state.steps, self.config.run.steps):
             self.stopping.check()
             await self._one_step(step)
         await self._save(self.config.run.steps)
@@ -149,7 +149,7 @@ class Controller:
 
     async def _begin(self) -> None:
         """Serve the policy that the run begins with; save and evaluate it where that is due."""
-        start = self.begun.steps
+        start = self.resume_state.steps
         if start:
             self._window.pulled(await self._syncs.now())
         if self._saves_after(start) and start > self._saved:
@@ -166,15 +166,15 @@ class Controller:
         self._fill_window()
         composed = await self._planned_step(step)
         collected = _now()
-        await self._syncs.may_train()
-        may_train = _now()
+        await self._syncs.on_snapshot()
+        on_snapshot = _now()
         trained = await self.ports.trainer.train(composed.batch)
         stepped = _now()
         await self._serve(step + 1)
         metrics = composed.metrics(trained)
         metrics["time/step_s"] = _now() - began
         metrics["time/wait_batch_s"] = collected - began
-        metrics["time/train_s"] = stepped - may_train
+        metrics["time/train_s"] = stepped - on_snapshot
         metrics |= self._syncs.metrics() | self.ports.store.waits()
         self.step = step + 1
         await self.ports.store.end_step(step, metrics)
@@ -183,7 +183,7 @@ class Controller:
         if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
 
-    async def _planned_step(self, step: int) -> Composed:
+    async def _planned_step(self, step: int) -> PlannedStep:
         """What the step trains on, written down before it is trained. Waits for its groups."""
         if self._planned is not None:
             planned, self._planned = self._planned, None
@@ -191,12 +191,12 @@ class Controller:
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
         figures = self.ports.rollouts.retries.figures()
-        composed, recipe = self.composer.compose(step, groups, taken, figures)
+        composed, manifest = self.step_builder.compose(step, groups, taken, figures)
         await self.ports.store.plan_step(
             step,
-            recipe.groups,
-            recipe_to_json(recipe),
-            recipe.pairs,
+            manifest.groups,
+            manifest_to_json(manifest),
+            manifest.pairs,
             self.config.replay.max_age if taken else None,
             {reward.place: state for reward, state in composed.corrections.settled},
         )
@@ -230,7 +230,7 @@ class Controller:
 
     async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
         """Save where it is due. An alarm that ends the run does so here, after a checkpoint."""
-        watch = self.ports.agreement
+        watch = self.ports.logprob_mismatch
         alarm = watch.judge(metrics) if watch is not None else None
         if alarm is not None or self._saves_after(steps):
             await self._syncs.finish()

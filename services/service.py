@@ -24,10 +24,10 @@ from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
 from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
 from composer_mesh.services.pool.endpoints import Endpoints, default_name
 from composer_mesh.services.pool.membership import Membership
-from composer_mesh.services.pool.replicas import Call, Env, Recipe, Replica, unheard
+from composer_mesh.services.pool.process_placement import PlacementOf
+from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec, unheard
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
-from composer_mesh.services.pool.seats import SeatOf
 from composer_mesh.services.pool.sessions import Session
 
 DEADLINE_S = 120.0
@@ -44,12 +44,12 @@ class Service(Endpoints):
     lost. Bound the whole of it, waiting included, with `asyncio.timeout`.
     """
 
-    def __init__(self, recipe: Recipe, router: Router[Replica], rules: CallRules) -> None:
-        super().__init__(recipe.actor_class)
-        self.name = recipe.name
-        self._actor_class = recipe.actor_class
+    def __init__(self, spec: ReplicaSpec, router: Router[Replica], rules: CallRules) -> None:
+        super().__init__(spec.actor_class)
+        self.name = spec.name
+        self._actor_class = spec.actor_class
         self._rules = rules
-        self._members = Membership(recipe, router)
+        self._members = Membership(spec, router)
         self._dispatch = self._members.dispatch
         self._anywhere = Anywhere(router, self._members.last_death)
         self._session_names: set[str] = set()
@@ -109,7 +109,7 @@ class Service(Endpoints):
         self.check(endpoint)
         return await self._members.set_up(Call(endpoint, args, kwargs), self._rules.deadline_s)
 
-    async def setup_from(
+    async def broadcast_weights(
         self, source: SpawnedActor, endpoint: str, /, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """A `setup` in which replicas read the memory of another actor, while it lives.
@@ -208,7 +208,7 @@ async def spawn(
     restart: RestartRules | None = None,
     record: Recorder = unheard,
     numbered: bool = True,
-    seat: SeatOf | None = None,
+    placement: PlacementOf | None = None,
     **kwargs: Any,
 ) -> Service:
     """Start `n` replicas of an actor, each in its own process. Waits until all of them are ready.
@@ -219,7 +219,7 @@ async def spawn(
     where they have one, unless `policy` says otherwise.
 
     `env` is added to the environment of each process, or what it gives for the process's slot;
-    a `seat`, asked for the slot at each start, says the host too and stands instead of it. With
+    a `placement`, asked for the slot at each start, says the host too and stands instead of it. With
     `restart` the dead are replaced by its rules, and that is told to `record`; without, a
     resize replaces them. Where replicas are not `numbered`, the first has the service's name.
     """
@@ -232,8 +232,8 @@ async def spawn(
     policy = policy or (FaultPolicy.OWNER if forgiving else FaultPolicy.ESCALATE)
     name = name or default_name(actor_class)
     rest = (host, args, kwargs, env, policy, deadline_s, restart, record, numbered)
-    recipe = Recipe(name, actor_class, *rest, seat)
-    service = Service(recipe, Router(max_outstanding, queue), rules)
+    spec = ReplicaSpec(name, actor_class, *rest, placement)
+    service = Service(spec, Router(max_outstanding, queue), rules)
     await service._begin(n, load)
     return service
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.embedded_attention import Packed, Run
 from composer_mesh.actors.engines.embedded_forward import PackedForward
-from composer_mesh.actors.engines.embedded_rows import HeldRows, Ids
 from composer_mesh.actors.engines.embedded_sampling import sample
 from composer_mesh.actors.engines.kv_cache import RowCache
 from composer_mesh.actors.engines.port import Done, Weights, refuse_too_long
+from composer_mesh.actors.engines.prefix_cache import Ids, PrefixCache
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
@@ -79,7 +79,7 @@ class Engine:
         self._forward = PackedForward(model, self._cache)
         self._device = self._forward.device
         self._budget = TOKENS_AT_ONCE.get(self._device.type, TOKENS_AT_ONCE_ELSEWHERE)
-        self._held = HeldRows(self._cache, rows, length, sharing=sharing)
+        self._held = PrefixCache(self._cache, rows, length, sharing=sharing)
 
     @property
     def busy(self) -> bool:

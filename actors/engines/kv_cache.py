@@ -1,6 +1,6 @@
 """Keys and values of all requests: one row each, `[layers, rows, kv_heads, length, head_dim]`.
 
-Which request owns a row, and what the row means, is `embedded_rows`' business.
+Which request owns a row, and what the row means, is `prefix_cache`' business.
 """
 
 from typing import Any

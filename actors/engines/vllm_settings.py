@@ -12,7 +12,7 @@ from typing import Any
 from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.actors.engines.vllm_installed import Flavour, VllmUnavailable
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.share import own_gpu_share
+from composer_mesh.mesh.process_resources import own_gpu_share
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 GB = 2**30

@@ -21,18 +21,18 @@ from composer_mesh.actors.checkpoints.state import (
     TrainingState,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
-from composer_mesh.actors.learning.sdpo_channel import SignalSource
+from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import adapter_weights, restore_adapters
 from composer_mesh.actors.models.model_folder import ModelFolder
-from composer_mesh.actors.models.moments import check_weights
+from composer_mesh.actors.models.optimizer_state import check_weights
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
 from composer_mesh.actors.models.trained_model import frozen_model, trained_model
-from composer_mesh.actors.signals.sources import InlineSource
-from composer_mesh.actors.signals.teaching import TeacherModel, blend_from
+from composer_mesh.actors.teacher_outputs.sources import InlineSource
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 
@@ -63,7 +63,7 @@ class Learner:
         """Whether the SDPO teacher is in this process."""
         return self._teacher is not None
 
-    def own_signals(self, batch: StepBatch) -> InlineSource:
+    def own_teacher_outputs(self, batch: StepBatch) -> InlineSource:
         """The signals of the teacher in this process for the views of a batch."""
         assert self._teacher is not None
         forwards = self.step.rounds(batch).teacher
@@ -72,7 +72,7 @@ class Learner:
     def train(
         self,
         batch: StepBatch,
-        source: SignalSource | None,
+        source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
         """One optimizer step; returns its metrics. The rest is `ThreeChannelStep.run`'s."""
@@ -99,7 +99,7 @@ class Learner:
             _add(tensors, ADAPTERS, adapter_weights(self.model))
         if self._teacher is not None:
             _add(tensors, TEACHER, self._teacher.average())
-        _add(tensors, MOMENTS, self.step.moments())
+        _add(tensors, MOMENTS, self.step.optimizer_state())
         rng = self._ranks.gather(random_states(self._ranks.device))
         self._writer.copy(TrainingState(self.version, tensors, self.step.figures(), rng))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.agreement import Agreement, Sums, figures
+from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
 from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
@@ -72,7 +72,7 @@ class PolicyChannel:
         self._reference = reference if needs_reference(config.loss) else None
         if needs_reference(config.loss) and reference is None:
             raise ValueError(f"loss {config.loss.type!r} needs a reference model: load one")
-        self._bound = config.agreement.bound
+        self._bound = config.logprob_mismatch.bound
         self.begin_step()
         if isinstance(config.loss, configs.CustomLoss):
             self._function = load_function(config.loss.import_path)
@@ -88,7 +88,7 @@ class PolicyChannel:
     ) -> Tensor:
         """The loss of some samples of the batch, over the normalizer of the whole batch."""
         tokens = self._tokens(model, samples, hidden, batch.version)
-        self._agreement.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
+        self._logprob_mismatch.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
             return self._custom(self._loss, tokens, samples, max(1, batch.action_tokens))
         weights = self._correction(tokens)
@@ -109,11 +109,11 @@ class PolicyChannel:
     def begin_step(self) -> None:
         """Forget what was measured in the step before."""
         self._custom_metrics: dict[str, MetricSum] = {}
-        self._agreement = Agreement(self._bound)
+        self._logprob_mismatch = LogprobMismatch(self._bound)
 
     def finish_step(self, ranks: Ranks) -> Figures:
-        """What was measured in this step, on all ranks: `agreement/…` and `policy/custom/…`."""
-        measured = Sums.joined(ranks.gather(self._agreement.sums.on_cpu()))
+        """What was measured in this step, on all ranks: `logprob_mismatch/…` and `policy/custom/…`."""
+        measured = Sums.joined(ranks.gather(self._logprob_mismatch.sums.on_cpu()))
         return figures(measured) | self._custom_means(ranks)
 
     def _custom_means(self, ranks: Ranks) -> Figures:
@@ -139,7 +139,7 @@ class PolicyChannel:
             return None
         unbounded = correction_weights(self._loss, tokens, bounded=False)
         assert unbounded is not None
-        self._agreement.note_weights(weights, unbounded, tokens.mask)
+        self._logprob_mismatch.note_weights(weights, unbounded, tokens.mask)
         return weights
 
     def _tokens(

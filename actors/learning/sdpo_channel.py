@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.signals.messages import Head, Signal
+from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block
@@ -36,13 +36,15 @@ from composer_mesh.rollouts.alignment import HintedView
 Choose = Callable[[], Tensor]
 
 
-class SignalSource(Protocol):
+class TeacherOutputSource(Protocol):
     """Gives the signal for the views of one microbatch; may wait.
 
     `choose` makes the student's top k ids [N, K], for sources that the config asks to need them.
     """
 
-    def take(self, microbatch: int, views: Sequence[HintedView], choose: Choose, /) -> Signal: ...
+    def take(
+        self, microbatch: int, views: Sequence[HintedView], choose: Choose, /
+    ) -> TeacherOutput: ...
 
     def skip(self, microbatch: int, /) -> None:
         """Go along with ranks that take a signal for a microbatch of theirs, where this has none.
@@ -103,30 +105,30 @@ class SdpoChannel:
 
     def finish_step(self, loss: float | None, step: int) -> dict[str, float]:
         """Move TAID's schedule after a step (0-based) that had this loss; its figures."""
-        if self._config.wrapper != "taid" or loss is None:
+        if self._config.objective != "taid" or loss is None:
             return {}
         used = self.taid.t
         self.taid.update(loss, step, self._steps)
         return {"sdpo/taid_t": used}
 
-    def loss(self, rows: StudentRows, signal: Signal, normalizer: int) -> Tensor:
+    def loss(self, rows: StudentRows, teacher_output: TeacherOutput, normalizer: int) -> Tensor:
         """The loss of the rows, over all hinted tokens of the batch."""
-        signal = signal.on(rows.hidden.device)
-        tensors = signal.tensors
+        teacher_output = teacher_output.on(rows.hidden.device)
+        tensors = teacher_output.tensors
         for name, tensor in tensors.items():
             if len(tensor) != len(rows.hidden):
                 raise ValueError(
                     f"the signal's {name} have {len(tensor)} rows but the views have "
                     f"{len(rows.hidden)} tokens: build both from the same batch"
                 )
-        if self._config.signal == "sampled":
+        if self._config.teacher_output == "sampled":
             return self._sampled(rows, tensors["logprobs"], normalizer)
-        if self._config.signal == "topk":
+        if self._config.teacher_output == "topk":
             return self._top_k(rows, tensors["ids"], tensors["logprobs"], normalizer)
-        if self._config.signal == "full":
+        if self._config.teacher_output == "full":
             return self._whole(rows, tensors["logits"], None, normalizer)
         own = Head(rows.model.weight, rows.model.bias)
-        return self._whole(rows, tensors["states"], signal.head or own, normalizer)
+        return self._whole(rows, tensors["states"], teacher_output.head or own, normalizer)
 
     def _whole(
         self, rows: StudentRows, teacher: Tensor, head: Head | None, normalizer: int
@@ -136,13 +138,13 @@ class SdpoChannel:
         weight = None if head is None else head.weight
         biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}
         shared: dict[str, Any] = {"temperature": config.temperature, "normalizer": normalizer}
-        if config.wrapper == "none":
+        if config.objective == "none":
             shared |= {"beta": config.jsd_beta, **biases}
             return linear_jsd(rows.hidden, student.weight, teacher, weight, **shared)
 
         def rows_loss(own: Tensor, others: Tensor, _rows: slice) -> Tensor:
             mask = torch.ones_like(own[:, 0], dtype=torch.bool)
-            if config.wrapper == "taid":
+            if config.objective == "taid":
                 return taid_loss(own, others, mask, t=self.taid.t, **shared)
             return entropy_gated_kl(own, others, mask, h_max=config.entropy_opd_h_max, **shared)
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from composer_mesh.actors.learning import policy_channel
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, SignalSource, StudentRows
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
 from composer_mesh.actors.learning.sums import StepSums
 from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.moments import Kept
+from composer_mesh.actors.models.optimizer_state import Kept
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
-from composer_mesh.actors.signals.inbox import SignalsLost
+from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.step_plan import (
@@ -39,7 +39,7 @@ class _Pass:
     """One way through a step's batch; without a source it trains no SDPO channel."""
 
     batch: StepBatch
-    source: SignalSource | None
+    source: TeacherOutputSource | None
     sums: StepSums = field(default_factory=StepSums)
     lost: bool = False
 
@@ -71,13 +71,13 @@ class ThreeChannelStep:
         """What a checkpoint needs beside tensors, as JSON."""
         return {"taid": self._sdpo.taid.state_dict(), "trained": self._update.trained()}
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """What this rank has of the optimizer's moments; shares its memory."""
-        return self._update.moments()
+        return self._update.optimizer_state()
 
-    def restore(self, figures: dict[str, Any], moments: Kept) -> None:
+    def restore(self, figures: dict[str, Any], optimizer_state: Kept) -> None:
         """Continue where both were taken, by however many ranks."""
-        self._update.restore(figures["trained"], moments)
+        self._update.restore(figures["trained"], optimizer_state)
         self._sdpo.taid.load_state_dict(figures["taid"])
 
     def plan(self, batch: StepBatch) -> RankPlan:
@@ -96,13 +96,13 @@ class ThreeChannelStep:
     def run(
         self,
         batch: StepBatch,
-        source: SignalSource | None,
+        source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, float | None]:
         """One update; returns the step's `loss/…`, `policy/…` and `tokens/…` metrics.
 
         `source` gives the teacher's signal for the views of each microbatch. When it raises
-        `SignalsLost`, on any rank, the step begins again without the SDPO channel. The weights do
+        `TeacherOutputsLost`, on any rank, the step begins again without the SDPO channel. The weights do
         not change before `before_update` has returned.
         """
         if self._config.sdpo.on and batch.views and source is None:
@@ -116,7 +116,7 @@ class ThreeChannelStep:
         norm, rate = self._update.apply(batch.step, before_update)
         return self._metrics(batch, sums, norm, rate)
 
-    def _accumulate(self, batch: StepBatch, source: SignalSource | None) -> _Pass:
+    def _accumulate(self, batch: StepBatch, source: TeacherOutputSource | None) -> _Pass:
         """Gradients of this rank's share, from nothing."""
         one, plan, rounds = _Pass(batch, source), self.plan(batch), self.rounds(batch)
         self._update.begin()
@@ -125,7 +125,7 @@ class ThreeChannelStep:
             if index < len(plan.microbatches):
                 self._train_traces(index, plan.microbatches[index], one)
             else:
-                self._accompany(index, one)
+                self._dummy_forward(index, one)
             if one.lost and not self._sharded:
                 return one  # other ranks of a sharded model would wait for the rest
         if self._config.replay.on:
@@ -183,13 +183,13 @@ class ThreeChannelStep:
             self._sdpo.temperature,
         )
         try:
-            signal = one.source.take(index, views, lambda: rows.top_k(self._sdpo.top_k))
-        except SignalsLost:
+            teacher_output = one.source.take(index, views, lambda: rows.top_k(self._sdpo.top_k))
+        except TeacherOutputsLost:
             one.source, one.lost = None, True
             return None
-        return self._sdpo.loss(rows, signal, one.batch.sdpo_tokens)
+        return self._sdpo.loss(rows, teacher_output, one.batch.sdpo_tokens)
 
-    def _accompany(self, index: int, one: _Pass) -> None:
+    def _dummy_forward(self, index: int, one: _Pass) -> None:
         """Run all models as often as the ranks that have a microbatch of this index."""
         loss = self._model.nothing()
         self._policy.skip()

@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.schedules import learning_rate
-from composer_mesh.actors.models.moments import Kept, check_weights, moments_of, restore_moments
+from composer_mesh.actors.models.optimizer_state import (
+    Kept,
+    check_weights,
+    optimizer_state_of,
+    restore_optimizer_state,
+)
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_spread
+from composer_mesh.actors.models.rows import is_dtensor
 from composer_mesh.configs.schema import Config
 
 
@@ -42,7 +47,7 @@ class WeightUpdate:
         Raises RuntimeError for a norm that is not finite.
         """
         weights = list(self._weights.values())
-        self._ranks.sum_gradients(one for one in weights if not is_spread(one))
+        self._ranks.sum_gradients(one for one in weights if not is_dtensor(one))
         norm = torch.nn.utils.clip_grad_norm_(
             weights, self._config.grad_clip, error_if_nonfinite=True
         )
@@ -51,17 +56,17 @@ class WeightUpdate:
             group["lr"] = rate
         before_update()
         self._optimizer.step()
-        return float(norm.full_tensor() if is_spread(norm) else norm), rate
+        return float(norm.full_tensor() if is_dtensor(norm) else norm), rate
 
     def trained(self) -> list[str]:
         """The names of the weights that learn."""
         return list(self._weights)
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """What this rank has of the optimizer's moments; shares its memory."""
-        return moments_of(self._weights, self._optimizer)
+        return optimizer_state_of(self._weights, self._optimizer)
 
-    def restore(self, trained: list[str], moments: Kept) -> None:
+    def restore(self, trained: list[str], optimizer_state: Kept) -> None:
         """Go on from moments of weights of these names; raises `OtherWeights`."""
         check_weights(self._weights, trained)
-        restore_moments(self._weights, self._optimizer, moments)
+        restore_optimizer_state(self._weights, self._optimizer, optimizer_state)

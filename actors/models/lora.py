@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.moments import Kept
-from composer_mesh.actors.models.rows import is_spread
+from composer_mesh.actors.models.optimizer_state import Kept
+from composer_mesh.actors.models.rows import is_dtensor
 from composer_mesh.configs.trainer import LoraConfig
 
 ADAPTER = "default"
@@ -120,7 +120,7 @@ def merged(base: Any, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
     Of a weight that is spread by rows, this rank's rows.
     """
-    if not is_spread(base):
+    if not is_dtensor(base):
         return torch.addmm(base, up, down, alpha=scale)
     from torch.distributed.tensor import DTensor
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.meeting import Meeting, join_store, talk_over
+from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_over
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -32,7 +32,7 @@ class Ranks:
         cls,
         rank: int,
         size: int,
-        meeting: Meeting,
+        rendezvous: Meeting,
         deadline_s: float,
         device: torch.device = CPU,
         store: dist.Store | None = None,
@@ -42,8 +42,8 @@ class Ranks:
         Where that is a port of this process, `store` is what listens there.
         """
         timeout = timedelta(seconds=deadline_s)
-        store = store or join_store(meeting, size, deadline_s)
-        talk_over(meeting)
+        store = store or join_store(rendezvous, size, deadline_s)
+        talk_over(rendezvous)
         backend = BACKENDS[device.type]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = cls(rank, size, device)

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def is_spread(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether ranks have different rows of a tensor."""
     return hasattr(tensor, "placements")
 
 
 def local(tensor: Any) -> Tensor:
     """What this rank has of a tensor, in the memory that it has it in."""
-    found: Tensor = tensor.to_local() if is_spread(tensor) else tensor
+    found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return found
 
 
@@ -38,14 +38,14 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     wholes: dict[int, Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in wholes:
-            whole = tensor.full_tensor() if is_spread(tensor) else tensor
+            whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
             wholes[id(tensor)] = whole.detach().cpu() if keep else whole.new_empty(0)
     return {name: wholes[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
 def rows_of(whole: Tensor, like: Any) -> Tensor:
     """A copy of the rows of a whole tensor that this rank has of another, spread like that one."""
-    if not is_spread(like):
+    if not is_dtensor(like):
         return whole.to(like.device, like.dtype, copy=True)
     from torch.distributed.tensor import distribute_tensor
 

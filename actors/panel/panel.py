@@ -13,10 +13,10 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from composer_mesh.actors.panel.kept_answers import KeptAnswers, asked_of, question_key
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.metering import LedgerMeter
 from composer_mesh.actors.panel.prices import with_prices
+from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, question_key
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.panel.tally import Tally, replies_by_kind
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
@@ -43,7 +43,7 @@ class PanelClosed(Exception):
 
 
 @dataclass(frozen=True)
-class Seat:
+class TeacherSlot:
     """A teacher of the panel; `copy` counts those before it that are asked in the same way."""
 
     teacher: TeacherEndpoint
@@ -57,16 +57,16 @@ class TeacherPanel:
     def __init__(
         self,
         settings: PanelSettings,
-        seats: list[Seat],
+        slots: list[TeacherSlot],
         client: ProviderClient,
         meter: LedgerMeter,
-        kept: KeptAnswers | None,
+        kept: ResponseCache | None,
         opened: AsyncExitStack,
     ) -> None:
-        self._settings, self._seats, self._opened = settings, seats, opened
+        self._settings, self._slots, self._opened = settings, slots, opened
         self._client, self._meter, self._kept = client, meter, kept
         self._asking: dict[str, asyncio.Task[TeacherReply]] = {}
-        self._tallies = {seat.teacher.name: Tally() for seat in seats}
+        self._tallies = {slot.teacher.name: Tally() for slot in slots}
         self._unkept, self._closed = 0, False
         self._clock = asyncio.get_running_loop().time
 
@@ -94,21 +94,21 @@ class TeacherPanel:
             opened.push_async_callback(client.aclose)
             for teacher in settings.teachers:
                 client.check(teacher)
-            seats = await _seats(client, settings)
+            slots = await _slots(client, settings)
             meter = await _open_meter(settings)
             opened.push_async_callback(meter.aclose)
             kept = None
             if settings.cache is not None and settings.pays:
-                kept = await asyncio.to_thread(KeptAnswers, settings.cache)
+                kept = await asyncio.to_thread(ResponseCache, settings.cache)
                 opened.callback(kept.close)
             # Once more, because it must be the first to close: it has charges to write then.
             opened.push_async_callback(client.aclose)
-            return cls(settings, seats, client, meter, kept, opened.pop_all())
+            return cls(settings, slots, client, meter, kept, opened.pop_all())
 
     @property
     def teachers(self) -> list[TeacherEndpoint]:
         """The teachers in their order, with what is known of their prices."""
-        return [seat.teacher for seat in self._seats]
+        return [slot.teacher for slot in self._slots]
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
         """Ask `n` teachers at once; which ones is settled by the state's seed, in turns.
@@ -119,12 +119,12 @@ class TeacherPanel:
         """
         if self._closed:
             raise PanelClosed
-        if not 1 <= n <= len(self._seats):
+        if not 1 <= n <= len(self._slots):
             raise ValueError(
-                f"n is {n}, but {len(self._seats)} teachers are loaded: ask 1 to that many"
+                f"n is {n}, but {len(self._slots)} teachers are loaded: ask 1 to that many"
             )
-        asked = chosen_teachers(self._seats, state.seed, n)
-        return list(await asyncio.gather(*(self._reply(seat, state) for seat in asked)))
+        asked = chosen_teachers(self._slots, state.seed, n)
+        return list(await asyncio.gather(*(self._reply(slot, state) for slot in asked)))
 
     async def report(self) -> BudgetReport:
         """What the ledger holds about this run, all its processes included."""
@@ -159,20 +159,20 @@ class TeacherPanel:
         await asyncio.gather(*asking, return_exceptions=True)
         await self._opened.aclose()
 
-    async def _reply(self, seat: Seat, state: FrozenState) -> TeacherReply:
-        key, began = self._key(seat, state), self._clock()
+    async def _reply(self, slot: TeacherSlot, state: FrozenState) -> TeacherReply:
+        key, began = self._key(slot, state), self._clock()
         if (task := self._asking.get(key)) is None:
-            return await _outcome(self._begin(key, self._find(seat, state, key)))
+            return await _outcome(self._begin(key, self._find(slot, state, key)))
         reply = replace(await _outcome(task), usd=0.0, latency_s=self._clock() - began)
         if isinstance(reply, TeacherAnswer):
             # Who of several asked first is chance, and what is free was not saved.
-            reply = replace(reply, usd_known=True, cached=not seat.own)
-        self._tallies[seat.teacher.name].count(reply)
+            reply = replace(reply, usd_known=True, cached=not slot.own)
+        self._tallies[slot.teacher.name].count(reply)
         return reply
 
-    def _key(self, seat: Seat, state: FrozenState) -> str:
-        key = question_key(seat.teacher, seat.copy, state, self._settings.tools)
-        return f"{key} {state.seed}" if seat.own else key  # what is free is asked by seed
+    def _key(self, slot: TeacherSlot, state: FrozenState) -> str:
+        key = question_key(slot.teacher, slot.copy, state, self._settings.tools)
+        return f"{key} {state.seed}" if slot.own else key  # what is free is asked by seed
 
     def _begin(
         self, key: str, finding: Coroutine[Any, Any, TeacherReply]
@@ -182,15 +182,15 @@ class TeacherPanel:
         task.add_done_callback(lambda _: self._asking.pop(key, None))
         return task
 
-    async def _find(self, seat: Seat, state: FrozenState, key: str) -> TeacherReply:
-        teacher, began = seat.teacher, self._clock()
-        kept = None if seat.own else self._kept
+    async def _find(self, slot: TeacherSlot, state: FrozenState, key: str) -> TeacherReply:
+        teacher, began = slot.teacher, self._clock()
+        kept = None if slot.own else self._kept
         reply: TeacherReply | None = None
         try:
             if kept is not None:
                 reply = await asyncio.to_thread(kept.get, key, teacher.name)
             if reply is None:
-                reply = await self._ask(seat, state)
+                reply = await self._ask(slot, state)
                 await self._keep(kept, key, reply)
             else:
                 reply = replace(reply, latency_s=self._clock() - began)
@@ -203,16 +203,16 @@ class TeacherPanel:
         self._tallies[teacher.name].count(reply)
         return reply
 
-    async def _ask(self, seat: Seat, state: FrozenState) -> TeacherAnswer:
+    async def _ask(self, slot: TeacherSlot, state: FrozenState) -> TeacherAnswer:
         return await self._client.complete(
-            seat.teacher,
+            slot.teacher,
             state.messages,
             self._settings.tools,
-            seed=state.seed + seat.copy,
-            meter=None if seat.own else self._meter,
+            seed=state.seed + slot.copy,
+            meter=None if slot.own else self._meter,
         )
 
-    async def _keep(self, kept: KeptAnswers | None, key: str, answer: TeacherAnswer) -> None:
+    async def _keep(self, kept: ResponseCache | None, key: str, answer: TeacherAnswer) -> None:
         if kept is None:
             return
         try:
@@ -239,16 +239,16 @@ def chosen_teachers(teachers: Sequence[T], seed: int, n: int) -> list[T]:
     return [teachers[place] for place in places]
 
 
-async def _seats(client: ProviderClient, settings: PanelSettings) -> list[Seat]:
+async def _slots(client: ProviderClient, settings: PanelSettings) -> list[TeacherSlot]:
     priced = await asyncio.gather(
         *(with_prices(client, teacher, settings.budget) for teacher in settings.teachers)
     )
-    seats: list[Seat] = []
+    slots: list[TeacherSlot] = []
     for teacher in priced:
-        copy = sum(asked_of(teacher) == asked_of(seat.teacher) for seat in seats)
+        copy = sum(asked_of(teacher) == asked_of(slot.teacher) for slot in slots)
         shared = _share(teacher, settings.replicas)
-        seats.append(Seat(shared, copy, teacher.name in settings.own))
-    return seats
+        slots.append(TeacherSlot(shared, copy, teacher.name in settings.own))
+    return slots
 
 
 def _share(teacher: TeacherEndpoint, replicas: int) -> TeacherEndpoint:

@@ -1,7 +1,7 @@
 """The client of teachers' providers: one question at a time, retried within bounds.
 
 Speaks the OpenAI chat protocol, and OpenRouter's additions where an endpoint is OpenRouter's.
-Fates of failures are in `errors`, limits in `lane`, money in `bill`, bytes in `wire` and `reply`.
+Fates of failures are in `errors`, limits in `limiter`, money in `bill`, bytes in `transport` and `reply`.
 It knows no ceiling, no votes and no actors.
 """
 
@@ -23,12 +23,12 @@ from composer_mesh.actors.provider.bill import Bill, Bookkeeping
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderError, ProviderRequestError
+from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
-from composer_mesh.actors.provider.lane import Clock, Deadline, Lane, Sleep
 from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
 from composer_mesh.actors.provider.reply import Lost, read_completion, read_reply
-from composer_mesh.actors.provider.wire import Outgoing, Wire
+from composer_mesh.actors.provider.request_limiter import Clock, Deadline, RequestLimiter, Sleep
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
@@ -70,10 +70,10 @@ class ProviderClient:
         self._timeouts, self._retries, self._rules = timeouts, retries, breaker
         self._environ, self._sleep, self._clock = environ, sleep, clock
         self._rng = random.Random()
-        self._lanes: dict[str, Lane] = {}
+        self._limiters: dict[str, RequestLimiter] = {}
         self._warned: set[Path] = set()
         self._books = Bookkeeping()
-        self._wire = Wire(timeouts, transport)
+        self._transport = HttpTransport(timeouts, transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,7 +86,7 @@ class ProviderClient:
 
         Waits until the charges of cancelled questions are written.
         """
-        await self._wire.aclose()
+        await self._transport.aclose()
         await self._books.finish()
 
     def check(self, teacher: TeacherEndpoint) -> None:
@@ -100,7 +100,7 @@ class ProviderClient:
 
     def admit(self, teacher: TeacherEndpoint) -> None:
         """Raises ProviderSuspended while the teacher's breaker lets nothing through."""
-        self._lane(teacher).refuse_while_resting()
+        self._limiter(teacher).refuse_while_resting()
 
     async def complete(
         self,
@@ -116,19 +116,19 @@ class ProviderClient:
         Waits at most `total_s` for it, and for what the meter takes to write. Cancelled, it closes
         its request and charges all that it had reserved.
         """
-        lane, started = self._lane(teacher), time.perf_counter()
+        limiter, started = self._limiter(teacher), time.perf_counter()
         bill = Bill(None, teacher.name, None, self._books)
         try:
             self.check(teacher)
             question = _question(teacher, messages, tools, seed)
             most = bound(teacher, len(question.content))
             bill = Bill(meter, teacher.name, most, self._books)
-            answer = await self._persist(lane, partial(self._ask, lane, question, bill))
+            answer = await self._persist(limiter, partial(self._ask, limiter, question, bill))
         except ProviderError as error:
             error.charged = bill.charged
-            lane.counts[error.kind.value] += 1
+            limiter.counts[error.kind.value] += 1
             raise
-        lane.counts["answered"] += 1
+        limiter.counts["answered"] += 1
         return replace(
             answer,
             usd=dollars(bill.charged),
@@ -142,15 +142,17 @@ class ProviderClient:
         Reads the list, which costs nothing; raises a ProviderError where it cannot.
         """
         self.check(teacher)
-        lane = Lane(teacher, self._rules, self._clock, self._sleep)
-        listing = await self._persist(lane, partial(self._list_models, lane, teacher))
+        limiter = RequestLimiter(teacher, self._rules, self._clock, self._sleep)
+        listing = await self._persist(limiter, partial(self._list_models, limiter, teacher))
         return listed_prices(listing, teacher.model)
 
     def details(self) -> dict[str, Any]:
         """By teacher: the breaker's state, requests under way and waiting, ends by kind."""
-        return {name: lane.details() for name, lane in self._lanes.items()}
+        return {name: limiter.details() for name, limiter in self._limiters.items()}
 
-    async def _persist(self, lane: Lane, attempt: Callable[[int, Deadline], Awaitable[T]]) -> T:
+    async def _persist(
+        self, limiter: RequestLimiter, attempt: Callable[[int, Deadline], Awaitable[T]]
+    ) -> T:
         """Try until it succeeds, it is final, the attempts are used up or the time is."""
         deadline, failures = Deadline.of(self._timeouts, self._clock), 0
         while True:
@@ -159,19 +161,24 @@ class ProviderClient:
             except ProviderError as error:
                 failures += 1
                 if error.retryable and error.retry_after_s is not None:
-                    lane.hold(error.retry_after_s)
+                    limiter.hold(error.retry_after_s)
                 delay_s = self._retries.delay_s(failures, error, self._rng)
                 hopeless = delay_s is None or delay_s >= deadline.left_s
-                if delay_s is None or hopeless or lane.rests_for(delay_s):
+                if delay_s is None or hopeless or limiter.rests_for(delay_s):
                     raise
             await self._sleep(delay_s)
 
     async def _ask(
-        self, lane: Lane, question: _Question, bill: Bill, number: int, deadline: Deadline
+        self,
+        limiter: RequestLimiter,
+        question: _Question,
+        bill: Bill,
+        number: int,
+        deadline: Deadline,
     ) -> TeacherAnswer:
         """One attempt: in line, reserved, sent, settled."""
         teacher = question.teacher
-        async with lane.turn(deadline):
+        async with limiter.turn(deadline):
             outgoing = Outgoing(
                 teacher,
                 "chat/completions",
@@ -180,33 +187,33 @@ class ProviderClient:
                 f"{question.request_id}-{number}",
             )
             async with bill.attempt() as attempt:
-                reply = await self._wire.send(outgoing, deadline.left_s)
+                reply = await self._transport.send(outgoing, deadline.left_s)
                 reading = read_reply(teacher, reply, question.call_id)
                 attempt.charge = reading.charge
             return reading.answer()
 
     async def _list_models(
-        self, lane: Lane, teacher: TeacherEndpoint, _: int, deadline: Deadline
+        self, limiter: RequestLimiter, teacher: TeacherEndpoint, _: int, deadline: Deadline
     ) -> dict[str, Any]:
         """One attempt to read the provider's list of models."""
-        async with lane.turn(deadline):
+        async with limiter.turn(deadline):
             outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
-            reply = await self._wire.send(outgoing, deadline.left_s)
+            reply = await self._transport.send(outgoing, deadline.left_s)
             if isinstance(reply, Lost):
                 raise reply.error
             return read_completion(teacher.name, reply, reply.body())
 
-    def _lane(self, teacher: TeacherEndpoint) -> Lane:
-        lane = self._lanes.get(teacher.name)
-        if lane is None:
-            lane = Lane(teacher, self._rules, self._clock, self._sleep)
-            self._lanes[teacher.name] = lane
-        elif lane.teacher != teacher:
+    def _limiter(self, teacher: TeacherEndpoint) -> RequestLimiter:
+        limiter = self._limiters.get(teacher.name)
+        if limiter is None:
+            limiter = RequestLimiter(teacher, self._rules, self._clock, self._sleep)
+            self._limiters[teacher.name] = limiter
+        elif limiter.teacher != teacher:
             raise ValueError(
                 f"two different teachers are named {teacher.name!r}, so one's failures would "
                 "count against the other: give each its own name"
             )
-        return lane
+        return limiter
 
 
 def _question(

@@ -20,7 +20,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-CHILD = "composer_mesh.mesh.child"
+CHILD = "composer_mesh.mesh.bootstrap"
 ENDPOINTS = "monarch.actor"
 FOLDER_ENV = "COMPOSER_MESH_CHAOS_FOLDER"
 EXIT_STATUS = 7

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.ends import Ends
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
@@ -34,7 +34,7 @@ TELL_S = 1.0
 class HostAbout:
     """What a host says of itself; `server` is the process that starts the others there."""
 
-    machine: Host
+    machine: HostResources
     hostname: str
     python: str
     server: int
@@ -48,7 +48,7 @@ class HostAgent(MeshActor):
 
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
-        self._lease, self._ends = Lease(folder), Ends(folder)
+        self._lease, self._exit_statuses = Lease(folder), ExitStatuses(folder)
         self._beats = Beats(self._lease)
 
     @concurrent_endpoint
@@ -79,7 +79,7 @@ class HostAgent(MeshActor):
         if not await processes.wait_gone(pid, wait_s):
             return None
         for _ in range(10):
-            if (words := self._ends.of(pid)) is not None:
+            if (words := self._exit_statuses.of(pid)) is not None:
                 return words
             await asyncio.sleep(TELL_S / 10)
         return f"its process {pid} has ended"

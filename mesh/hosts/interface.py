@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 import psutil
 
-from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.mesh.process_resources import ADDRESS
 
 
 class NoAddress(RuntimeError):

@@ -21,10 +21,10 @@ from composer_mesh.mesh.actor import monarch_name
 from composer_mesh.mesh.environment import without_noise
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAbout, HostAgent
-from composer_mesh.mesh.hosts.here import CHILD
 from composer_mesh.mesh.hosts.host import is_lost, unless_lost
+from composer_mesh.mesh.hosts.local import CHILD
 from composer_mesh.mesh.hosts.versions import differences, versions
-from composer_mesh.mesh.share import ADDRESS, FOLDER
+from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
 

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from composer_mesh.mesh.environment import prepare_environment
-from composer_mesh.mesh.hosts.ends import Ends
-from composer_mesh.mesh.hosts.tied import end_with_parent
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
+from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 
 FOLDER = "COMPOSER_MESH_WORKER_FOLDER"
 """The folder of the worker, in the environment of all that it starts."""
@@ -28,7 +28,9 @@ def serve(address: str, folder: Path) -> None:
     prepare_environment()  # Monarch reads it when it is imported
     from monarch.actor import run_worker_loop_forever
 
-    threading.Thread(target=Ends(folder).keep, name="ends of processes", daemon=True).start()
+    threading.Thread(
+        target=ExitStatuses(folder).keep, name="ends of processes", daemon=True
+    ).start()
     # Who may attach is settled by the certificates of the transport: docs/threat-model.md.
     run_worker_loop_forever(address=address, ca="trust_all_connections")
 

@@ -13,11 +13,11 @@ import torch
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.weights import WeightsConfig, WeightTransport
-from composer_mesh.mesh.weights.carriers import shm, torchstore
-from composer_mesh.mesh.weights.carriers.disk import DiskInlet, DiskOutlet
-from composer_mesh.mesh.weights.carriers.port import Inlet, Outlet, Shape
-from composer_mesh.mesh.weights.carriers.rdma import RdmaInlet, RdmaOutlet
 from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.mesh.weights.transports import shm, torchstore
+from composer_mesh.mesh.weights.transports.disk import DiskReceiver, DiskSender
+from composer_mesh.mesh.weights.transports.port import Shape, TransportReceiver, TransportSender
+from composer_mesh.mesh.weights.transports.rdma import RdmaReceiver, RdmaSender
 
 
 @dataclass(frozen=True)
@@ -57,28 +57,28 @@ def published_dtype(config: Config) -> torch.dtype | None:
     return None
 
 
-def open_outlet(transport: Transport, shape: Shape) -> Outlet:
+def open_sender(transport: Transport, shape: Shape) -> TransportSender:
     """The publisher's side."""
     nbytes = shape.layout.nbytes
     match transport.name:
         case "shm":
-            return shm.ShmOutlet(nbytes)
+            return shm.ShmSender(nbytes)
         case "rdma":
-            return RdmaOutlet(nbytes)
+            return RdmaSender(nbytes)
         case "torchstore":
-            return torchstore.TorchstoreOutlet(nbytes)
+            return torchstore.TorchstoreSender(nbytes)
         case "disk":
-            return DiskOutlet(shape, transport.folder)
+            return DiskSender(shape, transport.folder)
 
 
-def open_inlet(name: WeightTransport) -> Inlet:
+def open_receiver(name: WeightTransport) -> TransportReceiver:
     """The receiver's side."""
     match name:
         case "shm":
-            return shm.ShmInlet()
+            return shm.ShmReceiver()
         case "rdma":
-            return RdmaInlet()
+            return RdmaReceiver()
         case "torchstore":
-            return torchstore.TorchstoreInlet()
+            return torchstore.TorchstoreReceiver()
         case "disk":
-            return DiskInlet()
+            return DiskReceiver()

@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where pieces lie; the marks of `marks` are in front of them and behind."""
+    """Where pieces lie; the marks of `stamps` are in front of them and behind."""
 
     pieces: tuple[Piece, ...]
     nbytes: int

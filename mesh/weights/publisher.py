@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from composer_mesh.mesh.supervision import heard
-from composer_mesh.mesh.weights.carriers.port import SLOTS, Outlet, Shape
 from composer_mesh.mesh.weights.checksums import checksum, flat
-from composer_mesh.mesh.weights.choice import Transport, open_outlet
+from composer_mesh.mesh.weights.choice import Transport, open_sender
 from composer_mesh.mesh.weights.errors import WeightsMismatch
 from composer_mesh.mesh.weights.handle import Part, WeightsHandle
 from composer_mesh.mesh.weights.layout import Layout
-from composer_mesh.mesh.weights.marks import mark, unmark
 from composer_mesh.mesh.weights.pinning import pin, unpin
 from composer_mesh.mesh.weights.shards import manifest_of, own_rows
+from composer_mesh.mesh.weights.transports.port import SLOTS, Shape, TransportSender
+from composer_mesh.mesh.weights.version_stamps import stamp, unstamp
 
 State = Callable[[], Mapping[str, Tensor]]
 
@@ -51,7 +51,7 @@ class WeightPublisher:
         self._state, self._transport, self._dtype = state, transport, dtype
         self._rank, self._checksums = rank, checksums
         self._shape: Shape | None = None
-        self._outlet: Outlet | None = None
+        self._transport_sender: TransportSender | None = None
         self._pinned: list[Tensor] = []
         self._next = 0
         self._one = asyncio.Lock()
@@ -71,20 +71,24 @@ class WeightPublisher:
     async def close(self) -> None:
         """Give the memories back. A handle that is still around can no longer be fetched."""
         async with self._one:
-            outlet, self._outlet, self._shape = self._outlet, None, None
+            transport_sender, self._transport_sender, self._shape = (
+                self._transport_sender,
+                None,
+                None,
+            )
             while self._pinned:
                 unpin(self._pinned.pop())
-            if outlet is not None:
-                await outlet.close()
+            if transport_sender is not None:
+                await transport_sender.close()
 
     async def _publish(self, version: int) -> WeightsHandle:
         async with self._one:
             serial, slot = secrets.randbits(62), self._next
             shape, checksums = await asyncio.to_thread(self._write, version, serial, slot)
             parts: tuple[Part, ...] = ()
-            if self._outlet is not None:
+            if self._transport_sender is not None:
                 self._next = (slot + 1) % SLOTS
-                offer = await self._outlet.offer(slot)
+                offer = await self._transport_sender.offer(slot)
                 transport = self._transport.name
                 parts = (Part(self._rank, transport, shape.layout, serial, offer, checksums),)
             return WeightsHandle(version, shape.manifest, parts)
@@ -96,26 +100,26 @@ class WeightPublisher:
         if not shape.layout.pieces:
             return shape, None
         on_gpu = any(one.local.is_cuda for one in rows)
-        if self._outlet is None:
-            self._outlet = self._open(shape, on_gpu)
-        memory = self._outlet.memory(slot)
-        unmark(memory)
+        if self._transport_sender is None:
+            self._transport_sender = self._open(shape, on_gpu)
+        memory = self._transport_sender.memory(slot)
+        unstamp(memory)
         views = list(shape.layout.views(shape.manifest, memory))
         for piece, place in views:
             place.copy_(rows[piece.entry].local, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
         found = tuple(checksum(flat(place)) for _, place in views) if self._checksums else None
-        mark(memory, version, serial)
+        stamp(memory, version, serial)
         return shape, found
 
-    def _open(self, shape: Shape, on_gpu: bool) -> Outlet:
-        outlet = open_outlet(self._transport, shape)
+    def _open(self, shape: Shape, on_gpu: bool) -> TransportSender:
+        transport_sender = open_sender(self._transport, shape)
         if on_gpu:
             for slot in range(SLOTS):
-                pin(outlet.memory(slot))
-                self._pinned.append(outlet.memory(slot))
-        return outlet
+                pin(transport_sender.memory(slot))
+                self._pinned.append(transport_sender.memory(slot))
+        return transport_sender
 
     def _same(self, shape: Shape) -> Shape:
         """The shape of all versions, which receivers have made room for."""

@@ -12,13 +12,13 @@ from torch import Tensor
 from composer_mesh.configs.weights import WeightTransport
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.supervision import heard
-from composer_mesh.mesh.weights.carriers.port import Inlet, Shape
 from composer_mesh.mesh.weights.checksums import checksum, flat
-from composer_mesh.mesh.weights.choice import open_inlet
+from composer_mesh.mesh.weights.choice import open_receiver
 from composer_mesh.mesh.weights.errors import PullAbandoned, WrongChecksum
 from composer_mesh.mesh.weights.handle import Part, WeightsHandle
-from composer_mesh.mesh.weights.marks import check_marks, unmark
 from composer_mesh.mesh.weights.staged import StagedWeights
+from composer_mesh.mesh.weights.transports.port import Shape, TransportReceiver
+from composer_mesh.mesh.weights.version_stamps import check_stamps, unstamp
 
 Memories = tuple[Tensor, ...]
 
@@ -30,10 +30,12 @@ class WeightReceiver:
     may write to belongs to it, also when nobody waits for it any more.
     """
 
-    def __init__(self, inlets: Callable[[WeightTransport], Inlet] = open_inlet) -> None:
-        self._open = inlets
+    def __init__(
+        self, open_receiver: Callable[[WeightTransport], TransportReceiver] = open_receiver
+    ) -> None:
+        self._open = open_receiver
         self._memories: Memories = ()
-        self._inlets: dict[WeightTransport, Inlet] = {}
+        self._inlets: dict[WeightTransport, TransportReceiver] = {}
         self._abandoned: asyncio.Future[None] | None = None
 
     async def receive(self, handle: WeightsHandle) -> StagedWeights:
@@ -49,10 +51,10 @@ class WeightReceiver:
         if [memory.numel() for memory in memories] != sizes:
             memories = tuple(_room(nbytes) for nbytes in sizes)
         for memory in memories:
-            unmark(memory)
+            unstamp(memory)
         await self._unless_abandoned(self._fetch(handle, memories), handle.version)
         for part, memory in zip(handle.parts, memories, strict=True):
-            check_marks(memory, handle.version, part.serial)
+            check_stamps(memory, handle.version, part.serial)
         await asyncio.to_thread(_prove, handle, memories)
         self._memories = memories
         return StagedWeights(handle, memories)
@@ -65,8 +67,8 @@ class WeightReceiver:
     async def _fetch(self, handle: WeightsHandle, memories: Memories) -> None:
         used = {part.transport for part in handle.parts}
         for name in used:
-            inlet = self._inlets[name] = self._inlets.get(name) or self._open(name)
-            inlet.keep([part.offer for part in handle.parts if part.transport == name])
+            transport_receiver = self._inlets[name] = self._inlets.get(name) or self._open(name)
+            transport_receiver.keep([part.offer for part in handle.parts if part.transport == name])
         fetching = [
             self._inlets[part.transport].fetch(part.offer, _shape(handle, part), memory)
             for part, memory in zip(handle.parts, memories, strict=True)

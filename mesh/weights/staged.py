@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
-from composer_mesh.mesh.weights.marks import check_marks
+from composer_mesh.mesh.weights.version_stamps import check_stamps
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,4 +71,4 @@ class StagedWeights:
 
     def _check(self) -> None:
         for part, memory in zip(self.handle.parts, self.memories, strict=True):
-            check_marks(memory, self.version, part.serial)
+            check_stamps(memory, self.version, part.serial)

@@ -35,7 +35,7 @@ from composer_mesh.services.directory.report import (
     read_evaluations,
     read_metrics,
 )
-from composer_mesh.services.looking.page import plain_text
+from composer_mesh.services.inspection.page import plain_text
 
 REPORT_FILE = "ablation.json"
 TARGET = 0.8

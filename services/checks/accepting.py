@@ -14,7 +14,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
-from composer_mesh.services.pool.seats import Seats, refuse_other_hosts
+from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 
 
 class UsageError(Exception):
@@ -29,7 +29,7 @@ def accepted(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def accept(config: Config) -> Seats:
+def accept(config: Config) -> ProcessPlacements:
     """The placement of a run whose config, keys and functions are in order."""
     make_task(config)
     check_keys(config)
@@ -38,7 +38,7 @@ def accept(config: Config) -> Seats:
         check_custom_functions(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Seats.of(config)
+    return ProcessPlacements.of(config)
 
 
 def startable(config: Config) -> None:

@@ -52,12 +52,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in that directory where it was stopped",
     )
     other.add_argument(
-        "--resume-or-begin",
+        "--auto-resume",
         action="store_true",
         help="go on with the run in that directory, or begin it; a finished one stays as it is",
     )
     other.add_argument(
-        "--replay-traces",
+        "--from-traces",
         type=Path,
         metavar="RUN",
         help="train on the rollouts that a run has stored, without generators",
@@ -190,7 +190,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_check_run(parser: argparse.ArgumentParser) -> None:
+def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="DIR", help="the directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -228,7 +228,7 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "check": ("print the resolved run and its mesh; starts nothing", _add_config),
-    "check-run": ("find what is damaged or missing in a run directory", _add_check_run),
+    "verify": ("find what is damaged or missing in a run directory", _add_verify),
     "train": ("train and evaluate a run", _add_train),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),

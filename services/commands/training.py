@@ -29,36 +29,36 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
-from composer_mesh.services.looking.placement_table import print_placement
-from composer_mesh.services.looking.plan_table import print_plan
+from composer_mesh.services.inspection.placement_table import print_placement
+from composer_mesh.services.inspection.plan_table import print_plan
 from composer_mesh.services.store.schema import STORE_FILE
 
 
 def check(arguments: argparse.Namespace) -> int:
     """Print the resolved run, its mesh and its placement; starts nothing."""
     config = load_config(arguments.config, arguments.set, model_later=True)
-    seats = accept(config)
+    placements = accept(config)
     if not config.placement.hosts:  # hosts that are described need not be this one
         check_vllm_installed(config)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
-    print_placement(seats, Console())
+    print_placement(placements, Console())
     return 0
 
 
 def train(arguments: argparse.Namespace) -> int:
     """Accept the config, claim the run directory, then hand over to the assembly."""
     config = accepted(arguments)
-    if arguments.rollout_only or arguments.replay_traces:
-        return _half(config, arguments.output, arguments.replay_traces)
+    if arguments.rollout_only or arguments.from_traces:
+        return _half(config, arguments.output, arguments.from_traces)
     output, resumed = arguments.output or RUNS / config.run.name, None
     try:
-        if arguments.resume or (arguments.resume_or_begin and may_be_resumed(output)):
+        if arguments.resume or (arguments.auto_resume and may_be_resumed(output)):
             resumed = refuse_unfit(output, config)
-        elif not arguments.resume_or_begin:
+        elif not arguments.auto_resume:
             make_room(output, named=arguments.output is not None)
     except RunFinished as finished:
-        if not arguments.resume_or_begin:
+        if not arguments.auto_resume:
             raise
         print(f"nothing to do: {finished}")
         return 0
@@ -71,16 +71,16 @@ def _half(config: Config, output: Path | None, source: Path | None) -> int:
     place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
     if source is not None and not (source / STORE_FILE).is_file():
         raise UsageError(
-            f"--replay-traces {source} has no {STORE_FILE} but must be the directory of a run: "
+            f"--from-traces {source} has no {STORE_FILE} but must be the directory of a run: "
             "correct it, or resume a run of an older version once, which makes it"
         )
     make_room(place, named=output is not None)
     with claimed(place):
         prepare_environment()  # Monarch reads it when the assembly imports it
         with interrupt_kept():
-            from composer_mesh.services.halves.command import half_command
+            from composer_mesh.services.partial_runs.command import partial_run_command
 
-        return half_command(config, place, source)
+        return partial_run_command(config, place, source)
 
 
 def make_room(output: Path, named: bool) -> None:

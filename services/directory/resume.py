@@ -1,6 +1,6 @@
 """Whether a run directory may be gone on with: the run is there, unfinished, and of this config.
 
-Reads files only, and loads no torch. How the run then goes on is `looking_back`; whether another
+Reads files only, and loads no torch. How the run then goes on is `resume_loader`; whether another
 process has the directory is `claim`'s business.
 """
 

@@ -23,7 +23,7 @@ from composer_mesh.services.launch.ports import (
     State,
 )
 from composer_mesh.services.launch.ssh_words import inside, left_behind, to
-from composer_mesh.services.launch.workers import CONTROLLER, Worker, is_here, workers_of
+from composer_mesh.services.launch.workers import CONTROLLER, WorkerCommand, is_here, workers_of
 
 STATE_S = 20.0
 ASK_S = 5.0
@@ -48,14 +48,14 @@ class HostsLauncher(OnlyTheController):
             renamed_log(one.log(order))
             # Of an earlier start; a record that is there is taken for a worker.
             (order.output / ROSTER / f"{one.name}.json").unlink(missing_ok=True)
-        commands, begun = iter(plan.commands), list[tuple[Worker, int]]()
+        commands, started = iter(plan.commands), list[tuple[WorkerCommand, int]]()
         try:
             for one in before:
                 pid = _begin(order, one, next(commands))
-                begun.append((one, pid))
+                started.append((one, pid))
             handle = _begin_controller(order, next(commands), log)
         except programs.ProgramFailed as failed:
-            _undo(order, begun)
+            _undo(order, started)
             raise LaunchFailed(f"{failed}; workers that had been started are ended") from None
         for one in after:
             pid = detached.pid_of(handle.job)
@@ -95,7 +95,7 @@ class HostsLauncher(OnlyTheController):
         programs.run([*handle.reach, text], deadline_s=grace_s + STATE_S)
 
 
-def _begun_by_us(order: Order) -> tuple[list[Worker], list[Worker]]:
+def _begun_by_us(order: Order) -> tuple[list[WorkerCommand], list[WorkerCommand]]:
     """Workers that are started by ssh, and those that are started here after the controller."""
     ours = [one for one in workers_of(order) if not one.expected]
     by_ssh = [one for one in ours if one.destination]
@@ -128,7 +128,7 @@ def _reach(order: Order) -> tuple[str, ...]:
     return to(first.destination, ssh)
 
 
-def _start(order: Order, one: Worker) -> list[str]:
+def _start(order: Order, one: WorkerCommand) -> list[str]:
     """What is run here so that a worker that ssh reaches runs there."""
     command, ssh = one.command(order), order.config.cluster.ssh
     assert ssh is not None
@@ -137,16 +137,16 @@ def _start(order: Order, one: Worker) -> list[str]:
     return [*to(one.destination, ssh), left_behind(order.folder, command, one.log(order))]
 
 
-def _begin(order: Order, one: Worker, command: Sequence[str]) -> int:
+def _begin(order: Order, one: WorkerCommand, command: Sequence[str]) -> int:
     """Start a worker by ssh; its process id there, or that of its ssh here."""
     if one.tunnel:
         return programs.detached(command, one.log(order), order.folder)
     return _pid(command, programs.run(command).stdout)
 
 
-def _undo(order: Order, begun: Sequence[tuple[Worker, int]]) -> None:
+def _undo(order: Order, started: Sequence[tuple[WorkerCommand, int]]) -> None:
     """End workers of a launch that failed; one that cannot be reached ends when nobody comes."""
-    for one, pid in begun:
+    for one, pid in started:
         ssh = order.config.cluster.ssh
         if one.tunnel or ssh is None:
             detached.end(detached.name_of(pid), 0.0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from composer_mesh.mesh.processes import is_alive, kill_group
-from composer_mesh.services.looking.events_command import Lines
+from composer_mesh.services.inspection.events_command import Lines
 
 POLL_S = 0.2
 

@@ -9,7 +9,7 @@ from composer_mesh.services.launch.ports import Launcher
 def launcher_of(kind: ClusterKind) -> Launcher:
     """The launcher of a kind."""
     if kind == "local":
-        from composer_mesh.services.launch.here import LocalLauncher
+        from composer_mesh.services.launch.local import LocalLauncher
 
         return LocalLauncher()
     if kind == "hosts":

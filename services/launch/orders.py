@@ -32,7 +32,7 @@ def log_file(run: Path) -> Path:
 
 
 def controller_command(python: str, run: Path, *how: str) -> list[str]:
-    """What runs where the controller is; `how` is --resume, --resume-or-begin, or nothing."""
+    """What runs where the controller is; `how` is --resume, --auto-resume, or nothing."""
     config = str(config_file(run))
     return [python, "-m", "composer_mesh", "train", config, "--output", str(run), *how]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from composer_mesh.configs.cluster import ClusterKind
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
 
 State = Literal["waiting", "running", "ended", "unknown"]
@@ -34,7 +34,7 @@ class Order:
     """
 
     config: Config
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostResources, ...]
     output: Path
     folder: Path
     python: str

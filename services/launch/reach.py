@@ -25,7 +25,7 @@ from composer_mesh.services.launch.ports import Handle, Launcher
 ABOUT_A_RUN = frozenset(
     [
         *("tree", "events", "stacks", "query", "tui", "scale", "stop", "join"),
-        *("traces", "reward", "check-run"),
+        *("traces", "reward", "verify"),
     ]
 )
 NEWEST_BY_DEFAULT = frozenset({"tree", "events", "stacks", "tui"})

@@ -25,7 +25,7 @@ CONTROLLER = "CONTROLLER"
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerCommand:
     """One host of a run; `destination` is what ssh calls it, empty where no ssh is needed.
 
     `tunnel` is the ssh that carries its connections and runs it, without the text; empty where
@@ -57,7 +57,7 @@ class Worker:
         return order.output / FOLDER / f"worker-{self.name}.log"
 
 
-def workers_of(order: Order) -> list[Worker]:
+def workers_of(order: Order) -> list[WorkerCommand]:
     """The workers in the order of `cluster.workers`; raises `LaunchRefused`."""
     cluster = order.config.cluster
     names = [host.name for host in order.hosts] or [
@@ -66,12 +66,12 @@ def workers_of(order: Order) -> list[Worker]:
     _check_names(names, cluster.workers)
     pairs = list(zip(names, cluster.workers, strict=True))
     if cluster.ssh is None:
-        return [Worker(name, one, expected=not _on_loopback(one)) for name, one in pairs]
+        return [WorkerCommand(name, one, expected=not _on_loopback(one)) for name, one in pairs]
     destinations = _destinations(cluster.ssh, cluster.workers)
     if cluster.ssh.tunnel:
         return list(_tunnelled(order, pairs, destinations))
     return [
-        Worker(name, one, "" if is_here(one) else destination)
+        WorkerCommand(name, one, "" if is_here(one) else destination)
         for (name, one), destination in zip(pairs, destinations, strict=True)
     ]
 
@@ -94,7 +94,7 @@ def is_here(address: str) -> bool:
 
 def _tunnelled(
     order: Order, pairs: Sequence[tuple[str, str]], destinations: Sequence[str]
-) -> Iterator[Worker]:
+) -> Iterator[WorkerCommand]:
     cluster = order.config.cluster
     assert cluster.ssh is not None
     if cluster.address is None:
@@ -117,7 +117,7 @@ def _tunnelled(
     for (name, address), tunnel in zip(pairs, made.tunnels, strict=True):
         # The worker runs in the connection that carries it, so neither outlives the other.
         command = tuple(word for word in tunnel.command if word != "-N")
-        yield Worker(name, address, tunnel.destination, tunnel=command)
+        yield WorkerCommand(name, address, tunnel.destination, tunnel=command)
 
 
 def _destinations(ssh: SshConfig, workers: Sequence[str]) -> list[str]:

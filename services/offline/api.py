@@ -30,10 +30,10 @@ from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tool_calls import message_text
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.offline.config import offline_config, openrouter_teacher
-from composer_mesh.services.offline.desk import Desk
 from composer_mesh.services.offline.job import OfflineJob
 from composer_mesh.services.offline.options import CONCURRENCY, ReplayRefused
 from composer_mesh.services.offline.session import opened_panel
+from composer_mesh.services.offline.teacher_client import TeacherClient
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.replay.teacher_settings import CACHE_FILE
 
@@ -98,10 +98,11 @@ async def replay_trace(
             environ=environ,
             transport=transport,
         ) as panel:
-            desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
+            teacher_client = TeacherClient(panel, concurrency, config.replay.breaker.rest_s)
             async with asyncio.TaskGroup() as asking:
                 tasks = {
-                    state.state_id: asking.create_task(desk.query(state, count)) for state in frozen
+                    state.state_id: asking.create_task(teacher_client.query(state, count))
+                    for state in frozen
                 }
     return {state_id: task.result() for state_id, task in tasks.items()}
 
@@ -166,8 +167,8 @@ async def replay_and_normalize_trace(
             environ=environ,
             transport=transport,
         ) as panel:
-            desk = Desk(panel, concurrency, config.replay.breaker.rest_s)
-            job = OfflineJob(config, desk, concurrency)
+            teacher_client = TeacherClient(panel, concurrency, config.replay.breaker.rest_s)
+            job = OfflineJob(config, teacher_client, concurrency)
             await job.run(source.groups(), limit)
     return [_row(pair, tools) for pair in job.pairs]
 

@@ -22,9 +22,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Task
-from composer_mesh.services.looking.page import plain_text
+from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.offline.config import offline_config
-from composer_mesh.services.offline.desk import Desk
 from composer_mesh.services.offline.index import TraceIndex
 from composer_mesh.services.offline.job import OfflineJob, plan_job
 from composer_mesh.services.offline.options import ReplayOptions
@@ -45,6 +44,7 @@ from composer_mesh.services.offline.report import (
     report_page,
 )
 from composer_mesh.services.offline.session import opened_panel, priced_teachers
+from composer_mesh.services.offline.teacher_client import TeacherClient
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.offline.view import ReplayView
 
@@ -100,10 +100,12 @@ class _Work:
         """Ask, write, report. Waits for the teachers."""
         async with self._panel(output) as panel:
             plan = self._plan(panel.teachers)
-            desk = Desk(panel, self.options.concurrency, self.config.replay.breaker.rest_s)
+            teacher_client = TeacherClient(
+                panel, self.options.concurrency, self.config.replay.breaker.rest_s
+            )
             with ReplayView(plan, self.config.replay.budget.usd, self.console) as view:
-                job = OfflineJob(self.config, desk, self.options.concurrency, view.tell)
-                ending = _Ending(desk, view)
+                job = OfflineJob(self.config, teacher_client, self.options.concurrency, view.tell)
+                ending = _Ending(teacher_client, view)
                 try:
                     await ending.of(job.run(self.index.groups(), self.options.limit))
                 finally:
@@ -158,8 +160,8 @@ class _Ending:
     therefore waited for; the second one drops it. `status` is then the signal's.
     """
 
-    def __init__(self, desk: Desk, view: ReplayView) -> None:
-        self._desk, self._view = desk, view
+    def __init__(self, teacher_client: TeacherClient, view: ReplayView) -> None:
+        self._teacher_client, self._view = teacher_client, view
         self._work: asyncio.Task[bool] | None = None
         self.status = 0
         self.began = time.monotonic()
@@ -190,7 +192,7 @@ class _Ending:
                 self._work.cancel()
             return
         self.status = SIGNALLED + number
-        self._desk.stop()
+        self._teacher_client.stop()
         self._view.say(
             "stopping: waiting for the answers under way, which are paid; again: drop them"
         )

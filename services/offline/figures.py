@@ -17,7 +17,7 @@ from composer_mesh.rollouts.pairs import (
     TeacherReply,
     Voice,
 )
-from composer_mesh.services.offline.desk import is_short
+from composer_mesh.services.offline.teacher_client import is_short
 
 ABSTAINED = ("failed", "malformed", "undecided")
 

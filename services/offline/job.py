@@ -17,13 +17,13 @@ from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.offline.desk import Desk, Stopped
 from composer_mesh.services.offline.figures import ReplayFigures
 from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
-from composer_mesh.services.replay.asking import Replay
+from composer_mesh.services.offline.teacher_client import Stopped, TeacherClient
+from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.services.steps.ports import Teachers
-from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 AHEAD = 2
 """States of the groups under way, as a multiple of those that may be asked about at once."""
@@ -32,12 +32,12 @@ AHEAD = 2
 class _Remembering:
     """The desk as a `Teachers` port that keeps the replies until they are taken."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, teacher_client: TeacherClient) -> None:
+        self._teacher_client = teacher_client
         self._replies: dict[str, list[TeacherReply]] = {}
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        replies = await self._desk.query(state, n)
+        replies = await self._teacher_client.query(state, n)
         self._replies[state.state_id] = replies
         return replies
 
@@ -54,14 +54,14 @@ class OfflineJob:
     """One pass over some groups. `tell` is called whenever another group is done."""
 
     config: Config
-    desk: Desk
+    teacher_client: TeacherClient
     concurrency: int
     tell: Callable[[ReplayFigures], None] = _nothing
     pairs: list[PreferencePair] = field(default_factory=list)
     figures: ReplayFigures = field(init=False)
 
     def __post_init__(self) -> None:
-        self._answers = _Remembering(self.desk)
+        self._answers = _Remembering(self.teacher_client)
         self._replay = make_replay(self.config, self._answers)
         self._filters = PairFilters(self.config.replay.filters)
         self.figures = ReplayFigures(self.config.replay.agreement_threshold)
@@ -72,7 +72,7 @@ class OfflineJob:
         Once the desk stops it waits for what is under way and returns with the groups that are
         complete. Cancelled, it drops what is under way.
         """
-        window: deque[tuple[Selection, asyncio.Task[Replayed]]] = deque()
+        window: deque[tuple[Selection, asyncio.Task[ReplayOutcome]]] = deque()
         try:
             for selection in selections(self._replay, groups, limit):
                 window.append((selection, asyncio.create_task(self._replay.ask_about(selection))))
@@ -81,13 +81,13 @@ class OfflineJob:
             while window:
                 await self._finish(*window.popleft())
         except Stopped:
-            await self.desk.idle()
+            await self.teacher_client.idle()
             return False
         finally:
             await _cancelled([task for _, task in window])
         return True
 
-    async def _finish(self, selection: Selection, asking: "asyncio.Task[Replayed]") -> None:
+    async def _finish(self, selection: Selection, asking: "asyncio.Task[ReplayOutcome]") -> None:
         replayed = await asking
         filtered = await asyncio.to_thread(self._filters.keep, replayed.pairs)
         for state in selection.states:
@@ -142,7 +142,7 @@ def selections(
         yield chosen
 
 
-async def _cancelled(tasks: Sequence["asyncio.Task[Replayed]"]) -> None:
+async def _cancelled(tasks: Sequence["asyncio.Task[ReplayOutcome]"]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -191,8 +191,8 @@ class Dispatch:
         finally:
             del self._waiters[ticket]
 
-    def _grant(self, seats: list[Replica] | None) -> None:
-        for ticket, replica in self._router.grants(seats):
+    def _grant(self, targets: list[Replica] | None) -> None:
+        for ticket, replica in self._router.grants(targets):
             turn = self._waiters[ticket]
             if turn.cancelled():
                 self._free(replica)

@@ -1,6 +1,6 @@
 """The replicas of a service over time: they come, are made ready, die, leave and stop.
 
-Which of them takes a call is `routing`, when a dead one is replaced, `healing`. A replica comes in
+Which of them takes a call is `routing`, when a dead one is replaced, `restart_manager`. A replica comes in
 at one place, `Membership._come`: its process starts, hears what all replicas were told to set up,
 and only then gets calls.
 """
@@ -17,8 +17,8 @@ from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.services.pool.dispatch import Dispatch, gone
 from composer_mesh.services.pool.errors import NoReplicaLeft
-from composer_mesh.services.pool.healing import Healer
-from composer_mesh.services.pool.replicas import Call, Names, Recipe, Replica
+from composer_mesh.services.pool.replicas import Call, Names, Replica, ReplicaSpec
+from composer_mesh.services.pool.restart_manager import RestartManager
 from composer_mesh.services.pool.routing import ReplicaState, Router, to_retire
 from composer_mesh.services.pool.setups import Setups, source_ended
 
@@ -30,18 +30,18 @@ class Membership:
     or a resize takes them away; `coming` are being made ready and `leaving` drain.
     """
 
-    def __init__(self, recipe: Recipe, router: Router[Replica]) -> None:
-        self.dispatch = Dispatch(recipe.name, router, self.lose)
+    def __init__(self, spec: ReplicaSpec, router: Router[Replica]) -> None:
+        self.dispatch = Dispatch(spec.name, router, self.lose)
         self.router = router
         self.members: list[Replica] = []
         self.coming: list[Replica] = []
         self.leaving: list[Replica] = []
-        self._recipe = recipe
-        self._names = Names(recipe.name, recipe.numbered)
+        self._spec = spec
+        self._names = Names(spec.name, spec.numbered)
         self._setups = Setups()
-        self._healer = Healer.of(recipe, self._come_instead, self._give_up)
+        self._healer = RestartManager.of(spec, self._come_instead, self._give_up)
         self._setting_up, self._resizing = asyncio.Lock(), asyncio.Lock()
-        self._last_death = ActorDied(recipe.name, "it has no replica yet")
+        self._last_death = ActorDied(spec.name, "it has no replica yet")
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._growth: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
@@ -123,8 +123,8 @@ class Membership:
         replica.state, replica.reason = ReplicaState.DEAD, reason
         self._last_death = gone(replica)
         if replica.actor is not None:
-            self._recipe.host.lost(replica.actor, reason)
-        burial = asyncio.create_task(self._recipe.stop(replica))
+            self._spec.host.lost(replica.actor, reason)
+        burial = asyncio.create_task(self._spec.stop(replica))
         self._burials.add(burial)
         burial.add_done_callback(self._burials.discard)
         if self._healer is not None and self._closing is None and replica in self.members:
@@ -141,7 +141,7 @@ class Membership:
 
     @property
     def _forgives(self) -> bool:
-        return self._recipe.policy is FaultPolicy.OWNER
+        return self._spec.policy is FaultPolicy.OWNER
 
     def _newcomers(self, count: int) -> list[Replica]:
         first = len(self.coming)
@@ -187,7 +187,7 @@ class Membership:
             self.coming = [one for one in self.coming if one not in newcomers]
 
     async def _start(self, replica: Replica, deadline_s: float) -> None:
-        await self._recipe.start(replica)
+        await self._spec.start(replica)
         await self._tell(replica, self._setups.loads(replica), deadline_s)
 
     async def _tell(self, replica: Replica, calls: Sequence[Call], deadline_s: float) -> None:
@@ -198,7 +198,7 @@ class Membership:
     async def _come_instead(self, dead: Replica) -> Replica:
         newcomer = self._names.next_in(dead.slot)
         self.coming.append(newcomer)
-        await self._come([newcomer], self._recipe.deadline_s)
+        await self._come([newcomer], self._spec.deadline_s)
         return newcomer
 
     def _give_up(self, died: ActorDied) -> None:
@@ -216,7 +216,7 @@ class Membership:
         for replica in newcomers:
             replica.state = ReplicaState.READY
             self._hear_of_death(replica)
-        self.router.seats += newcomers
+        self.router.targets += newcomers
         slots = {one.slot for one in newcomers}
         stay = [one for one in self.members if one.slot not in slots]
         self.members = sorted([*stay, *newcomers], key=lambda one: one.slot)
@@ -273,10 +273,10 @@ class Membership:
             replica.state, replica.reason = ReplicaState.STOPPED, reason
             self._depart(replica)
         await replica.abandon_calls()
-        await self._recipe.stop(replica)
+        await self._spec.stop(replica)
 
     def _depart(self, replica: Replica) -> None:
-        self.router.seats = [seat for seat in self.router.seats if seat is not replica]
+        self.router.targets = [target for target in self.router.targets if target is not replica]
         replica.stirred.set()
         self.dispatch.changed()
 

@@ -16,11 +16,11 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.pool.process_placement import PlacementOf as PlaceOf
+from composer_mesh.services.pool.process_placement import ProcessPlacement as Place
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.pool.routing import ReplicaState, Seat
-from composer_mesh.services.pool.seating import spawn_on, when_there_is_room
-from composer_mesh.services.pool.seats import Seat as Place
-from composer_mesh.services.pool.seats import SeatOf as PlaceOf
+from composer_mesh.services.pool.routing import ReplicaState, RoutingTarget
+from composer_mesh.services.pool.wait_for_capacity import spawn_on, wait_for_capacity
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Replica(Seat):
+class Replica(RoutingTarget):
     """One process of a service and the calls that it has under way.
 
     `generation` counts the processes that have had this slot; `told` are the set-up calls that it
@@ -108,11 +108,11 @@ Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ReplicaSpec:
     """How a process of this service is started, and how often again; without rules never again.
 
     `deadline_s` is for each set-up call of one that is started again; `numbered` is whether the
-    first slot has its number in its name; a `seat` for the slot says the host too and stands
+    first slot has its number in its name; a `target` for the slot says the host too and stands
     instead of `env`.
     """
 
@@ -127,7 +127,7 @@ class Recipe:
     restart: RestartRules | None = None
     record: Recorder = unheard
     numbered: bool = True
-    seat: PlaceOf | None = None
+    target: PlaceOf | None = None
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process where its seat is now. Waits until its actor answers.
@@ -152,11 +152,11 @@ class Recipe:
 
         if replica.generation == 1:
             return take()
-        return await when_there_is_room(take, self.host, replica.name)
+        return await wait_for_capacity(take, self.host, replica.name)
 
     def _place(self, slot: int) -> Place:
-        if self.seat is not None:
-            return self.seat(slot)
+        if self.target is not None:
+            return self.target(slot)
         return Place(None, (self.env(slot) if callable(self.env) else self.env) or {})
 
     async def stop(self, replica: Replica) -> None:

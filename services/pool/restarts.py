@@ -2,7 +2,7 @@
 
     wait before restart k of a window = uniform(0, min(backoff_max_s, backoff_s * 2^k))
 
-Who starts what is `healing` and `teaching`. Full jitter keeps those that died together from coming
+Who starts what is `restart_manager` and `teaching`. Full jitter keeps those that died together from coming
 back together.
 """
 

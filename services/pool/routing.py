@@ -29,7 +29,7 @@ class ReplicaState(Enum):
 
 
 @dataclass(eq=False)
-class Seat:
+class RoutingTarget:
     """A replica as routing sees it; `tied` are those of its sessions that cannot move."""
 
     name: str
@@ -55,7 +55,7 @@ class Seat:
         return self.outstanding == 0 and self.tied == 0
 
 
-S = TypeVar("S", bound=Seat)
+S = TypeVar("S", bound=RoutingTarget)
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Router(Generic[S]):
     def __init__(self, max_outstanding: int, queue: int) -> None:
         self.max_outstanding = max_outstanding
         self.queue = queue
-        self.seats: list[S] = []
+        self.targets: list[S] = []
         self.coming = 0
         self._numbers = count()
         self._lines: dict[S | None, list[Ticket[S]]] = {}
@@ -98,7 +98,7 @@ class Router(Generic[S]):
     @property
     def hopeful(self) -> bool:
         """Whether a call that any replica may take can expect one."""
-        return self.coming > 0 or any(seat.open for seat in self.seats)
+        return self.coming > 0 or any(target.open for target in self.targets)
 
     def ticket(self) -> Ticket[S]:
         """The next number."""
@@ -106,21 +106,21 @@ class Router(Generic[S]):
 
     def take(self, ticket: Ticket[S]) -> S | None:
         """The seat that takes this call now; None where it has to wait."""
-        candidates = self.seats if ticket.pin is None else [ticket.pin]
-        fitting = [s for s in candidates if self._has_room(s) and self._may(ticket, s)]
-        seat = min(fitting, key=lambda seat: (seat.outstanding, seat.calls), default=None)
-        if seat is not None:
-            self.occupy(seat)
-        return seat
+        candidates = self.targets if ticket.pin is None else [ticket.pin]
+        fitting = [s for s in candidates if self._has_capacity(s) and self._may(ticket, s)]
+        target = min(fitting, key=lambda target: (target.outstanding, target.calls), default=None)
+        if target is not None:
+            self.occupy(target)
+        return target
 
-    def occupy(self, seat: S) -> None:
+    def occupy(self, target: S) -> None:
         """Count a call that begins, also one that did not ask for room."""
-        seat.outstanding += 1
-        seat.calls += 1
+        target.outstanding += 1
+        target.calls += 1
 
-    def free(self, seat: S) -> None:
+    def free(self, target: S) -> None:
         """Count a call that has ended."""
-        seat.outstanding -= 1
+        target.outstanding -= 1
 
     def join(self, ticket: Ticket[S]) -> None:
         """Stand in line; one that was here before stands before those that came after it."""
@@ -134,14 +134,14 @@ class Router(Generic[S]):
         if not line:
             self._lines.pop(ticket.pin, None)
 
-    def grants(self, seats: list[S] | None = None) -> list[tuple[Ticket[S], S]]:
+    def grants(self, targets: list[S] | None = None) -> list[tuple[Ticket[S], S]]:
         """Who of the line goes where, now that these seats (or all) may have room."""
         found = []
-        for seat in list(self.seats if seats is None else seats):
-            while self._has_room(seat) and (ticket := self._first_for(seat)):
+        for target in list(self.targets if targets is None else targets):
+            while self._has_capacity(target) and (ticket := self._first_for(target)):
                 self.leave(ticket)
-                self.occupy(seat)
-                found.append((ticket, seat))
+                self.occupy(target)
+                found.append((ticket, target))
         return found
 
     def orphans(self) -> list[Ticket[S]]:
@@ -156,31 +156,32 @@ class Router(Generic[S]):
 
     def for_session(self) -> S | None:
         """The seat for a new session: the one with the fewest."""
-        seats = [seat for seat in self.seats if seat.open]
-        return min(seats, key=lambda s: (s.sessions, s.outstanding, s.calls), default=None)
+        targets = [target for target in self.targets if target.open]
+        return min(targets, key=lambda s: (s.sessions, s.outstanding, s.calls), default=None)
 
-    def _has_room(self, seat: S) -> bool:
-        return seat.serving and seat.outstanding < self.max_outstanding
+    def _has_capacity(self, target: S) -> bool:
+        return target.serving and target.outstanding < self.max_outstanding
 
-    def _may(self, ticket: Ticket[S], seat: S) -> bool:
+    def _may(self, ticket: Ticket[S], target: S) -> bool:
         """A tried seat gets a call again only where there is no other."""
         if ticket.pin is not None:
-            return ticket.pin is seat
-        if seat not in ticket.tried:
-            return seat.open
-        return seat.open and all(s in ticket.tried for s in self.seats if s.open)
+            return ticket.pin is target
+        if target not in ticket.tried:
+            return target.open
+        return target.open and all(s in ticket.tried for s in self.targets if s.open)
 
-    def _first_for(self, seat: S) -> Ticket[S] | None:
-        bound = self._lines.get(seat, [])[:1]
-        anybody = (one for one in self._lines.get(None, []) if self._may(one, seat))
+    def _first_for(self, target: S) -> Ticket[S] | None:
+        bound = self._lines.get(target, [])[:1]
+        anybody = (one for one in self._lines.get(None, []) if self._may(one, target))
         first = next(anybody, None)
         heads = bound if first is None else [*bound, first]
         return min(heads, key=lambda one: one.number, default=None)
 
 
-def to_retire(seats: list[S], count: int) -> list[S]:
+def to_retire(targets: list[S], count: int) -> list[S]:
     """The seats to give up: the dead, then the least bound and least busy, of equals the latest."""
     busy = [
-        ((s.serving, s.tied, s.sessions, s.outstanding, -place), s) for place, s in enumerate(seats)
+        ((s.serving, s.tied, s.sessions, s.outstanding, -place), s)
+        for place, s in enumerate(targets)
     ]
-    return [seat for _, seat in sorted(busy, key=lambda pair: pair[0])[:count]]
+    return [target for _, target in sorted(busy, key=lambda pair: pair[0])[:count]]

@@ -19,10 +19,13 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.replay.asked import AskedGroup, asked_to_json
-from composer_mesh.services.replay.asking import Replay
 from composer_mesh.services.replay.refining import Refining
-from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.replay.teacher_queries import Replay
+from composer_mesh.services.replay.teacher_query_record import (
+    TeacherQueryRecord,
+    query_record_to_json,
+)
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 HEAP = 2
 """A step trains at most this many times the pairs that it could have made itself."""
@@ -33,7 +36,7 @@ NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
 class PairStore(Protocol):
     """Where pairs wait for a step, on disk when a call returns."""
 
-    async def add_asked(
+    async def add_teacher_queries(
         self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]: ...
 
@@ -52,7 +55,7 @@ class Taken:
     """
 
     pairs: list[PreferencePair]
-    replayed: Replayed
+    replay_outcome: ReplayOutcome
     expired: int = 0
     waiting: int = 0
     usd_total: float = 0.0
@@ -66,7 +69,7 @@ class _Asking:
 
     group_id: int
     situations: list[str]
-    answers: asyncio.Task[Replayed]
+    answers: asyncio.Task[ReplayOutcome]
 
 
 class PairStream:
@@ -89,10 +92,10 @@ class PairStream:
         self._asking: deque[_Asking] = deque()
         self._begun, self._draining = asyncio.Event(), False
         self._worker: asyncio.Task[None] | None = None
-        self._since = Replayed()
+        self._since = ReplayOutcome()
         self._states, self._usd = 0, 0.0
 
-    def restore(self, asked: Iterable[AskedGroup], taken: int, unknown: int = 0) -> int:
+    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int, unknown: int = 0) -> int:
         """Know what an earlier process of the run asked about; returns the first group it did not.
 
         Groups come in the order of their ids, after the first `unknown` ones, which nobody asks
@@ -106,9 +109,9 @@ class PairStream:
             self._replay.know(group.situations)
             self._refining.remember(group.candidates)
             self._next = self._refined = group.group_id + 1
-            self._count(group.replayed)
+            self._count(group.replay_outcome)
             if group.group_id < taken:
-                self._since = Replayed()
+                self._since = ReplayOutcome()
         return self._next
 
     def begin(self, group: Sequence[Trace]) -> None:
@@ -145,13 +148,13 @@ class PairStream:
         # Late pairs may come in a heap: the rest of it waits, so that no step is all pairs.
         limit = HEAP * self._config.states_per_step
         since, asked, usd, states = self._since, self._refined, self._usd, self._states
-        self._since = Replayed()
+        self._since = ReplayOutcome()
         pairs, expired = await self._store.take_pairs(step, self._config.max_age, limit)
         waiting = self._waiting() - len(pairs) - expired
         saved = since.saved * (usd / states if states else 0.0)
         return Taken(pairs, since, expired, waiting, usd, saved, asked)
 
-    async def drain(self) -> Replayed:
+    async def drain(self) -> ReplayOutcome:
         """Wait for all that is asked; returns what it came to since the last step took.
 
         The pairs are kept, but no step is left to train them.
@@ -162,7 +165,7 @@ class PairStream:
             await asyncio.shield(self._worker)
         while self._asking:
             await self._refine()
-        since, self._since = self._since, Replayed()
+        since, self._since = self._since, ReplayOutcome()
         return since
 
     async def close(self) -> None:
@@ -180,21 +183,23 @@ class PairStream:
     async def _refine(self) -> None:
         """Make the oldest group's pairs ready for a step. Calls must not overlap."""
         asking = self._asking[0]
-        replayed = await asyncio.shield(asking.answers)
-        refined = await self._refining.refine(replayed.pairs)
-        replayed.dropped += refined.dropped
-        asked = AskedGroup(asking.group_id, asking.situations, replayed, list(replayed.pairs))
-        body = asked_to_json(asked, refined.pairs)
-        await self._store.add_asked(asking.group_id, body, refined.pairs)
+        replay_outcome = await asyncio.shield(asking.answers)
+        refined = await self._refining.refine(replay_outcome.pairs)
+        replay_outcome.dropped += refined.dropped
+        asked = TeacherQueryRecord(
+            asking.group_id, asking.situations, replay_outcome, list(replay_outcome.pairs)
+        )
+        body = query_record_to_json(asked, refined.pairs)
+        await self._store.add_teacher_queries(asking.group_id, body, refined.pairs)
         self._asking.popleft()
-        replayed.pairs = []
+        replay_outcome.pairs = []
         self._refined = asking.group_id + 1
-        self._count(replayed)
+        self._count(replay_outcome)
 
-    def _count(self, replayed: Replayed) -> None:
-        self._since += replayed
-        self._states += replayed.states
-        self._usd += replayed.usd
+    def _count(self, replay_outcome: ReplayOutcome) -> None:
+        self._since += replay_outcome
+        self._states += replay_outcome.states
+        self._usd += replay_outcome.usd
 
     def _raise_failure(self) -> None:
         if self._worker is not None and self._worker.done() and not self._worker.cancelled():

@@ -25,7 +25,7 @@ from composer_mesh.actors.models.policy import load_tokenizer
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.placing import NoRoom
+from composer_mesh.configs.placing import NoCapacity
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
@@ -39,26 +39,26 @@ from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import read_metrics, summary_table, write_summary
 from composer_mesh.services.directory.resume import whence
-from composer_mesh.services.looking.actor_names import failure_line, placed
-from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.inspection.actor_names import failure_line, placed
+from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.run.hosts import RunHosts
-from composer_mesh.services.run.looking_back import Past, look_back
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.resume_loader import Past, load_resume_state
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.run.weight_transport import settled
 from composer_mesh.services.schedule.metrics import replay_metrics
 from composer_mesh.services.schedule.stopping import STOPPED, Stopping, grace_s, until_interrupted
-from composer_mesh.services.steps.recipes import UnreadableRecipe
+from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.services.training.lasting import LastingTrainer
+from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 
 FAILED = 1
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
-    *(CheckpointFailed, ConfigError, NoRoom, UnreadableCheckpoint, UnreadableRecipe),
+    *(CheckpointFailed, ConfigError, NoCapacity, UnreadableCheckpoint, UnreadableManifest),
 )
 """Errors that say all there is to know, and what to do about it."""
 
@@ -111,7 +111,7 @@ class Run:
     stopping: Stopping = field(default_factory=Stopping)
     _hosts: RunHosts = field(init=False)
     _mesh: RunMesh | None = None
-    _trainer: LastingTrainer | None = None
+    _trainer: FaultTolerantTrainer | None = None
     _past: Past = field(default_factory=Past)
     _watch: RunWatch = field(init=False)
 
@@ -207,13 +207,13 @@ class Run:
         """Read what the run has, and tell from where it goes on, with which changes."""
         for change in changes:
             self.event("config_changed", "", str(change))
-        past = self._past = await look_back(self.store, self.config, self.event)
+        past = self._past = await load_resume_state(self.store, self.config, self.event)
         newest = past.checkpoint
-        begun = f"step {newest.step}'s checkpoint" if newest else "the initial policy"
+        resumed_from = f"step {newest.step}'s checkpoint" if newest else "the initial policy"
         self.event(
             "run_resumed",
             "",
-            f"{past.steps} steps are done; begins from {begun}, {len(past.again)} of them are "
+            f"{past.steps} steps are done; begins from {resumed_from}, {len(past.again)} of them are "
             f"trained again, {len(past.waiting)} finished groups wait",
         )
 
@@ -235,7 +235,7 @@ class Run:
             await mesh.close()
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
-        return await RunMesh.start(config, host, self.event, seats=self._hosts.place())
+        return await RunMesh.start(config, host, self.event, placements=self._hosts.place())
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
@@ -250,20 +250,22 @@ class Run:
         past = self._past
         if mesh.hints is not None:
             mesh.hints.spent = past.words_spent
-        begun = past.checkpoint
-        await mesh.load(folder, task, self.store.root, begun.folder if begun else None)
+        resumed_from = past.checkpoint
+        await mesh.load(
+            folder, task, self.store.root, resumed_from.folder if resumed_from else None
+        )
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
-        trainer = self._trainer = parts.trainer(begun)
+        trainer = self._trainer = parts.trainer(resumed_from)
         controller = self.controller = parts.controller(trainer, self.view, past)
         controller.stopping = self.stopping
         self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))
 
-    async def _train(self, trainer: LastingTrainer, controller: Controller) -> None:
+    async def _train(self, trainer: FaultTolerantTrainer, controller: Controller) -> None:
         if self.resumed is not None:
             self.view.phase("training the steps since the checkpoint again")
-            await trainer.catch_up(controller.begun.past)
-            controller.begun.past.clear()  # the trainer keeps them as long as it may need them
+            await trainer.catch_up(controller.resume_state.past)
+            controller.resume_state.past.clear()  # the trainer keeps them as long as it may need them
         await controller.run()
 
     def _progress(self) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The hosts of a run: waited for, attached, given back; watched for those that go and that come.
 
-Where processes go is `seats`' decision, and what becomes of an actor whose host is lost its
+Where processes go is `placements`' decision, and what becomes of an actor whose host is lost its
 owner's. A run on this machine alone has none of them.
 """
 
@@ -17,7 +17,7 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import enable_transport
 
 from composer_mesh.configs.placing import described_hosts
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
@@ -25,13 +25,13 @@ from composer_mesh.mesh.hosts.host import is_lost
 from composer_mesh.mesh.hosts.remote import HostRefused, RemoteHost
 from composer_mesh.mesh.hosts.roster import ROSTER, read_roster
 from composer_mesh.mesh.machine import NAME
-from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.launch.orders import AUTHORITY
-from composer_mesh.services.pool.seats import Seats
+from composer_mesh.services.pool.process_placement import ProcessPlacements
 
 LOOPBACK = "127.0.0.1"
 """Where the admin server of the run listens, with the same certificate."""
@@ -42,7 +42,7 @@ JOIN_S = 60.0
 
 
 @dataclass(frozen=True)
-class Worker:
+class AttachedWorker:
     """A worker that the run may attach to."""
 
     name: str
@@ -57,7 +57,7 @@ class RunHosts:
     root: Path
     mesh: MeshHost
     record: Recorder
-    seats: Seats | None = None
+    placements: ProcessPlacements | None = None
     shared_memory: bool = False
     """Whether weights travel in the memory of one host, so that no second one may join it."""
     _own: str = ""
@@ -94,11 +94,11 @@ class RunHosts:
         self._listen(workers[0].address)
         await together(*(self._attach(one) for one in workers))
 
-    def place(self) -> Seats:
+    def place(self) -> ProcessPlacements:
         """The placement of the run on the hosts that it has."""
         there = [_machine(one) for one in self._attached.values()]
-        self.seats = Seats.of(self.config, there or None)
-        return self.seats
+        self.placements = ProcessPlacements.of(self.config, there or None)
+        return self.placements
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -124,7 +124,7 @@ class RunHosts:
                 "once: start the worker on another port"
             )
         number = len(self._used)
-        worker = Worker(f"joined-{number}", address)
+        worker = AttachedWorker(f"joined-{number}", address)
         await self._attach(worker)
         return worker.name
 
@@ -155,7 +155,7 @@ class RunHosts:
         self._own = addresses.join(scheme, host, port or addresses.free_port(host))
         enable_transport(self._own)
 
-    async def _attach(self, worker: Worker) -> None:
+    async def _attach(self, worker: AttachedWorker) -> None:
         cluster = self.config.cluster
         if self.shared_memory and self.mesh.hosts:
             raise HostRefused(
@@ -166,15 +166,15 @@ class RunHosts:
         self._used.add(worker.address)
         self._all.append(host)
         try:
-            await host.attach(cluster.attach_s if self.seats is None else JOIN_S)
+            await host.attach(cluster.attach_s if self.placements is None else JOIN_S)
             await self._check_files(host)
         except MeshError:
             await host.close(GIVE_BACK_S)
             raise
         self._attached[worker.name] = host
         self.mesh.join(host)
-        if self.seats is not None:
-            self.seats.join(_machine(host))
+        if self.placements is not None:
+            self.placements.join(_machine(host))
         about = host.known
         detail = f"{worker.address}, {about.hostname}, {about.machine.cores} cores"
         self.record("host_joined", "", f"{worker.name}: {detail}", host=worker.name)
@@ -188,8 +188,8 @@ class RunHosts:
 
     def _leave(self, host: RemoteHost) -> None:
         """Place nothing there any more, unless another has its name by now."""
-        if self.seats is not None and self._attached.get(host.name) is host:
-            self.seats.lose(host.name)
+        if self.placements is not None and self._attached.get(host.name) is host:
+            self.placements.lose(host.name)
 
     async def _look_for_others(self) -> None:
         """Attach workers that announce themselves while the run goes on."""
@@ -203,25 +203,25 @@ class RunHosts:
                     old.lose(f"a new worker has its name, at {one.address}")
                     self._leave(old)
                 try:
-                    await self._attach(Worker(one.name, one.address))
+                    await self._attach(AttachedWorker(one.name, one.address))
                 except (MeshError, ValueError) as error:
                     refused.add(one.address)
                     self.record("host_refused", "", str(error), host=one.name)
 
-    async def _workers(self) -> list[Worker]:
+    async def _workers(self) -> list[AttachedWorker]:
         """Those of the config, or all that are expected on the roster. Waits for them."""
         cluster = self.config.cluster
         names = [host.name for host in described_hosts(self.config.placement)]
         if cluster.kind == "hosts":
             names = names or [f"host-{number}" for number in range(len(cluster.workers))]
-            return [Worker(*one) for one in zip(names, cluster.workers, strict=True)]
+            return [AttachedWorker(*one) for one in zip(names, cluster.workers, strict=True)]
         end = asyncio.get_running_loop().time() + cluster.attach_s
         roster = self.root / ROSTER
         while True:
             found = {one.name: one for one in await asyncio.to_thread(read_roster, roster)}
             missing = [name for name in names if name not in found]
             if not missing:
-                return [Worker(name, found[name].address) for name in names]
+                return [AttachedWorker(name, found[name].address) for name in names]
             if asyncio.get_running_loop().time() > end:
                 raise HostRefused(
                     f"{', '.join(missing)} of {len(names)} hosts did not announce themselves in "
@@ -251,7 +251,7 @@ class RunHosts:
             )
 
 
-def _machine(host: RemoteHost) -> Host:
+def _machine(host: RemoteHost) -> HostResources:
     return replace(host.known.machine, name=host.name)
 
 

@@ -22,8 +22,8 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.directory.status import ActorStatus
-from composer_mesh.services.looking.usage import CpuMeter
-from composer_mesh.services.pool.seats import Seats
+from composer_mesh.services.inspection.usage import CpuMeter
+from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.replay.teacher_settings import panel_settings
 from composer_mesh.services.run.hint_mesh import MeshHintWriter
 from composer_mesh.services.run.pools import Pools
@@ -81,17 +81,17 @@ class RunMesh:
         host: MeshHost,
         record: Recorder,
         half: Half = "both",
-        seats: Seats | None = None,
+        placements: ProcessPlacements | None = None,
     ) -> "RunMesh":
         """Start every process at once, where its seat is. Waits until each actor answers."""
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
-        seats = seats or Seats.of(config)
-        for note in seats.notes:
+        placements = placements or ProcessPlacements.of(config)
+        for note in placements.notes:
             record("placement", "", note)
-        start, token = Pools(config, host, seats, record), new_token()
-        teachers = SdpoTeachers(config, host, seats.taker("sdpo_teacher"), record)
-        trainers = TrainerRanks(config, host, seats.taker("trainer"))
+        start, token = Pools(config, host, placements, record), new_token()
+        teachers = SdpoTeachers(config, host, placements.taker("sdpo_teacher"), record)
+        trainers = TrainerRanks(config, host, placements.taker("trainer"))
         samples, trains, whole = half != "training", half != "sampling", half == "both"
         own_teachers = trains and config.sdpo.has_own_actors
         _, generators, environments, replay, reference, _, experts, hints = await together(

@@ -19,20 +19,25 @@ from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
-from composer_mesh.services.run.looking_back import Past, begun_of, restore_asking, trained_steps
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.mesh_ports import MeshReference, MeshTeachers
-from composer_mesh.services.schedule.begun import Begun
-from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.run.resume_loader import (
+    Past,
+    restore_teacher_queries,
+    resume_state_of,
+    trained_steps,
+)
+from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
-from composer_mesh.services.steps.agreement import AgreementWatch
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import HintWriting
+from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
 from composer_mesh.services.steps.ports import Watcher
-from composer_mesh.services.steps.trained_again import Trained
+from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.services.training.lasting import LastingTrainer
-from composer_mesh.services.training.step import MeshTraining, ReplayTeachers
+from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
+from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
 from composer_mesh.services.training.weight_sync import MeshWeightSync
 
 Event = Callable[..., None]
@@ -49,29 +54,31 @@ class RunParts:
     chat: ChatFormat
     event: Event
 
-    def trainer(self, checkpoint: Checkpoint | None) -> LastingTrainer:
+    def trainer(self, checkpoint: Checkpoint | None) -> FaultTolerantTrainer:
         """The trainer's ranks, and what outlives them."""
         config, ranks, teachers = self.config, self.mesh.trainers, self.mesh.teachers
         deadline = config.run.deadline_s
         sync = MeshWeightSync(lambda: ranks.all, self.mesh.generators, teachers, deadline)
-        follow = ReplayTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
+        follow = RestoredTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
         step = MeshTraining(config, lambda: ranks.all, teachers)
         rest = (self.store.root, self.event, self._trained_steps, checkpoint)
-        return LastingTrainer(config, ranks, step, sync, follow, *rest)
+        return FaultTolerantTrainer(config, ranks, step, sync, follow, *rest)
 
     def _trained_steps(self, first: int, until: int) -> list[Trained]:
-        composer = self._composer()
-        return trained_steps(self.store.reading, self.config, composer, first, until)
+        step_builder = self._step_builder()
+        return trained_steps(self.store.reading, self.config, step_builder, first, until)
 
-    def controller(self, trainer: LastingTrainer, watch: Watcher, past: Past) -> Controller:
+    def controller(self, trainer: FaultTolerantTrainer, watch: Watcher, past: Past) -> Controller:
         """The controller of a run that has a past, or an empty one.
 
         Teachers are asked from here on about what they were not asked before.
         """
-        composer, stream = self._composer(), self._pair_stream()
-        begun = begun_of(past, composer)
+        step_builder, stream = self._step_builder(), self._pair_stream()
+        resume_state = resume_state_of(past, step_builder)
         if stream is not None:
-            restore_asking(past, stream, self.store.reading, self._first_in_window(begun))
+            restore_teacher_queries(
+                past, stream, self.store.reading, self._first_in_window(resume_state)
+            )
         ports = Ports(
             self.rollouts(past),
             stream,
@@ -82,19 +89,19 @@ class RunParts:
             trainer.save,
             trainer.saved,
             self._hint_writing(),
-            AgreementWatch(self.config.agreement, self.event),
+            LogprobMismatchMonitor(self.config.logprob_mismatch, self.event),
         )
-        return Controller(self.config, self.task, composer, ports, begun)
+        return Controller(self.config, self.task, step_builder, ports, resume_state)
 
-    def _first_in_window(self, begun: Begun) -> int:
-        steps = begun.steps + (begun.planned is not None)
+    def _first_in_window(self, resume_state: ResumeState) -> int:
+        steps = resume_state.steps + (resume_state.planned is not None)
         return steps * self.config.schedule.prompts_per_step
 
-    def _composer(self) -> Composer:
+    def _step_builder(self) -> StepBuilder:
         advantages = make_advantages(self.config.advantage)
         report = partial(self.event, "late_reward", "")
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
-        return Composer(Batcher(self.config, self.task, self.chat, advantages), late)
+        return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
 
     def rollouts(self, past: Past) -> Rollouts:
         """What samples, which knows an earlier process of the run."""

@@ -16,13 +16,13 @@ from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import key_variables
+from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.pool.seats import Seat, Seats
 from composer_mesh.services.run.hint_mesh import MeshHintWriter
 from composer_mesh.services.service import Service
 
@@ -44,7 +44,7 @@ class Pools:
 
     config: Config
     host: MeshHost
-    seats: Seats
+    placements: ProcessPlacements
     record: Recorder
 
     async def generators(self) -> Service:
@@ -91,8 +91,8 @@ class Pools:
         further: Mapping[str, str] = NOTHING,
         **options: Any,
     ) -> Service:
-        def seat(slot: int) -> Seat:
-            taken = self.seats.take(name, slot)
+        def placement(slot: int) -> ProcessPlacement:
+            taken = self.placements.take(name, slot)
             asking = {} if taken.host is None else asking_env(self.config, name)
             return replace(taken, env={**taken.env, **further, **asking})
 
@@ -102,7 +102,7 @@ class Pools:
             kind,
             n=n,
             name=name,
-            seat=seat,
+            placement=placement,
             host=self.host,
             attempts=1 + rules.rollout_retries,
             restart=RestartRules.of(rules, self.config.run.seed),

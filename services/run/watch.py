@@ -25,8 +25,8 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.directory.control import Command, Control
 from composer_mesh.services.directory.live import commands_for
 from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
-from composer_mesh.services.looking.census import census
-from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.inspection.census import census
+from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.run.scaling import Scaling
 from composer_mesh.services.service import Service
 
@@ -34,7 +34,7 @@ STATUS_EVERY_S = 2.0
 Record = Callable[[str, str, str], None]
 
 
-class LookedAt(Protocol):
+class Inspectable(Protocol):
     """A mesh, as far as it is shown."""
 
     @property
@@ -89,7 +89,7 @@ class RunWatch:
         self._known = {"admin_url": admin, "telemetry_url": telemetry, "transport": transport}
 
     @asynccontextmanager
-    async def over(self, mesh: LookedAt) -> AsyncIterator[None]:
+    async def over(self, mesh: Inspectable) -> AsyncIterator[None]:
         """Keep the status true and take commands while the block runs."""
         watching = asyncio.create_task(self._watch(mesh))
         watching.add_done_callback(self._watch_ended)
@@ -105,7 +105,7 @@ class RunWatch:
         if self._known:
             self._write(state=state, actors=())
 
-    async def _take_commands(self, mesh: LookedAt, until: AsyncExitStack) -> None:
+    async def _take_commands(self, mesh: Inspectable, until: AsyncExitStack) -> None:
         scaling = Scaling(
             mesh.pools, self._record, cores=self._hosts.cores if self._hosts else None
         )
@@ -115,7 +115,7 @@ class RunWatch:
         except OSError as error:
             self._record("no_commands", "", f"there is no control socket: {error}")
 
-    async def _watch(self, mesh: LookedAt) -> None:
+    async def _watch(self, mesh: Inspectable) -> None:
         shown: tuple[ActorStatus, ...] = ()
         while True:
             with suppress(MeshError):  # a dead actor ends the run through the supervisor

@@ -17,8 +17,8 @@ from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.episodes.rollout import Rollouts, Sampling
 from composer_mesh.services.replay.pair_stream import PairStream
-from composer_mesh.services.schedule.begun import StoredGroup
-from composer_mesh.services.schedule.composing import Group
+from composer_mesh.services.schedule.resume_state import StoredGroup
+from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints, worded_to_json
 from composer_mesh.services.steps.ports import Store
 

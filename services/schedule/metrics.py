@@ -10,7 +10,7 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
-from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 
 def step_metrics(
@@ -55,22 +55,22 @@ def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
 
     Dollars are what was charged; `saved_usd` is an estimate. Ages are in policy versions.
     """
-    taken = taken or Taken([], Replayed())
-    replayed = taken.replayed
+    taken = taken or Taken([], ReplayOutcome())
+    replay_outcome = taken.replay_outcome
     ages = [float(step - pair.rejected_version) for pair in taken.pairs]
     return {
-        "replay/states": replayed.states,
-        "replay/skipped": replayed.skipped,
-        "replay/answers": replayed.answers,
-        "replay/cached": replayed.cached,
-        "replay/failures": sum(replayed.failures.values()),
-        **_named("replay/failed", replayed.failures),
-        **_named("replay/outcome", replayed.outcomes),
-        **_named("replay/dropped", replayed.dropped),
+        "replay/states": replay_outcome.states,
+        "replay/skipped": replay_outcome.skipped,
+        "replay/answers": replay_outcome.answers,
+        "replay/cached": replay_outcome.cached,
+        "replay/failures": sum(replay_outcome.failures.values()),
+        **_named("replay/failed", replay_outcome.failures),
+        **_named("replay/outcome", replay_outcome.outcomes),
+        **_named("replay/dropped", replay_outcome.dropped),
         "replay/waiting": taken.waiting,
         "replay/expired": taken.expired,
         "replay/age": _mean(ages),
-        "replay/usd": replayed.usd,
+        "replay/usd": replay_outcome.usd,
         "replay/usd_total": taken.usd_total,
         "replay/saved_usd": taken.saved_usd,
     }

@@ -66,12 +66,12 @@ class Training(Protocol):
 class WeightSync(Protocol):
     """Brings the trainer's newest version to everyone who serves it; returns that version.
 
-    With `may_train` the next step may be trained beside it, once that was called: nothing that the
+    With `on_snapshot` the next step may be trained beside it, once that was called: nothing that the
     step does can touch the version's copy then, and whoever the step needs has it. Without, nobody
     trains meanwhile.
     """
 
-    async def sync(self, may_train: MayTrain | None = None) -> int: ...
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int: ...
 
 
 class Store(Protocol):
@@ -94,7 +94,7 @@ class Store(Protocol):
         self,
         step: int,
         groups: Sequence[int],
-        recipe: bytes,
+        manifest: bytes,
         pairs: Sequence[str] = (),
         max_age: int | None = None,
         rewards: Mapping[int, str] | None = None,

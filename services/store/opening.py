@@ -1,11 +1,11 @@
 """A run directory before it is written to again: what a stop or a fault left is put in order.
 
     drafts of files                                     removed: they were never used
-    damaged rows                                        quarantined (`seals`)
+    damaged rows                                        quarantined (`row_checksums`)
     files of groups that have no finished row           quarantined: a stop between file and row
     files of groups that wait for their step, damaged   quarantined, and the group is sampled again
 
-What was trained is not read here: a replay reads it, and `composer-mesh check-run` does.
+What was trained is not read here: a replay reads it, and `composer-mesh verify` does.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from composer_mesh.services.store.group_files import FOLDER, SUFFIX, group_of, p
 from composer_mesh.services.store.quarantine import quarantine
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
+from composer_mesh.services.store.row_checksums import WHY, set_rows_aside
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
-from composer_mesh.services.store.seals import WHY, set_rows_aside
 
 NO_ROW = "run.sqlite has no finished group for it"
 
@@ -32,7 +32,7 @@ class Moved:
     group: int | None = None
 
 
-def tidy(root: Path, records: RunRecords, reading: RunReader) -> list[Moved]:
+def repair_on_open(root: Path, records: RunRecords, reading: RunReader) -> list[Moved]:
     """Put a run directory in order; returns what was moved to quarantine."""
     for draft in root.glob(f"{FOLDER}/*/.*"):
         draft.unlink()

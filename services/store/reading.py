@@ -15,7 +15,6 @@ from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.store.group_files import read_group
 from composer_mesh.services.store.index import index_query
 from composer_mesh.services.store.rows import (
-    AskedRow,
     DamagedRecord,
     GroupRow,
     GroupState,
@@ -25,6 +24,7 @@ from composer_mesh.services.store.rows import (
     StepRow,
     StepState,
     StoreMissing,
+    TeacherQueryRow,
     TraceRow,
     Where,
 )
@@ -97,7 +97,7 @@ class RunReader:
         found = self._found("groups", "group_id = ?", (group_id,), "group_id")
         return found[0][8] if found else None
 
-    def asked(self) -> Iterator[AskedRow]:
+    def asked(self) -> Iterator[TeacherQueryRow]:
         """The groups that teachers were asked about, in the order of their ids."""
         for group_id, body in self._paged("asked"):
             ids = self._all(
@@ -105,13 +105,13 @@ class RunReader:
                 "ORDER BY place",
                 (group_id,),
             )
-            yield AskedRow(group_id, body, tuple(row[0] for row in ids))
+            yield TeacherQueryRow(group_id, body, tuple(row[0] for row in ids))
 
     def steps(self, since: int = 0, superseded: bool = False) -> Iterator[StepRow]:
         """The steps from `since` on, as they were planned; those that count, or all."""
         tests = "step >= ? AND (? OR state != 'superseded')"
-        for _, step, state, recipe, line in self._paged("steps", tests, (since, superseded)):
-            yield StepRow(step, recipe, line and json.loads(line), StepState(state))
+        for _, step, state, manifest, line in self._paged("steps", tests, (since, superseded)):
+            yield StepRow(step, manifest, line and json.loads(line), StepState(state))
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics of the steps that count, as in `metrics.jsonl`."""

@@ -105,7 +105,7 @@ class RunRecords:
             )
             _one(done, f"group {group_id} has not entered, so its hints cannot be kept")
 
-    def add_asked(
+    def add_teacher_queries(
         self, group_id: int | None, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]:
         """What asking about a group came to; returns the pairs that were not there before."""
@@ -142,7 +142,7 @@ class RunRecords:
         self,
         step: int,
         groups: Sequence[int],
-        recipe: bytes,
+        manifest: bytes,
         pairs: Sequence[str],
         max_age: int | None,
         rewards: Mapping[int, str],
@@ -150,7 +150,7 @@ class RunRecords:
         """Write down what a step is made of, before it is trained: all of it, or nothing."""
         with self.file.transaction() as rows:
             rows.execute(
-                "INSERT INTO steps (step, state, recipe) VALUES (?, 'planned', ?)", (step, recipe)
+                "INSERT INTO steps (step, state, recipe) VALUES (?, 'planned', ?)", (step, manifest)
             )
             for group_id in groups:
                 done = rows.execute(

@@ -108,17 +108,17 @@ class Where:
 class StepRow:
     """A step, numbered from 0: what it is made of, and its metrics once it was trained.
 
-    `recipe` is empty in runs that were migrated: their steps cannot be trained again.
+    `manifest` is empty in runs that were migrated: their steps cannot be trained again.
     """
 
     step: int
-    recipe: bytes
+    manifest: bytes
     metrics: dict[str, Any] | None
     state: StepState
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRow:
+class TeacherQueryRow:
     """A group whose states teachers were asked about: the figures, and the ids of its pairs."""
 
     group_id: int

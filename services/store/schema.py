@@ -1,7 +1,7 @@
 """The tables of `run.sqlite`, and the seal of each row.
 
 SQLite checks the structure of its pages, but not what a row says. So each row has a CRC-32 of all
-its columns in `seal`, which triggers keep, and whoever reads a row compares it. What the rows mean
+its columns in `row_checksum`, which triggers keep, and whoever reads a row compares it. What the rows mean
 is `rows`.
 """
 
@@ -62,22 +62,24 @@ TEXT = {"state", "trace_id", "task", "split", "error_kinds", "pair_id", "source"
 
 def whole(table: str) -> str:
     """An expression that is true in a row which is as it was written."""
-    return f"{table}.seal IS {_seal_of(table)}"
+    return f"{table}.seal IS {_checksum_of(table)}"
 
 
-def _seal_of(table: str) -> str:
+def _checksum_of(table: str) -> str:
     """The seal of a row. Texts are taken as bytes: damaged ones may be no texts."""
     names = COLUMNS[table].split(", ")
     values = [f"CAST({table}.{n} AS BLOB)" if n in TEXT else f"{table}.{n}" for n in names]
     return f"seal_of({', '.join(values)})"
 
 
-def _seals(table: str) -> tuple[str, str]:
+def _checksums(table: str) -> tuple[str, str]:
     """The triggers that keep a table's seals."""
-    seal = f"BEGIN UPDATE {table} SET seal = {_seal_of(table)} WHERE rowid = new.rowid; END"
+    row_checksum = (
+        f"BEGIN UPDATE {table} SET seal = {_checksum_of(table)} WHERE rowid = new.rowid; END"
+    )
     return (
-        f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} {seal}",
-        f"CREATE TRIGGER {table}_changed AFTER UPDATE OF {COLUMNS[table]} ON {table} {seal}",
+        f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} {row_checksum}",
+        f"CREATE TRIGGER {table}_changed AFTER UPDATE OF {COLUMNS[table]} ON {table} {row_checksum}",
     )
 
 
@@ -86,6 +88,6 @@ KIND = FileKind(
     repair="free the disk or correct its permissions, then go on with train --resume",
     application_id=0x434D5255,
     version=1,
-    tables=(*TABLES, *(trigger for table in COLUMNS for trigger in _seals(table))),
+    tables=(*TABLES, *(trigger for table in COLUMNS for trigger in _checksums(table))),
     synchronous="FULL",
 )

@@ -24,7 +24,7 @@ from composer_mesh.services.directory.report import EVALUATIONS_FILE, METRICS_FI
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.migration import migrate
-from composer_mesh.services.store.opening import Moved, move_file, tidy
+from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.whole_files import write_whole
@@ -100,11 +100,13 @@ class RunStore:
         """Keep what the hint writer said about a group."""
         await self._thread.call(partial(self._records.add_worded, group_id, worded))
 
-    async def add_asked(
+    async def add_teacher_queries(
         self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]:
         """Keep what asking about a group came to, with its pairs; returns the fresh ones."""
-        return await self._thread.call(partial(self._records.add_asked, group_id, body, pairs))
+        return await self._thread.call(
+            partial(self._records.add_teacher_queries, group_id, body, pairs)
+        )
 
     async def take_pairs(
         self, step: int, max_age: int, limit: int
@@ -119,7 +121,7 @@ class RunStore:
         self,
         step: int,
         groups: Sequence[int],
-        recipe: bytes,
+        manifest: bytes,
         pairs: Sequence[str] = (),
         max_age: int | None = None,
         rewards: Mapping[int, str] | None = None,
@@ -130,7 +132,7 @@ class RunStore:
         `max_age` expire. `rewards` has what became of late ones by place: trained or expired.
         Raises ValueError where a group is not finished, or where a pair does not wait.
         """
-        plan = partial(self._records.plan_step, step, list(groups), recipe, list(pairs))
+        plan = partial(self._records.plan_step, step, list(groups), manifest, list(pairs))
         await self._thread.call(partial(plan, max_age, dict(rewards or {})))
 
     async def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -161,7 +163,7 @@ class RunStore:
         write_whole(self.root / "config.toml", dump_toml(config).encode())
         if moved := migrate(self.root, self._records, config.schedule.prompts_per_step):
             self._note("run_migrated", f"{', '.join(moved)}: now in run.sqlite, kept in migrated/")
-        for one in tidy(self.root, self._records, self.reading):
+        for one in repair_on_open(self.root, self._records, self.reading):
             self._note_moved(one)
         self._copy()
 

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.looking.page import plain_text
+from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.store.rows import GroupState
 from composer_mesh.services.traces.listing import Listed
 from composer_mesh.services.traces.text import content_of, message_line, one_line

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.looking.page import plain_text
+from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.columns import Column, columns_for, trained
 from composer_mesh.services.traces.listing import Listed, Listing, Tally
 from composer_mesh.services.traces.text import content_of, one_line

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from composer_mesh.rollouts.pairs import Voice
 from composer_mesh.rollouts.traces import ErrorSite, Message
-from composer_mesh.services.looking.page import plain_text
+from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.columns import MARKS, trained, versions
 from composer_mesh.services.traces.rollout import Paired, Rollout
 from composer_mesh.services.traces.text import (

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from composer_mesh.rollouts.tool_calls import OPEN, ToolCall, parse_action
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.services.looking.page import plain_text
+from composer_mesh.services.inspection.page import plain_text
 
 LONGEST_LINE = 20_000
 TAB = "    "

@@ -5,7 +5,7 @@
 
 What fails here for want of a disk is told once and costs the run nothing but a checkpoint; the
 second failure in succession, and that of the last step, ends it. When a checkpoint is due, and what
-a death meanwhile means, is `lasting`'s business.
+a death meanwhile means, is `fault_tolerant_trainer`'s business.
 """
 
 import asyncio
@@ -64,13 +64,13 @@ class CheckpointWrites:
         teachers: KeepsAverage | None,
         root: Path,
         record: Record,
-        begun: Checkpoint | None,
+        resumed_from: Checkpoint | None,
     ) -> None:
         self._config, self._ranks, self._teachers = config, ranks, teachers
         self._root, self._record = root, record
         self._draft: Draft | None = None
         self._failures = 0
-        self.newest = begun
+        self.newest = resumed_from
 
     @property
     def under_way(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.steps.trained_again import Metrics, Trained
+from composer_mesh.services.steps.recomputation_check import Metrics, Trained
 from composer_mesh.services.training.checkpoint_writes import KeepsAverage, Writer
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Ranks(Writer, Protocol):
 class Step(Protocol):
     """One try of an optimizer step, as `MeshTraining` makes it."""
 
-    async def train(self, batch: StepBatch, signals: bool = True) -> Metrics: ...
+    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> Metrics: ...
 
 
 class Teachers(KeepsAverage, Protocol):

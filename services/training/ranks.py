@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.manifest import Written
-from composer_mesh.actors.models.meeting import Meeting
+from composer_mesh.actors.models.rendezvous import Meeting
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.described import check_together
 from composer_mesh.configs.schema import Config
@@ -20,8 +20,8 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait, together
-from composer_mesh.services.pool.seating import LOOK_S, spawn_on, when_there_is_room
-from composer_mesh.services.pool.seats import Seat, SeatOf
+from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
+from composer_mesh.services.pool.wait_for_capacity import LOOK_S, spawn_on, wait_for_capacity
 
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ class TrainerRanks:
     """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
 
     def __init__(
-        self, config: Config, host: MeshHost, seat: SeatOf, look_s: float = LOOK_S
+        self, config: Config, host: MeshHost, placement: PlacementOf, look_s: float = LOOK_S
     ) -> None:
         size = config.trainer.ranks
-        self._config, self._host, self._seat = config, host, seat
+        self._config, self._host, self._placement = config, host, placement
         self._look_s = look_s
         self._meet = size > 1 or config.trainer.sharded
-        self._seats: list[Seat] = []
+        self._placements: list[ProcessPlacement] = []
         self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
         self._deadline_s = config.run.deadline_s
         self._folder: Path | None = None
@@ -66,8 +66,8 @@ class TrainerRanks:
         self._generation += 1
         suffix = f".{self._generation}" if self._generation > 1 else ""
         self._current = [name + suffix for name in self._names]
-        self._seats = await self._take_seats()
-        check_together(self._config, {seat.host for seat in self._seats})
+        self._placements = await self._take_placements()
+        check_together(self._config, {placement.host for placement in self._placements})
         try:
             self.all = await together(*(self._spawn(rank) for rank in range(len(self._names))))
         except BaseException:
@@ -155,28 +155,28 @@ class TrainerRanks:
     def _deaths(self) -> list[asyncio.Future[ActorDied]]:
         return [one.death for one in self.all if one.death is not None]
 
-    async def _take_seats(self) -> list[Seat]:
+    async def _take_placements(self) -> list[ProcessPlacement]:
         """A seat for each rank. Waits for another host where none has room for all of them."""
         first = self._current[0]
-        return await when_there_is_room(self._seats_now, self._host, first, self._look_s)
+        return await wait_for_capacity(self._placements_now, self._host, first, self._look_s)
 
-    def _seats_now(self) -> list[Seat]:
-        return [self._seat(rank) for rank in range(len(self._names))]
+    def _placements_now(self) -> list[ProcessPlacement]:
+        return [self._placement(rank) for rank in range(len(self._names))]
 
     async def _spawn(self, rank: int) -> SpawnedActor:
-        seat = self._seats[rank]
+        placement = self._placements[rank]
         if self._meet and not self._apart:
-            seat = replace(seat, env={**seat.env, **ON_THIS_HOST})
+            placement = replace(placement, env={**placement.env, **ON_THIS_HOST})
         name = self._current[rank]
         try:
-            return await spawn_on(self._host, seat, name, TrainerActor)
+            return await spawn_on(self._host, placement, name, TrainerActor)
         except HostLost as lost:
             raise ActorDied(name, str(lost)) from None
 
     @property
     def _apart(self) -> bool:
         """Whether ranks are on more than one host."""
-        return len({seat.host for seat in self._seats}) > 1
+        return len({placement.host for placement in self._placements}) > 1
 
     async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
         return await one.call(endpoint, *args, deadline_s=self._deadline_s)
@@ -184,19 +184,19 @@ class TrainerRanks:
     async def _connect(self) -> None:
         if len(self.all) == 1:
             return
-        if self._seats[0].host is not None:  # no file of this machine is seen there
-            opening = self._call(self.first, "open_meeting", self._deadline_s, self._apart)
-            await self._meet_at(await opening)
+        if self._placements[0].host is not None:  # no file of this machine is seen there
+            opening = self._call(self.first, "open_rendezvous", self._deadline_s, self._apart)
+            await self._rendezvous_at(await opening)
             return
         # Private to this user, and only needed until all have met.
         with TemporaryDirectory(prefix="composer-mesh-") as folder:
-            await self._meet_at(Path(folder) / "ranks")
+            await self._rendezvous_at(Path(folder) / "ranks")
 
-    async def _meet_at(self, meeting: Meeting) -> None:
+    async def _rendezvous_at(self, rendezvous: Meeting) -> None:
         size = len(self.all)
         await together(
             *(
-                self._call(one, "connect", rank, size, meeting, self._deadline_s)
+                self._call(one, "connect", rank, size, rendezvous, self._deadline_s)
                 for rank, one in enumerate(self.all)
             )
         )

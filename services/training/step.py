@@ -1,6 +1,6 @@
 """One optimizer step over the trainer's ranks and the SDPO teachers that serve them.
 
-One try of it: what happens when a rank dies meanwhile is `lasting`'s business.
+One try of it: what happens when a rank dies meanwhile is `fault_tolerant_trainer`'s business.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ class MeshTraining:
         self._ranks, self._teachers = ranks, teachers
         self._trainer, self._deadline_s = config.trainer, config.run.deadline_s
 
-    async def train(self, batch: StepBatch, signals: bool = True) -> dict[str, Any]:
+    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
         """One optimizer step on all ranks. Waits for the teachers' signals and for the slowest.
 
-        Without `signals` the teachers are not asked, and the step lacks the SDPO channel.
+        Without `teacher_outputs` the teachers are not asked, and the step lacks the SDPO channel.
         """
         ranks, alive = self._ranks(), list[SpawnedActor]()
-        if self._teachers is not None and batch.views and signals:
+        if self._teachers is not None and batch.views and teacher_outputs:
             alive = await self._teachers.ready(batch.step)
         work: list[Coroutine[Any, Any, Any]] = [
             rank.call("train", batch, len(alive), deadline_s=self._deadline_s) for rank in ranks
@@ -65,7 +65,7 @@ def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-class ReplayTeachers:
+class RestoredTeachers:
     """The SDPO teachers, as far as a trainer that began again needs them to begin again too.
 
     A moving average is the same in each, so one of them keeps it and writes it.

@@ -29,11 +29,11 @@ from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
+from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
-from composer_mesh.services.pool.seating import spawn_on, when_there_is_room
-from composer_mesh.services.pool.seats import SeatOf
 from composer_mesh.services.pool.setups import TELL_S
-from composer_mesh.services.training.step_signals import Request, StepWork, requests_for
+from composer_mesh.services.pool.wait_for_capacity import spawn_on, wait_for_capacity
+from composer_mesh.services.training.teacher_output_requests import Request, StepWork, requests_for
 
 Record = Callable[[str, str, str], None]
 
@@ -45,8 +45,10 @@ class _Lost(Exception):
 class SdpoTeachers:
     """The teachers' processes and the work between them and the trainer's ranks."""
 
-    def __init__(self, config: Config, host: MeshHost, seat: SeatOf, record: Recorder) -> None:
-        self._config, self._host, self._seat, self._record = config, host, seat, record
+    def __init__(
+        self, config: Config, host: MeshHost, placement: PlacementOf, record: Recorder
+    ) -> None:
+        self._config, self._host, self._placement, self._record = config, host, placement, record
         self._deadline_s = config.run.deadline_s
         count = config.sdpo.replicas
         self._names = [f"sdpo_teacher-{n}" for n in range(count)] if count > 1 else ["sdpo_teacher"]
@@ -198,8 +200,8 @@ class SdpoTeachers:
 
     async def _spawn(self, name: str) -> SpawnedActor:
         number = self._names.index(name)
-        seat = await when_there_is_room(lambda: self._seat(number), self._host, name)
-        return await spawn_on(self._host, seat, name, SDPOTeacherActor)
+        placement = await wait_for_capacity(lambda: self._placement(number), self._host, name)
+        return await spawn_on(self._host, placement, name, SDPOTeacherActor)
 
     async def _load(self, teacher: SpawnedActor) -> None:
         await teacher.call("load", self._config, self._folder, deadline_s=self._deadline_s)

@@ -42,25 +42,25 @@ class MeshWeightSync:
         self._trainers, self._generators, self._teachers = trainers, generators, teachers
         self._deadline_s = deadline_s
 
-    async def sync(self, may_train: MayTrain | None = None) -> int:
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         """Publish and pull; returns the version that is served from now on.
 
         Waits until each generator serves it, at most the deadline for each call. A receiver that
         dies, fails or is late is dropped and replaced; one that comes later pulls before it serves.
         The end of the trainer ends it with `ActorDied`: receivers then serve what they served.
 
-        With `may_train` a step may come beside it: the trainer holds the version until it is
+        With `on_snapshot` a step may come beside it: the trainer holds the version until it is
         copied, and teachers, whose signals belong to the version that is trained, pull it first.
         """
         trainers = self._trainers()
-        if may_train is not None:
+        if on_snapshot is not None:
             await _ask(trainers, "hold", self._deadline_s)
             if self._teachers is None:
-                may_train()
+                on_snapshot()
         handle = await published(trainers, self._deadline_s)
-        pulls = [self._generators.setup_from(trainers[0], "pull", handle)]
+        pulls = [self._generators.broadcast_weights(trainers[0], "pull", handle)]
         if self._teachers is not None:
-            pulls.append(self._teach(self._teachers, handle, trainers[0], may_train))
+            pulls.append(self._teach(self._teachers, handle, trainers[0], on_snapshot))
         got = [version for versions in await together(*pulls) for version in versions]
         if any(version != handle.version for version in got):
             raise StaleReceiver(handle.version, got)
@@ -71,11 +71,11 @@ class MeshWeightSync:
         teachers: SdpoTeachers,
         handle: WeightsHandle,
         trainer: SpawnedActor,
-        may_train: MayTrain | None,
+        on_snapshot: MayTrain | None,
     ) -> list[int]:
         got = await teachers.pull(handle, trainer)
-        if may_train is not None:
-            may_train()
+        if on_snapshot is not None:
+            on_snapshot()
         return got
 
 

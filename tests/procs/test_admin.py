@@ -14,7 +14,7 @@ from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, read_mesh, star
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Supervisor
 from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
-from composer_mesh.services.looking.tree import tree_command
+from composer_mesh.services.inspection.tree import tree_command
 
 
 def actor_names(mesh: MeshTree) -> set[str]:

@@ -9,7 +9,7 @@ from placed_actors import PlacedActor
 
 from composer_mesh.configs.memory import MODEL_PROCESS, Training, in_gb, total, training_parts
 from composer_mesh.configs.model_sizes import ModelSizes
-from composer_mesh.mesh.share import share_env
+from composer_mesh.mesh.process_resources import share_env
 from composer_mesh.mesh.spawn import MeshHost
 
 SIZES: dict[str, Any] = {

@@ -12,11 +12,11 @@ import learning
 import pytest
 from torch import distributed as dist
 
-from composer_mesh.actors.models.meeting import open_store
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.actors.models.rendezvous import open_store
+from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.ranks import TrainerRanks
 
 HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2"}
@@ -47,7 +47,7 @@ async def test_ranks_of_two_hosts_take_the_step_that_one_rank_takes(
     steps = learning.batches(learning.write_policy(tmp_path / "policy"))[:2]
     settings = learning.config(learning.SHARDED)
     two = TwoHosts(host)
-    ranks = TrainerRanks(settings, two, lambda rank: Seat("ab"[rank], {}))  # type: ignore[arg-type]
+    ranks = TrainerRanks(settings, two, lambda rank: ProcessPlacement("ab"[rank], {}))  # type: ignore[arg-type]
     await ranks.start()
     assert two.where == ["a", "b"]
     assert await ranks.load(tmp_path / "policy") == 0
@@ -62,7 +62,9 @@ async def test_ranks_of_two_hosts_take_the_step_that_one_rank_takes(
 async def test_ranks_of_one_other_host_meet_there(host: MeshHost, tmp_path: Path) -> None:
     learning.write_policy(tmp_path / "policy")
     alike = TwoHosts(host, near=True)
-    ranks = TrainerRanks(learning.config(learning.SHARDED), alike, lambda _: Seat("a", {}))  # type: ignore[arg-type]
+    ranks = TrainerRanks(
+        learning.config(learning.SHARDED), alike, lambda _: ProcessPlacement("a", {})
+    )  # type: ignore[arg-type]
     await ranks.start()
     assert await ranks.load(tmp_path / "policy") == 0
 
@@ -72,11 +74,11 @@ def test_ranks_meet_on_the_address_of_their_host_and_on_no_other(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADDRESS, address)
-    meeting, store = open_store(deadline_s=10)
-    assert meeting.host == address
-    assert [found for _, found in listening() if found == meeting.port] == [meeting.port]
-    assert (_packed(address), meeting.port) in listening()
-    other = dist.TCPStore(meeting.host, meeting.port, is_master=False)
+    rendezvous, store = open_store(deadline_s=10)
+    assert rendezvous.host == address
+    assert [found for _, found in listening() if found == rendezvous.port] == [rendezvous.port]
+    assert (_packed(address), rendezvous.port) in listening()
+    other = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
     other.set("from", "b")
     assert store.get("from") == b"b"
 

@@ -98,7 +98,7 @@ def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache:
         "run.steps": STEPS,
         "loss.type": "cispo",
         "advantage.type": "rloo",
-        "sdpo.wrapper": "taid",
+        "sdpo.objective": "taid",
         "replay.loss": "simpo",
     }
     with launched(tmp_path / "run", policy_cache, settings) as run:

@@ -65,7 +65,7 @@ def test_teachers_of_the_mesh_have_the_losses_of_one_in_the_trainer(train: Train
 
 
 def test_an_average_in_the_mesh_is_the_one_in_the_trainer(train: Train) -> None:
-    ema = {"sdpo.teacher": "ema", "sdpo.teacher_rate": 0.3}
+    ema = {"sdpo.teacher": "ema", "sdpo.ema_rate": 0.3}
     mesh, inline = (train(4, {"sdpo.placement": place, **ema}) for place in ("mesh", "inline"))
     assert_same_losses(mesh, inline)
     assert all(step["loss/sdpo"] > 0 for step in mesh if step["sdpo/views"])
@@ -81,7 +81,7 @@ def test_a_rank_without_an_error_site_waits_for_nothing(train: Train) -> None:
     """Here with a signal that every teacher asks its rank's student about."""
     one_site: dict[str, Any] = {
         "sdpo.max_sites_per_step": 1,
-        "sdpo.signal": "topk",
+        "sdpo.teacher_output": "topk",
         "sdpo.top_k": 8,
         "sdpo.top_k_choice": "student",
     }

@@ -27,9 +27,9 @@ class World:
         self.root, self.folder = root, root / "policy"
         self.steps = learning.batches(learning.write_policy(self.folder))
         self.one = self.alone()
-        meeting = root / "meeting"
+        rendezvous = root / "meeting"
         multiprocessing.set_forkserver_preload(["learning"])
-        work = (meeting, self.folder, self.steps, root, HAS_PEFT)
+        work = (rendezvous, self.folder, self.steps, root, HAS_PEFT)
         start_processes(learning.both, work, nprocs=2, start_method="forkserver")
         self.two: list[dict[str, Any]] = [
             torch.load(root / f"rank-{rank}.pt", weights_only=False) for rank in range(2)

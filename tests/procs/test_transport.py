@@ -18,11 +18,11 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.transport import SendBuffer, TransportError, read
-from composer_mesh.mesh.weights.carriers import shm, torchstore
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
+from composer_mesh.mesh.weights.transports import shm, torchstore
 
 
 async def test_a_read_equals_what_was_written_also_after_growth(host: MeshHost) -> None:
@@ -126,8 +126,8 @@ async def test_the_front_of_what_is_read_one_sidedly_is_read_again_in_the_end(
     overtaken = replace(part, offer=replace(part.offer, front=newer.offer.front))
     with pytest.raises(TornWeights, match="version 1 but read marks 2 and 1"):
         await WeightReceiver().receive(replace(handles[0], parts=(overtaken,)))
-    assert publisher._outlet is not None
-    publisher._outlet.memory(1)[-16:] = 0
+    assert publisher._transport_sender is not None
+    publisher._transport_sender.memory(1)[-16:] = 0
     with pytest.raises(TornWeights, match="version 2 but read marks 2 and 0"):
         await WeightReceiver().receive(handles[1])
     await publisher.close()

@@ -1,7 +1,7 @@
 """Stands in for an interpreter with composer-mesh: a worker and a controller that train nothing.
 
     fake_mesh.py -m composer_mesh worker --roster DIR --name NAME ...
-    fake_mesh.py -m composer_mesh train CONFIG --output RUN --resume-or-begin
+    fake_mesh.py -m composer_mesh train CONFIG --output RUN --auto-resume
 
 They keep the promises that the job relies on: rosters, exit statuses, one line of metrics for each
 step. `RUN/launch/config.toml` says how the controller behaves.

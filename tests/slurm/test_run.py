@@ -103,7 +103,7 @@ def launch(
 def check_nothing_is_lost(run: JobRun) -> None:
     """Steps without a gap, every file as it was written, every trained rollout in the store."""
     assert run.steps() == list(range(1, len(run.steps()) + 1))
-    checked = composer_mesh("check-run", str(run.root))
+    checked = composer_mesh("verify", str(run.root))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     trained = sum(step["rollouts/count"] for step in run.objects("metrics.jsonl"))
     assert len(run.traces()) >= trained
@@ -166,4 +166,4 @@ def test_scancel_ends_every_process_of_a_run_within_15_s(
     wait_until(lambda: slurm.jobs() == "", "end of the job", 60)
     assert run.process.wait(60) != 0
     assert "queued again" not in run.log
-    assert composer_mesh("check-run", str(run.root)).returncode == 0
+    assert composer_mesh("verify", str(run.root)).returncode == 0

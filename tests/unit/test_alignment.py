@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.signals.teaching import hinted_states
+from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.rollouts.alignment import HintedView, MisalignedError, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import render_hint

@@ -8,9 +8,14 @@ import pytest
 
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, MeshError, RemoteError
 from composer_mesh.services.directory.status import ActorStatus
-from composer_mesh.services.looking.actor_names import ActorName, failure_line, parse_name, placed
-from composer_mesh.services.looking.census import census
-from composer_mesh.services.looking.usage import CpuMeter, cpu_seconds, resident_bytes
+from composer_mesh.services.inspection.actor_names import (
+    ActorName,
+    failure_line,
+    parse_name,
+    placed,
+)
+from composer_mesh.services.inspection.census import census
+from composer_mesh.services.inspection.usage import CpuMeter, cpu_seconds, resident_bytes
 
 
 class FakePool:

@@ -29,7 +29,7 @@ def changed(build_config: Any, before: dict[str, Any], after: dict[str, Any]) ->
         ("trainer", "checkpoint_every", 3),
         ("weights", "transport", "disk"),
         ("supervision", "trainer_restarts", 9),
-        ("agreement", "alarm_mean", 0.7),
+        ("logprob_mismatch", "alarm_mean", 0.7),
         ("eval", "every", 2),
         ("schedule", "max_lag", 1),
         ("late_rewards", "max_age", 4),

@@ -40,17 +40,17 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     write_average,
 )
 from composer_mesh.actors.learning.learner import Learner
-from composer_mesh.actors.models.moments import OtherWeights
+from composer_mesh.actors.models.optimizer_state import OtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import CPU, Ranks
-from composer_mesh.actors.signals.teaching import TeacherModel, blend_from
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.rollouts.batches import StepBatch
 
-TAID = {**ALL_ON, "sdpo": {"alpha": 0.5, "wrapper": "taid", "placement": "inline"}}
+TAID = {**ALL_ON, "sdpo": {"alpha": 0.5, "objective": "taid", "placement": "inline"}}
 EMA = {
     **ALL_ON,
-    "sdpo": {"alpha": 0.5, "teacher": "ema", "teacher_rate": 0.3, "placement": "inline"},
+    "sdpo": {"alpha": 0.5, "teacher": "ema", "ema_rate": 0.3, "placement": "inline"},
 }
 SCHEDULED = {
     **TAID,
@@ -65,7 +65,7 @@ def folder(build_model: Any, tokenizer: Any, tmp_path: Path) -> Path:
 
 
 def trained(learner: Learner, batch: StepBatch) -> dict[str, Any]:
-    return learner.train(batch, learner.own_signals(batch))
+    return learner.train(batch, learner.own_teacher_outputs(batch))
 
 
 def saved(learner: Learner, root: Path, export: bool = True) -> Path:
@@ -126,7 +126,7 @@ def test_what_is_trained_after_the_copy_is_not_in_the_checkpoint(
     assert largest_change(kept(one), kept(other)) == 0
 
 
-@pytest.mark.parametrize("lost", ["moments", "taid"])
+@pytest.mark.parametrize("lost", ["optimizer_state", "taid"])
 def test_without_a_part_of_the_state_training_would_go_another_way(
     build_config: Any, folder: Path, tmp_path: Path, lost: str
 ) -> None:
@@ -293,7 +293,7 @@ def test_a_write_that_fails_says_where_and_why(
 
 
 def test_the_average_of_an_inline_teacher_goes_on_from_where_it_was(build_model: Any) -> None:
-    config = SdpoConfig(alpha=0.5, teacher="ema", teacher_rate=0.3, placement="inline")
+    config = SdpoConfig(alpha=0.5, teacher="ema", ema_rate=0.3, placement="inline")
     trainer = build_model(1)
     teacher = TeacherModel(trainer, config, 4096, follows=True)
     trainer.load_state_dict(build_model(2).state_dict())
@@ -309,7 +309,7 @@ def test_the_average_of_an_inline_teacher_goes_on_from_where_it_was(build_model:
 def test_an_average_outside_the_trainer_is_a_file_of_the_checkpoint(
     build_model: Any, tmp_path: Path
 ) -> None:
-    config = SdpoConfig(alpha=0.5, teacher="ema", teacher_rate=0.3)
+    config = SdpoConfig(alpha=0.5, teacher="ema", ema_rate=0.3)
     average = {n: one.detach() for n, one in build_model(2).named_parameters()}
     files = write_average(tmp_path, average)
     assert [one.path for one in files] == [AVERAGE_FILE]
@@ -323,7 +323,7 @@ def test_an_average_outside_the_trainer_is_a_file_of_the_checkpoint(
 
 
 def test_an_average_takes_a_version_in_once_however_often_it_is_pulled(build_model: Any) -> None:
-    config = SdpoConfig(alpha=0.5, teacher="ema", teacher_rate=0.3)
+    config = SdpoConfig(alpha=0.5, teacher="ema", ema_rate=0.3)
     teacher = TeacherModel(build_model(1), config, 4096)
     teacher.absorb(1, blend_from(build_model(2)))
     once = {name: value.clone() for name, value in teacher.average().items()}

@@ -83,14 +83,12 @@ def test_a_replay_of_a_directory_without_rollouts_is_refused_and_starts_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(QUICKSTART), "--replay-traces", "nowhere"]) == 2
-    assert "--replay-traces nowhere has no run.sqlite" in capsys.readouterr().err
+    assert main(["train", str(QUICKSTART), "--from-traces", "nowhere"]) == 2
+    assert "--from-traces nowhere has no run.sqlite" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "both", [["--resume", "--rollout-only"], ["--resume", "--replay-traces=x"]]
-)
+@pytest.mark.parametrize("both", [["--resume", "--rollout-only"], ["--resume", "--from-traces=x"]])
 def test_half_a_run_is_not_resumed(both: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", str(QUICKSTART), *both])

@@ -69,7 +69,7 @@ BROKEN = {
         ["entropy_opd_h_max is 2.0", "wrapper is 'none'", "remove it"],
     ),
     "wrapper without distributions": (
-        ["sdpo.wrapper=taid", "sdpo.signal=topk"],
+        ["sdpo.objective=taid", "sdpo.teacher_output=topk"],
         ["wrapper is 'taid'", "signal is 'topk'", "'hidden' or 'full'"],
     ),
     "many inline teachers": (

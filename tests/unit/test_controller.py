@@ -161,8 +161,8 @@ async def test_evaluation_episodes_are_held_out_and_are_not_stored(
 ) -> None:
     world = make_world(seed=6)
     await finished(world, config)
-    begun = world.names("begin")
-    heldout = [name for name in begun if name.startswith("heldout")]
+    resume_state = world.names("begin")
+    heldout = [name for name in resume_state if name.startswith("heldout")]
     assert sorted(heldout) == sorted(2 * [f"heldout-{n:06d}-000" for n in range(4)])
     assert {trace.split for trace in world.names("stored")} == {"train"}
 
@@ -178,7 +178,7 @@ async def test_the_same_seed_makes_the_same_batches_when_synchronous(
     assert one == two
 
 
-STORE = ["add_group", "add_asked", "plan_step", "end_step"]
+STORE = ["add_group", "add_teacher_queries", "plan_step", "end_step"]
 PORTS = ["query", "score", "train", "sync", "save", *STORE]
 
 

@@ -55,9 +55,9 @@ class TimedWorld(World):
         slow = session.startswith("train") and int(session.split("-")[1]) >= self.slow_from
         return 500.0 if slow and port == "finish" else self.takes.get(port, 0.0)
 
-    async def sync(self, may_train: MayTrain | None = None) -> int:
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         self.syncs += 1
-        return await super().sync(may_train)
+        return await super().sync(on_snapshot)
 
 
 @pytest.fixture(scope="module")

@@ -214,9 +214,9 @@ async def test_a_held_out_episode_that_cannot_be_run_is_left_out_and_not_asked_a
     assert [(one.step, one.episodes) for one in controller.evaluations] == [(0, 3), (5, 3)]
     assert [one.success for one in controller.evaluations] == [1.0, 1.0]
     assert len(world.names("poisoned")) == 1
-    begun = Counter(name.partition(".")[0] for name in world.names("begin"))
-    assert begun["heldout-000002-000"] == 2
-    assert begun["heldout-000001-000"] == 2
+    resume_state = Counter(name.partition(".")[0] for name in world.names("begin"))
+    assert resume_state["heldout-000002-000"] == 2
+    assert resume_state["heldout-000001-000"] == 2
 
 
 @dataclass
@@ -273,8 +273,8 @@ async def test_in_lockstep_rollouts_that_are_run_again_keep_their_seeds(
 async def test_a_stormy_run_that_is_cancelled_at_any_moment_leaves_nothing_running(
     make_world: MakeWorld, build: Any
 ) -> None:
-    moments = random.Random(14).sample(range(400), 40)
-    for moment in moments:
+    optimizer_state = random.Random(14).sample(range(400), 40)
+    for moment in optimizer_state:
         world = make_world(seed=moment, faults=RandomFaults(moment, rate=0.1))
         running = asyncio.create_task(finished(world, build(max_lag=1, **PATIENT)))
         for _ in range(moment):

@@ -14,9 +14,9 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.replay.asked import AskedGroup
-from composer_mesh.services.schedule.begun import Begun
-from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.replay.teacher_query_record import TeacherQueryRecord
+from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 STEPS, START = 5, 3
 
@@ -39,11 +39,13 @@ def world(tokenizer: Any, toolbox: ToolboxTask) -> World:
 async def resumed(
     world: World, config: Config, evaluations: tuple[Evaluation, ...] = (), start: int = START
 ) -> Controller:
-    begun = Begun(start, Checkpoint(start, Path()), evaluations=list(evaluations))
-    controller = controller_of(world, config, begun)
+    resume_state = ResumeState(start, Checkpoint(start, Path()), evaluations=list(evaluations))
+    controller = controller_of(world, config, resume_state)
     if (stream := controller.ports.replay) is not None:
         groups = range(start * config.schedule.prompts_per_step)
-        stream.restore([AskedGroup(group, [], Replayed(), []) for group in groups], len(groups))
+        stream.restore(
+            [TeacherQueryRecord(group, [], ReplayOutcome(), []) for group in groups], len(groups)
+        )
     await controller.run()
     return controller
 

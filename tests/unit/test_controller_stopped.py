@@ -29,8 +29,13 @@ from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
-from composer_mesh.services.run.looking_back import Past, begun_of, look_back, restore_asking
-from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.run.resume_loader import (
+    Past,
+    load_resume_state,
+    restore_teacher_queries,
+    resume_state_of,
+)
+from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.schedule.stopping import Stopping
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
@@ -125,7 +130,7 @@ class Life:
             self.sampled += [what for what in world.names("begin") if what.startswith("train")]
 
     async def _live_on(self, world: Learning, store: RunStore, resumed: bool) -> None:
-        past = await look_back(store, self.config, self._event) if resumed else Past()
+        past = await load_resume_state(store, self.config, self._event) if resumed else Past()
         step = max((c for c in self.checkpoints if c <= past.steps), default=0)
         if step:  # its files are the trainer's business
             again = [one for one in past.again if one[0].step >= step]
@@ -141,16 +146,18 @@ class Life:
         config, reader = self.config, store.reading
         advantages = make_advantages(config.advantage)
         late = make_late_rewards(config, reader.rewards, advantages, lambda _: None)
-        composer = Composer(Batcher(config, world.task, world.chat, advantages), late)
+        step_builder = StepBuilder(Batcher(config, world.task, world.chat, advantages), late)
         stream = make_pair_stream(config, world, world, world.chat, store, reader.waiting_pairs)
-        begun = begun_of(past, composer)
-        restore_asking(past, stream, reader, (past.steps + bool(past.planned)) * PROMPTS)
-        for again in begun.past:
+        resume_state = resume_state_of(past, step_builder)
+        restore_teacher_queries(past, stream, reader, (past.steps + bool(past.planned)) * PROMPTS)
+        for again in resume_state.past:
             assert world.learn(again.batch)["loss/total"] == again.metrics["loss/total"]
         rollouts = rollouts_of(world, config)
         hints = HintWriting(world, config, world.task, world.chat, lambda _: None)
         ports = Ports(rollouts, stream, world, world, store, world, world.save, world.saved, hints)
-        return Controller(config, world.task, composer, ports, begun, stopping=self.stopping)
+        return Controller(
+            config, world.task, step_builder, ports, resume_state, stopping=self.stopping
+        )
 
     def _post(self, store: RunStore, trace_id: str, reward: float) -> None:
         if not any(one.trace_id == trace_id for one in store.reading.rewards(None)):

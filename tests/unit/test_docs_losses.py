@@ -51,7 +51,7 @@ PARTS = {
 """Functions that others are made of; the guide may leave them out."""
 
 
-def recipes() -> list[list[str]]:
+def manifests() -> list[list[str]]:
     """Each recipe's overrides, as they are typed after --set."""
     table = GUIDE.text.split("### Published recipes")[1].split("## Advantages")[0]
     rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("|")]
@@ -68,7 +68,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_guide_has_code_settings_and_recipes() -> None:
     assert len(GUIDE.blocks("python")) >= 3
     assert len(GUIDE.blocks("toml")) >= 1
-    assert len(recipes()) >= 10
+    assert len(manifests()) >= 10
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_every_toml_block_is_a_part_of_a_run(text: str, at_the_root: None) -> No
             check_signature(load_function(path), path, section.kwargs)
 
 
-@pytest.mark.parametrize("overrides", recipes(), ids=" ".join)
+@pytest.mark.parametrize("overrides", manifests(), ids=" ".join)
 def test_every_recipe_resolves_and_changes_the_run(overrides: list[str]) -> None:
     assert load_config(QUICKSTART, overrides) != load_config(QUICKSTART)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from guides import ROOT, Guide, as_a_run, names_in_code
 
-from composer_mesh.actors.signals.messages import Head, make_signal, pack
+from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output, pack
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.sdpo import SdpoConfig
 
@@ -35,7 +35,9 @@ def test_the_page_shows_every_key_of_its_section_with_its_default() -> None:
         assert re.search(rf"\b{name}\b", CHANNEL.text), name
 
 
-@pytest.mark.parametrize("key", ["signal", "top_k_choice", "teacher", "placement", "when_lost"])
+@pytest.mark.parametrize(
+    "key", ["teacher_output", "top_k_choice", "teacher", "placement", "when_lost"]
+)
 def test_the_page_names_every_choice(key: str) -> None:
     annotation: Any = SdpoConfig.model_fields[key].annotation
     for choice in annotation.__args__:
@@ -60,9 +62,11 @@ def test_every_link_on_the_page_leads_somewhere(page: str, guide: Guide) -> None
 def test_the_page_tells_the_bytes_that_a_signal_takes(row: str) -> None:
     cells = next(line for line in CHANNEL.text.splitlines() if line.startswith(f"| `{row}` |"))
     told = int(cells.split("|")[4].split()[0].replace(",", ""))
-    config = SdpoConfig.model_validate({"alpha": 1.0, "signal": row})
+    config = SdpoConfig.model_validate({"alpha": 1.0, "teacher_output": row})
     states, weight = torch.zeros(2, 1024), torch.zeros(32_768, 1024)
-    tensors = make_signal(config, states, Head(weight, None), torch.zeros(2, dtype=torch.int64))
+    tensors = make_teacher_output(
+        config, states, Head(weight, None), torch.zeros(2, dtype=torch.int64)
+    )
     assert pack(tensors)[1].nbytes == 2 * told
 
 

@@ -44,5 +44,5 @@ async def test_the_block_of_python_reads_a_run(
 async def test_every_command_of_the_page_can_be_typed(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = re.findall(r"^    composer-mesh (check-run .+?)(?:  #.*)?$", PAGE.text, re.MULTILINE)
+    lines = re.findall(r"^    composer-mesh (verify .+?)(?:  #.*)?$", PAGE.text, re.MULTILINE)
     assert [main(shlex.split(line)) for line in lines] == [0, 0]

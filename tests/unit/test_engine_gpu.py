@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_requests import Plain, ask, replayed, serve
+from engine_requests import Plain, ask, replay_outcome, serve
 
 from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.rollouts.generation import GenerationRequest
@@ -46,7 +46,7 @@ def test_bfloat16_log_probs_are_those_of_a_full_forward(
     results = serve(Engine(model, 7, 64), requests)
     for asked in requests:
         result = results[asked.request_id]
-        expected = replayed(model, asked.prompt_ids, result.token_ids)
+        expected = replay_outcome(model, asked.prompt_ids, result.token_ids)
         assert (torch.tensor(result.logprobs) - expected).abs().mean() < 0.1
 
 
@@ -61,6 +61,6 @@ def test_new_weights_serve_the_tokens_that_follow(build_model: Any) -> None:
     engine.swap(Plain(1, newer.state_dict()))
     while engine.busy:
         engine.step()
-    expected = replayed(newer, asked.prompt_ids, done[0].token_ids)[4:]
+    expected = replay_outcome(newer, asked.prompt_ids, done[0].token_ids)[4:]
     assert done[0].versions == [0] * 4 + [1] * 8
     assert done[0].logprobs[4:] == pytest.approx(expected.tolist(), abs=1e-3)

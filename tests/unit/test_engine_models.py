@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_requests import ask, assert_faithful, replayed, serve
+from engine_requests import ask, assert_faithful, replay_outcome, serve
 
 from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.actors.engines.embedded_forward import ModelNotServed, PackedForward
@@ -113,7 +113,9 @@ def test_bfloat16_weights_are_sampled_from_in_float32(rng: random.Random) -> Non
     results = serve(Engine(model, 3, 64), requests)
     for asked in requests:
         result = results[asked.request_id]
-        away = torch.tensor(result.logprobs) - replayed(model, asked.prompt_ids, result.token_ids)
+        away = torch.tensor(result.logprobs) - replay_outcome(
+            model, asked.prompt_ids, result.token_ids
+        )
         assert away.abs().max() < 0.2
         assert torch.tensor(result.logprobs).bfloat16().tolist() != result.logprobs
 

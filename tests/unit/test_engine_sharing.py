@@ -15,7 +15,7 @@ from engine_requests import (
     assert_faithful,
     computed,
     put,
-    replayed,
+    replay_outcome,
     serve,
 )
 
@@ -167,7 +167,7 @@ def test_a_swap_recomputes_what_running_requests_share_once(
     for asked in requests:
         result = results[asked.request_id]
         assert result.versions == [0] * 4 + [1] * 8
-        expected = replayed(newer, asked.prompt_ids, result.token_ids)[4:]
+        expected = replay_outcome(newer, asked.prompt_ids, result.token_ids)[4:]
         torch.testing.assert_close(torch.tensor(result.logprobs[4:]), expected, **CLOSE)
 
 

@@ -17,7 +17,12 @@ from rich.console import Console
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.live import RunUnavailable, goes_on
 from composer_mesh.services.directory.status import RunStatus, write_status
-from composer_mesh.services.looking.events_command import Lines, Printer, event_line, events_command
+from composer_mesh.services.inspection.events_command import (
+    Lines,
+    Printer,
+    event_line,
+    events_command,
+)
 
 DIED = {
     "time": 0.0,

@@ -15,9 +15,9 @@ from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.hint_sources import Written
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.schedule.begun import StoredGroup
-from composer_mesh.services.schedule.composing import Group
 from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.services.schedule.resume_state import StoredGroup
+from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
 
 WORDS = WordedHints({("train-000001-000", 0): Written("Look.", "llm")}, 1, 0.5)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh.hosts import worker as workers
-from composer_mesh.mesh.hosts.ends import Ends
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.lease import Beats, Lease
+from composer_mesh.mesh.hosts.process_lifetime import descendants
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
-from composer_mesh.mesh.hosts.tied import descendants
 from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
 from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
 
@@ -112,14 +112,14 @@ def test_a_worker_that_anybody_could_use_does_not_start(
 def test_how_a_child_has_ended_is_noted_by_its_parent(tmp_path: Path) -> None:
     noting = (
         "import pathlib, subprocess, sys, threading, time\n"
-        "from composer_mesh.mesh.hosts.ends import Ends\n"
-        "ends = Ends(pathlib.Path(sys.argv[1]))\n"
-        "threading.Thread(target=ends.keep, daemon=True).start()\n"
+        "from composer_mesh.mesh.hosts.exit_status import ExitStatuses\n"
+        "statuses = ExitStatuses(pathlib.Path(sys.argv[1]))\n"
+        "threading.Thread(target=statuses.keep, daemon=True).start()\n"
         "child = subprocess.Popen(['sh', '-c', 'read line; exit 7'], stdin=subprocess.PIPE)\n"
         "time.sleep(1)\n"
         "print(child.pid, flush=True)\n"
         "child.stdin.close()\n"  # nobody may collect it before its end is noted
-        "while ends.of(child.pid) is None: time.sleep(0.01)\n"
+        "while statuses.of(child.pid) is None: time.sleep(0.01)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", noting, str(tmp_path)],
@@ -128,9 +128,9 @@ def test_how_a_child_has_ended_is_noted_by_its_parent(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    ends = Ends(tmp_path)
-    assert ends.of(int(done.stdout)) == "its process exited with code 7"
-    assert ends.of(1) is None
+    statuses = ExitStatuses(tmp_path)
+    assert statuses.of(int(done.stdout)) == "its process exited with code 7"
+    assert statuses.of(1) is None
 
 
 def test_a_worker_without_its_process_ends_with_all_that_it_started(tmp_path: Path) -> None:

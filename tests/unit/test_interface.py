@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.actors.models.meeting import IFNAMES, Address, talk_over
+from composer_mesh.actors.models.rendezvous import IFNAMES, Address, talk_over
 from composer_mesh.mesh.hosts.interface import NoAddress, cluster_address, interface_of
-from composer_mesh.mesh.share import ADDRESS
+from composer_mesh.mesh.process_resources import ADDRESS
 
 NAMES = {name for _, name in socket.if_nameindex()}
 

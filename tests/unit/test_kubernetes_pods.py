@@ -113,7 +113,7 @@ def test_a_run_that_ended_is_not_started_again_and_one_that_lost_its_node_is() -
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["podReplacementPolicy"] == "Failed"
     command = spec["template"]["spec"]["containers"][0]["command"]
-    assert command[-3:] == ["--output", "/runs/quickstart", "--resume-or-begin"]
+    assert command[-3:] == ["--output", "/runs/quickstart", "--auto-resume"]
 
 
 def test_a_controller_has_minutes_for_its_checkpoint() -> None:

@@ -23,7 +23,7 @@ from composer_mesh.services.directory.status import RunStatus, write_status
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.follow import follow
 from composer_mesh.services.launch.handle import hints, read_handle, write_handle
-from composer_mesh.services.launch.here import LocalLauncher
+from composer_mesh.services.launch.local import LocalLauncher
 from composer_mesh.services.launch.orders import renamed_log, write_files
 from composer_mesh.services.launch.ports import Handle, Order, Plan, State
 
@@ -293,7 +293,7 @@ def test_a_finished_run_has_nothing_to_resume(
     (run / "config.toml").write_text(QUICKSTART.read_text())
     (run / "evaluations.jsonl").write_text(f'{{"step": {steps}, "success": 1.0, "episodes": 2}}\n')
     (run / "metrics.jsonl").touch()
-    for command in (["launch", "--resume"], ["train", "--resume-or-begin"]):
+    for command in (["launch", "--resume"], ["train", "--auto-resume"]):
         assert main([command[0], str(QUICKSTART), "--output", "run", command[1]]) == 0
         assert capsys.readouterr().out.startswith("nothing to do: ")
     assert main(["train", str(QUICKSTART), "--output", "run", "--resume"]) == 2

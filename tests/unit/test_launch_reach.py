@@ -67,7 +67,7 @@ def a_status(host: str, state: str = "running") -> RunStatus:
         ("traces", "run", "show", "1/0"),
         ("join", "run", "tls://10.0.0.7:1"),
         ("reward", "run", "t", "0.5"),
-        ("check-run", "run"),
+        ("verify", "run"),
     ],
 )
 def test_a_command_is_brought_to_the_controller_word_for_word(

@@ -38,7 +38,7 @@ def whitened(values: list[float]) -> list[float]:
     return [(v - mean) / math.sqrt(variance + 1e-8) for v in values]
 
 
-def moments(values: list[float], unbiased: bool) -> tuple[float, float]:
+def optimizer_state(values: list[float], unbiased: bool) -> tuple[float, float]:
     mean = sum(values) / len(values)
     squares = sum((v - mean) ** 2 for v in values)
     return mean, math.sqrt(squares / (len(values) - unbiased))
@@ -129,7 +129,7 @@ def test_remax_counts_the_reward_to_come_less_the_greedy_one() -> None:
 def test_masked_normalization_leaves_minus_the_mean_under_no_mask(unbiased: bool) -> None:
     values, mask = batch(seed=4)
     found = masked_normalization(torch.where(mask, values, math.inf), mask, unbiased=unbiased)
-    mean, std = moments(values[mask].tolist(), unbiased)
+    mean, std = optimizer_state(values[mask].tolist(), unbiased)
     expected = (torch.where(mask, values, 0.0) - mean) / (std + 1e-5)
     torch.testing.assert_close(found, expected, **TIGHT)
 

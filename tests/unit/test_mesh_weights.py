@@ -13,9 +13,9 @@ from composer_mesh.mesh.weights.checksums import ROW, checksum
 from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.handle import Part, WeightsHandle
 from composer_mesh.mesh.weights.layout import ALIGNMENT, Layout
-from composer_mesh.mesh.weights.marks import mark, unmark
 from composer_mesh.mesh.weights.shards import manifest_of, own_rows
 from composer_mesh.mesh.weights.staged import StagedWeights
+from composer_mesh.mesh.weights.version_stamps import stamp, unstamp
 
 
 def tied_model() -> nn.Module:
@@ -37,7 +37,7 @@ def staged(model: nn.Module, version: int, dtype: torch.dtype | None = None) -> 
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for piece, place in layout.views(manifest, memory):
         place.copy_(rows[piece.entry].local)
-    mark(memory, version, 5)
+    stamp(memory, version, 5)
     part = Part(0, "shm", layout, 5, None)
     return StagedWeights(WeightsHandle(version, manifest, (part,)), (memory,))
 
@@ -110,7 +110,7 @@ def test_weights_of_another_floating_dtype_are_converted_where_they_are_applied(
 
 def test_staged_weights_that_were_replaced_are_refused() -> None:
     weights = staged(tied_model(), 4)
-    unmark(weights.memories[0])
+    unstamp(weights.memories[0])
     with pytest.raises(TornWeights, match="version 4 but read marks -1 and -1"):
         weights.apply(tied_model())
     with pytest.raises(TornWeights):

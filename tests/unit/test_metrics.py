@@ -12,7 +12,7 @@ from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.schedule.metrics import step_metrics
-from composer_mesh.services.steps.replayed import Replayed
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 SITE = ErrorSite(0, "no_answer", "no_answer", {})
 VIEW = HintedView("g0-0", 0, [1, 2, 3], [0, 1], [0, 1], [2, 3])
@@ -39,7 +39,7 @@ def batch_of(traces: list[Trace]) -> StepBatch:
 
 
 def test_a_step_reports_what_it_trained_on() -> None:
-    replayed = Replayed(
+    replay_outcome = ReplayOutcome(
         states=6,
         skipped=3,
         answers=16,
@@ -49,7 +49,7 @@ def test_a_step_reports_what_it_trained_on() -> None:
         failures=Counter(rate=2),
         dropped=Counter(length=4),
     )
-    taken = Taken([], replayed, expired=1, waiting=7, usd_total=1.5, saved_usd=0.125)
+    taken = Taken([], replay_outcome, expired=1, waiting=7, usd_total=1.5, saved_usd=0.125)
     corrections = Corrections([policy_sample(TRACES[0], 1.0)], Counter(rewards=2))
     metrics = step_metrics(batch_of(TRACES), TRACES, taken, corrections, {"loss/total": 0.5})
     assert metrics == {
@@ -103,7 +103,7 @@ def test_a_step_without_a_sampled_token_has_figures_all_the_same() -> None:
 
 
 def test_what_groups_cost_adds_up() -> None:
-    total = Replayed(states=1, failures=Counter(rate=1), usd=0.1)
-    total += Replayed(states=2, failures=Counter(rate=1, timeout=1), usd=0.2)
+    total = ReplayOutcome(states=1, failures=Counter(rate=1), usd=0.1)
+    total += ReplayOutcome(states=2, failures=Counter(rate=1, timeout=1), usd=0.2)
     assert (total.states, total.failures) == (3, {"rate": 2, "timeout": 1})
     assert total.usd == pytest.approx(0.3)

@@ -17,10 +17,10 @@ from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherRepl
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.offline.desk import Desk
 from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.job import OfflineJob, selections
-from composer_mesh.services.replay.asking import Replay
+from composer_mesh.services.offline.teacher_client import TeacherClient
+from composer_mesh.services.replay.teacher_queries import Replay
 
 REST_S = 0.01
 
@@ -32,7 +32,7 @@ class Experts:
         known = [Expert(of["name"], of.get("error_rate", 0.0)) for of in BUILTIN]
         self._panel, self._rng = ExpertPanel(task, 3, known), random.Random(seed)
         self.asked: list[str] = []
-        self.stop_after: tuple[int, Desk] | None = None
+        self.stop_after: tuple[int, TeacherClient] | None = None
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
         self.asked.append(state.state_id)
@@ -63,7 +63,7 @@ def groups(toolbox: ToolboxTask) -> list[list[Trace]]:
 
 
 def job_with(config: Any, experts: Experts, concurrency: int = 5) -> OfflineJob:
-    return OfflineJob(config, Desk(experts, concurrency, REST_S), concurrency)
+    return OfflineJob(config, TeacherClient(experts, concurrency, REST_S), concurrency)
 
 
 async def in_a_run(config: Any, groups: Sequence[Sequence[Trace]], experts: Experts) -> list[str]:
@@ -104,7 +104,7 @@ async def test_a_stopped_job_keeps_whole_groups_from_the_first_one(
     await whole.run(groups)
     experts = Experts(toolbox)
     job = job_with(config, experts, 4)
-    experts.stop_after = (9, job.desk)
+    experts.stop_after = (9, job.teacher_client)
     assert not await job.run(groups)
     assert 0 < job.figures.groups < len(groups)
     assert job.pairs == whole.pairs[: len(job.pairs)]
@@ -128,7 +128,7 @@ async def test_a_cancelled_job_leaves_no_question_under_way(
                 under_way.pop()
             return []
 
-    job = OfflineJob(config, Desk(Silent(), 4, REST_S), 4)
+    job = OfflineJob(config, TeacherClient(Silent(), 4, REST_S), 4)
     running = asyncio.create_task(job.run(groups))
     await full.wait()
     running.cancel()
@@ -142,7 +142,7 @@ async def test_figures_count_every_state_once_and_every_pair(
 ) -> None:
     told = []
     job = OfflineJob(
-        config, Desk(Experts(toolbox), 5, REST_S), 5, lambda of: told.append(of.groups)
+        config, TeacherClient(Experts(toolbox), 5, REST_S), 5, lambda of: told.append(of.groups)
     )
     await job.run(groups)
     figures = job.figures

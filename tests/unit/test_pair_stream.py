@@ -26,10 +26,10 @@ from composer_mesh.rollouts.pairs import (
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.replay.asked import asked_from_json
-from composer_mesh.services.replay.asking import Replay
 from composer_mesh.services.replay.pair_stream import HEAP, PairStream, Taken
 from composer_mesh.services.replay.refining import TOO_LONG, Refining
+from composer_mesh.services.replay.teacher_queries import Replay
+from composer_mesh.services.replay.teacher_query_record import query_record_from_json
 
 PROMPTS, STEPS = 2, 3
 TEACHERS = [{"name": name, "kind": "builtin"} for name in "ab"]
@@ -130,7 +130,7 @@ class Store:
     kept: list[PreferencePair] = field(default_factory=list)
     waiting: list[PreferencePair] = field(default_factory=list)
 
-    async def add_asked(
+    async def add_teacher_queries(
         self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]:
         self.asked[group_id] = body
@@ -211,9 +211,9 @@ async def test_a_step_that_waits_gets_the_pairs_of_its_own_groups_in_their_order
                 PROMPTS * step + 1,
                 PROMPTS * step + 1,
             ]
-            assert taken.replayed.states == 2 * PROMPTS
-            assert taken.replayed.failures == {"rate": 2 * PROMPTS}
-            assert taken.replayed.usd == pytest.approx(0.52 * 2 * PROMPTS)
+            assert taken.replay_outcome.states == 2 * PROMPTS
+            assert taken.replay_outcome.failures == {"rate": 2 * PROMPTS}
+            assert taken.replay_outcome.usd == pytest.approx(0.52 * 2 * PROMPTS)
         assert taken.usd_total == pytest.approx(0.52 * 2 * PROMPTS * STEPS)
         groups = range(PROMPTS * STEPS)
         assert world.scored == [ids(run.kept[2 * n : 2 * n + 2]) for n in groups]
@@ -258,8 +258,8 @@ async def test_a_heap_of_late_pairs_is_spread_over_steps(
         await until(lambda: len(run.store.waiting) == 4 * STEPS)
         first = await run.take(0)
         assert (len(first.pairs), first.waiting) == (HEAP * 2 * PROMPTS, 4)
-        assert first.replayed.states == 12
-        assert (await run.take(1)).replayed.states == 0
+        assert first.replay_outcome.states == 12
+        assert (await run.take(1)).replay_outcome.states == 0
 
 
 async def told(run: Running, steps: range) -> list[tuple[Any, ...]]:
@@ -267,7 +267,13 @@ async def told(run: Running, steps: range) -> list[tuple[Any, ...]]:
     found = []
     for step in steps:
         taken = await run.take(step)
-        figures = (taken.replayed, taken.waiting, taken.usd_total, taken.saved_usd, taken.asked)
+        figures = (
+            taken.replay_outcome,
+            taken.waiting,
+            taken.usd_total,
+            taken.saved_usd,
+            taken.asked,
+        )
         found.append((ids(taken.pairs), [pair.reference for pair in taken.pairs], *figures))
     return found
 
@@ -295,7 +301,7 @@ async def test_a_stream_that_goes_on_gives_what_the_undisturbed_one_gives(
     left = [pair for pair in before if pair.pair_id not in taken]
     store = Store({n: rows[n] for n in range(stop)}, list(before), left)
     async with running(World(toolbox), config, store) as again:
-        asked = (asked_from_json(n, body, kept) for n, body in sorted(store.asked.items()))
+        asked = (query_record_from_json(n, body, kept) for n, body in sorted(store.asked.items()))
         assert again.stream.restore(asked, planned * PROMPTS) == stop
         for group in groups[planned * PROMPTS :]:
             again.stream.begin(group)
@@ -313,7 +319,7 @@ async def test_groups_from_the_first_missing_row_on_are_asked_about_again(
         del run.store.asked[0]
     async with running(world, config, run.store) as again:
         kept = {pair.pair_id: pair for pair in run.kept}
-        asked = (asked_from_json(n, body, kept) for n, body in run.store.asked.items())
+        asked = (query_record_from_json(n, body, kept) for n, body in run.store.asked.items())
         assert again.stream.restore(asked, PROMPTS) == 0
         assert again.stream.restore([], PROMPTS, unknown=3) == 3
 
@@ -354,10 +360,10 @@ async def test_filters_and_the_context_drop_pairs_before_the_reference_sees_them
         again = [replace(t, trace_id=f"train-000001-{n:03d}") for n, t in enumerate(repeated)]
         run.stream.begin(group_of(toolbox, 0))
         run.stream.begin(again)
-        assert (await run.take(0)).replayed.dropped["exact_duplicates"] == 2
+        assert (await run.take(0)).replay_outcome.dropped["exact_duplicates"] == 2
         for group in (2, 3):
             run.stream.begin(group_of(toolbox, group, width=20))
         taken = await run.take(1)
-        assert taken.replayed.dropped[TOO_LONG] == 4
+        assert taken.replay_outcome.dropped[TOO_LONG] == 4
         assert taken.pairs == []
         assert [len(batch) for batch in world.scored] == [2]

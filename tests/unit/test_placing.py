@@ -13,7 +13,7 @@ from composer_mesh.configs.memory import GB, SHARED_CODE, Part, total
 from composer_mesh.configs.needs import Memory
 from composer_mesh.configs.placing import CannotPlace, Placed, Placement, place, place_processes
 from composer_mesh.configs.processes import WHOLE, Process, sizes_of
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 KINDS = ("trainer", "generator", "environment", "sdpo_teacher")
@@ -44,9 +44,9 @@ def processes(draw: st.DrawFn) -> tuple[Process, ...]:
 
 
 @st.composite
-def hosts(draw: st.DrawFn) -> tuple[Host, ...]:
+def hosts(draw: st.DrawFn) -> tuple[HostResources, ...]:
     return tuple(
-        Host(
+        HostResources(
             f"h{number}",
             draw(st.integers(1, 12)),
             draw(st.integers(1, 40)) * GB,
@@ -57,14 +57,14 @@ def hosts(draw: st.DrawFn) -> tuple[Host, ...]:
     )
 
 
-def placed(run: tuple[Process, ...], on: tuple[Host, ...]) -> Placement | str:
+def placed(run: tuple[Process, ...], on: tuple[HostResources, ...]) -> Placement | str:
     try:
         return place_processes(run, on)
     except CannotPlace as refused:
         return str(refused)
 
 
-def check_gpus(host: Host, there: tuple[Placed, ...]) -> None:
+def check_gpus(host: HostResources, there: tuple[Placed, ...]) -> None:
     shares: Counter[int] = Counter()
     memory: Counter[int] = Counter()
     ranks: Counter[int] = Counter()
@@ -83,7 +83,7 @@ def check_gpus(host: Host, there: tuple[Placed, ...]) -> None:
     assert all(count <= 1 for count in ranks.values())
 
 
-def check_cores(host: Host, there: tuple[Placed, ...]) -> None:
+def check_cores(host: HostResources, there: tuple[Placed, ...]) -> None:
     own = [core for one in there if one.process.cores for core in one.cores]
     assert len(set(own)) == len(own) == sum(one.process.cores for one in there)
     assert all(core in range(host.cores) for core in own)
@@ -97,7 +97,7 @@ def check_cores(host: Host, there: tuple[Placed, ...]) -> None:
 
 @given(processes(), hosts())
 def test_nothing_is_given_twice_and_everyone_is_placed_or_the_run_is_refused(
-    run: tuple[Process, ...], on: tuple[Host, ...]
+    run: tuple[Process, ...], on: tuple[HostResources, ...]
 ) -> None:
     found = placed(run, on)
     assert placed(run, on) == found
@@ -122,19 +122,21 @@ def test_nothing_is_given_twice_and_everyone_is_placed_or_the_run_is_refused(
 def test_whole_gpus_are_refused_only_when_there_are_fewer_than_asked_for(
     count: int, gpus: int, ranks: int
 ) -> None:
-    on = tuple(Host(f"h{n}", 4, 999 * GB, gpus, 16 * GB if gpus else 0) for n in range(count))
+    on = tuple(
+        HostResources(f"h{n}", 4, 999 * GB, gpus, 16 * GB if gpus else 0) for n in range(count)
+    )
     memory = Memory((), (Part("weights", GB),))
     run = tuple(Process(f"t-{n}", "trainer", 1, memory, gpus=WHOLE) for n in range(ranks))
     assert isinstance(placed(run, on), Placement) == (ranks <= count * gpus)
 
 
-def on(*described: Host, overrides: tuple[str, ...] = ()) -> Placement:
+def on(*described: HostResources, overrides: tuple[str, ...] = ()) -> Placement:
     found = load_config(QUICKSTART, overrides)
     return place(found, described, sizes_of(found.policy))
 
 
-LAPTOP = Host("laptop", 2, 4 * GB)
-SERVER = Host("server", 16, 64 * GB, 4, 24 * GB)
+LAPTOP = HostResources("laptop", 2, 4 * GB)
+SERVER = HostResources("server", 16, 64 * GB, 4, 24 * GB)
 
 
 def test_the_quickstart_fits_the_laptop_that_its_comment_names() -> None:
@@ -149,7 +151,7 @@ def test_the_quickstart_fits_the_laptop_that_its_comment_names() -> None:
 
 def test_too_little_memory_is_refused_with_every_term_of_the_sum() -> None:
     with pytest.raises(CannotPlace) as refused:
-        on(Host("tiny", 2, 2 * GB))
+        on(HostResources("tiny", 2, 2 * GB))
     text = str(refused.value)
     assert "of 2.00 GB of memory left" in text
     for kind in ("controller", "trainer", "generator", "sdpo_teacher", "teacher_replay 2 x"):
@@ -175,7 +177,7 @@ def test_a_repair_names_only_what_the_run_does_not_do_yet() -> None:
 
 
 def test_ranks_fill_one_host_before_the_next_and_share_no_gpu() -> None:
-    two = (SERVER, Host("other", 16, 64 * GB, 4, 24 * GB))
+    two = (SERVER, HostResources("other", 16, 64 * GB, 4, 24 * GB))
     found = on(*two, overrides=("trainer.ranks=6", "placement.trainer.gpus=0.5"))
     ranks = [one for one in found.placed if one.process.kind == "trainer"]
     assert [(one.host, one.gpus) for one in ranks] == [
@@ -187,7 +189,7 @@ def test_ranks_fill_one_host_before_the_next_and_share_no_gpu() -> None:
 
 def test_shares_of_a_gpu_are_given_to_different_kinds() -> None:
     shares = ("placement.trainer.gpus=0.6", "placement.generator.gpus=0.4")
-    found = on(Host("one", 4, 16 * GB, 1, 24 * GB), overrides=shares)
+    found = on(HostResources("one", 4, 16 * GB, 1, 24 * GB), overrides=shares)
     trainer, generator = found.named("trainer"), found.named("generator-0")
     assert trainer is not None
     assert generator is not None
@@ -196,7 +198,7 @@ def test_shares_of_a_gpu_are_given_to_different_kinds() -> None:
 
 
 def test_cores_of_its_own_are_kept_free_of_those_who_share() -> None:
-    found = on(Host("one", 8, 16 * GB), overrides=("placement.trainer.cores=3",))
+    found = on(HostResources("one", 8, 16 * GB), overrides=("placement.trainer.cores=3",))
     trainer = found.named("trainer")
     assert trainer is not None
     assert trainer.cores == (0, 1, 2)
@@ -213,7 +215,7 @@ def test_a_core_stays_for_those_who_have_none_of_their_own() -> None:
 
 
 def test_processes_without_a_gpu_go_where_there_is_least_to_do() -> None:
-    two = (Host("a", 4, 64 * GB), Host("b", 8, 64 * GB))
+    two = (HostResources("a", 4, 64 * GB), HostResources("b", 8, 64 * GB))
     found = on(*two, overrides=("environment.replicas=9",))
     count = Counter(one.host for one in found.placed)
     assert 0 < count["a"] < count["b"]
@@ -229,7 +231,7 @@ HOSTS = (
     ("wanted", "where"), [("n", {"n-0", "n-1"}), ("n-1", {"n-1"}), ("m", {"m"})]
 )
 def test_hosts_are_named_one_by_one_or_all_that_are_alike(wanted: str, where: set[str]) -> None:
-    described = tuple(Host(name, 8, 16 * GB) for name in ("n-0", "n-1", "m"))
+    described = tuple(HostResources(name, 8, 16 * GB) for name in ("n-0", "n-1", "m"))
     overrides = (HOSTS, f'placement.environment.hosts=["{wanted}"]', "environment.replicas=6")
     found = on(*described, overrides=overrides)
     assert {one.host for one in found.placed if one.process.kind == "environment"} == where

@@ -32,7 +32,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderSuspended,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.lane import Deadline, Lane
+from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
 
 
 async def test_waits_are_jittered_and_bounded() -> None:
@@ -270,12 +270,12 @@ async def test_a_question_that_waits_for_its_minute_waits_for_a_later_wish_too()
 
     async def sleep(seconds: float) -> None:
         if not script.waits:
-            lane.hold(seconds + 5.0)
+            limiter.hold(seconds + 5.0)
         await script.sleep(seconds)
 
-    lane = Lane(teacher, BreakerRules(rest_s=99.0), script.clock, sleep)
+    limiter = RequestLimiter(teacher, BreakerRules(rest_s=99.0), script.clock, sleep)
     for _ in range(2):
-        async with lane.turn(Deadline.of(Timeouts(999.0), script.clock)):
+        async with limiter.turn(Deadline.of(Timeouts(999.0), script.clock)):
             pass
     assert script.waits == [60.0, 5.0]
 

@@ -61,9 +61,11 @@ def test_one_unsafe_change_is_refused_beside_safe_ones_which_are_not_named(
 
 
 def test_safe_changes_are_told(run: Path, build_config: Any) -> None:
-    other = build_config(run={"name": "unit", "seed": 3, "steps": 8}, agreement={"alarm_mean": 0.7})
+    other = build_config(
+        run={"name": "unit", "seed": 3, "steps": 8}, logprob_mismatch={"alarm_mean": 0.7}
+    )
     changes = refuse_unfit(run, other)
-    assert [change.key for change in changes] == ["run.steps", "agreement.alarm_mean"]
+    assert [change.key for change in changes] == ["run.steps", "logprob_mismatch.alarm_mean"]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, config: Config) -> None:

@@ -12,57 +12,66 @@ from hypothesis.stateful import (
     rule,
 )
 
-from composer_mesh.services.pool.routing import ReplicaState, Router, Seat, Ticket, to_retire
+from composer_mesh.services.pool.routing import (
+    ReplicaState,
+    Router,
+    RoutingTarget,
+    Ticket,
+    to_retire,
+)
 
 
-def seats(*outstanding: int, **fields: int) -> list[Seat]:
-    made = [Seat(f"w-{n}", ReplicaState.READY, calls, calls) for n, calls in enumerate(outstanding)]
-    for seat in made:
+def targets(*outstanding: int, **fields: int) -> list[RoutingTarget]:
+    made = [
+        RoutingTarget(f"w-{n}", ReplicaState.READY, calls, calls)
+        for n, calls in enumerate(outstanding)
+    ]
+    for target in made:
         for name, value in fields.items():
-            setattr(seat, name, value)
+            setattr(target, name, value)
     return made
 
 
-def router(*outstanding: int, max_outstanding: int = 4, queue: int = 9) -> Router[Seat]:
-    made: Router[Seat] = Router(max_outstanding, queue)
-    made.seats = seats(*outstanding)
+def router(*outstanding: int, max_outstanding: int = 4, queue: int = 9) -> Router[RoutingTarget]:
+    made: Router[RoutingTarget] = Router(max_outstanding, queue)
+    made.targets = targets(*outstanding)
     return made
 
 
-def pinned(made: Router[Seat], place: int) -> Ticket[Seat]:
+def pinned(made: Router[RoutingTarget], place: int) -> Ticket[RoutingTarget]:
     ticket = made.ticket()
-    ticket.pin = made.seats[place]
+    ticket.pin = made.targets[place]
     return ticket
 
 
 def test_a_call_goes_to_the_seat_with_the_fewest_under_way() -> None:
     made = router(2, 0, 1)
-    made.seats[1].calls = 99
+    made.targets[1].calls = 99
     taken = [made.take(made.ticket()) for _ in range(4)]
-    assert [seat.name for seat in taken if seat] == ["w-1", "w-2", "w-1", "w-0"]
+    assert [target.name for target in taken if target] == ["w-1", "w-2", "w-1", "w-0"]
 
 
 def test_of_equals_the_one_with_the_fewest_calls_so_far_is_taken() -> None:
     made = router(1, 1, 1)
-    made.seats[0].calls, made.seats[1].calls, made.seats[2].calls = 9, 3, 5
-    assert made.take(made.ticket()) is made.seats[1]
+    made.targets[0].calls, made.targets[1].calls, made.targets[2].calls = 9, 3, 5
+    assert made.take(made.ticket()) is made.targets[1]
 
 
 @pytest.mark.parametrize("state", [state for state in ReplicaState if state.value != "ready"])
 def test_a_seat_that_is_not_ready_gets_nothing_new(state: ReplicaState) -> None:
     made = router(0, 3)
-    made.seats[0].state = state
-    assert made.take(made.ticket()) is made.seats[1]
-    assert made.for_session() is made.seats[1]
+    made.targets[0].state = state
+    assert made.take(made.ticket()) is made.targets[1]
+    assert made.for_session() is made.targets[1]
     assert made.take(made.ticket()) is None
 
 
 def test_a_draining_seat_takes_what_is_bound_to_it_and_nothing_else() -> None:
     made = router(0, 4)
-    made.seats[0].state = ReplicaState.DRAINING
+    made.targets[0].state = ReplicaState.DRAINING
     anybody, bound = made.ticket(), pinned(made, 0)
     assert made.take(anybody) is None
-    assert made.take(bound) is made.seats[0]
+    assert made.take(bound) is made.targets[0]
 
 
 def test_a_bound_call_waits_for_its_seat_while_another_has_room() -> None:
@@ -71,8 +80,8 @@ def test_a_bound_call_waits_for_its_seat_while_another_has_room() -> None:
     assert made.take(bound) is None
     made.join(bound)
     assert made.grants() == []
-    made.free(made.seats[0])
-    assert made.grants([made.seats[0]]) == [(bound, made.seats[0])]
+    made.free(made.targets[0])
+    assert made.grants([made.targets[0]]) == [(bound, made.targets[0])]
 
 
 def test_bound_and_unbound_waiters_of_a_seat_go_in_the_order_of_arrival() -> None:
@@ -82,8 +91,8 @@ def test_bound_and_unbound_waiters_of_a_seat_go_in_the_order_of_arrival() -> Non
         made.join(ticket)
     served = []
     for _ in range(4):
-        made.free(made.seats[0])
-        [(ticket, _)] = made.grants([made.seats[0]])
+        made.free(made.targets[0])
+        [(ticket, _)] = made.grants([made.targets[0]])
         served.append(ticket.number)
     assert served == [0, 1, 3, 4]
     assert made.waiting == 1
@@ -94,19 +103,19 @@ def test_a_call_that_comes_back_stands_before_those_that_came_after_it() -> None
     early, late = made.ticket(), made.ticket()
     made.join(late)
     made.join(early)
-    made.free(made.seats[0])
-    assert made.grants() == [(early, made.seats[0])]
+    made.free(made.targets[0])
+    assert made.grants() == [(early, made.targets[0])]
 
 
 def test_a_tried_seat_gets_a_call_again_only_where_there_is_no_other() -> None:
     made = router(0, 4)
     ticket = made.ticket()
-    ticket.tried = (made.seats[0],)
+    ticket.tried = (made.targets[0],)
     assert made.take(ticket) is None
     made.join(ticket)
     assert made.grants() == []
-    made.seats[1].state = ReplicaState.DEAD
-    assert made.grants() == [(ticket, made.seats[0])]
+    made.targets[1].state = ReplicaState.DEAD
+    assert made.grants() == [(ticket, made.targets[0])]
 
 
 def test_the_line_is_full_at_its_bound_and_not_before() -> None:
@@ -127,10 +136,10 @@ def test_those_who_wait_in_vain_are_found() -> None:
     for ticket in (bound, anybody):
         made.join(ticket)
     assert made.orphans() == []
-    made.seats[0].state = ReplicaState.DEAD
+    made.targets[0].state = ReplicaState.DEAD
     assert made.orphans() == [bound]
     made.coming = 1
-    made.seats[1].state = ReplicaState.STOPPED
+    made.targets[1].state = ReplicaState.STOPPED
     assert made.orphans() == []
     made.coming = 0
     assert made.orphans() == [anybody]
@@ -139,14 +148,14 @@ def test_those_who_wait_in_vain_are_found() -> None:
 
 def test_a_session_goes_where_the_fewest_are() -> None:
     made = router(0, 3)
-    made.seats[0].sessions = 1
-    assert made.for_session() is made.seats[1]
+    made.targets[0].sessions = 1
+    assert made.for_session() is made.targets[1]
 
 
 def test_those_that_leave_are_the_least_bound_then_least_busy_then_latest() -> None:
-    four = seats(0, 2, 1, 1)
+    four = targets(0, 2, 1, 1)
     four[0].tied = four[0].sessions = 1
-    assert [seat.name for seat in to_retire(four, 3)] == ["w-3", "w-2", "w-1"]
+    assert [target.name for target in to_retire(four, 3)] == ["w-3", "w-2", "w-1"]
     assert to_retire(four, 0) == []
 
 
@@ -156,17 +165,17 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(size=st.integers(1, 4), room=st.integers(1, 3))
     def start(self, size: int, room: int) -> None:
         self.router = router(*[0] * size, max_outstanding=room)
-        self.everyone = list(self.router.seats)
-        self.waiting: list[Ticket[Seat]] = []
-        self.running: list[tuple[Ticket[Seat], Seat]] = []
+        self.everyone = list(self.router.targets)
+        self.waiting: list[Ticket[RoutingTarget]] = []
+        self.running: list[tuple[Ticket[RoutingTarget], RoutingTarget]] = []
 
     @rule(pin=st.one_of(st.none(), st.integers(0, 9)))
     def call(self, pin: int | None) -> None:
         ticket = self.router.ticket()
         ticket.pin = None if pin is None else self.everyone[pin % len(self.everyone)]
-        if seat := self.router.take(ticket):
+        if target := self.router.take(ticket):
             assert all(other.pin is not ticket.pin for other in self.waiting), "overtaken"
-            self.running.append((ticket, seat))
+            self.running.append((ticket, target))
         else:
             self.router.join(ticket)
             self.waiting.append(ticket)
@@ -185,39 +194,41 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 9), state=st.sampled_from(["draining", "dead"]))
     def decline(self, place: int, state: str) -> None:
-        seat = self.everyone[place % len(self.everyone)]
-        if seat.open or state == "dead":
-            seat.state = ReplicaState(state)
+        target = self.everyone[place % len(self.everyone)]
+        if target.open or state == "dead":
+            target.state = ReplicaState(state)
         self.settle()
 
     @rule()
     def grow(self) -> None:
-        self.everyone.append(Seat(f"w-{len(self.everyone)}", ReplicaState.READY))
-        self.router.seats.append(self.everyone[-1])
+        self.everyone.append(RoutingTarget(f"w-{len(self.everyone)}", ReplicaState.READY))
+        self.router.targets.append(self.everyone[-1])
         self.settle()
 
     def settle(self) -> None:
-        for ticket, seat in self.router.grants():
+        for ticket, target in self.router.grants():
             assert not any(o.pin is ticket.pin and o.number < ticket.number for o in self.waiting)
             self.waiting.remove(ticket)
-            self.running.append((ticket, seat))
+            self.running.append((ticket, target))
         for ticket in self.router.orphans():
             self.waiting.remove(ticket)
             assert not (self.router.hopeful if ticket.pin is None else ticket.pin.serving)
 
     @invariant()
     def no_seat_has_more_than_it_may(self) -> None:
-        for seat in self.everyone:
-            count = sum(other is seat for _, other in self.running)
-            assert seat.outstanding == count <= self.router.max_outstanding
+        for target in self.everyone:
+            count = sum(other is target for _, other in self.running)
+            assert target.outstanding == count <= self.router.max_outstanding
 
     @invariant()
     def nobody_waits_where_there_is_room(self) -> None:
         assert self.router.waiting == len(self.waiting)
         for ticket in self.waiting:
-            seats = [ticket.pin] if ticket.pin else [seat for seat in self.everyone if seat.open]
-            assert all(seat.serving for seat in seats)
-            assert all(seat.outstanding == self.router.max_outstanding for seat in seats)
+            targets = (
+                [ticket.pin] if ticket.pin else [target for target in self.everyone if target.open]
+            )
+            assert all(target.serving for target in targets)
+            assert all(target.outstanding == self.router.max_outstanding for target in targets)
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.mesh.hosts.agent import HostAbout
 from composer_mesh.mesh.hosts.remote import HostRefused
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce
@@ -35,7 +35,7 @@ class FakeRemote:
 
     @property
     def known(self) -> HostAbout:
-        return HostAbout(Host("localhost", 8, 64 * GB), "node", "python", 1, {})
+        return HostAbout(HostResources("localhost", 8, 64 * GB), "node", "python", 1, {})
 
     async def attach(self, deadline_s: float) -> None:
         assert deadline_s > 0
@@ -172,11 +172,11 @@ async def test_a_host_without_the_files_is_refused_and_given_back(
 async def test_a_lost_host_is_told_and_its_place_is_no_more(build: Build, events: Events) -> None:
     hosts = build(kind="hosts", workers=[A, B])
     await hosts.attach()
-    seats = hosts.place()
+    placements = hosts.place()
     FakeRemote.all[1].lose("its host host-1 is lost: silence")
     await events.until("host_lost")
     assert events[-1] == ("host_lost", "its host host-1 is lost: silence")
-    assert (seats.hosts, hosts.cores) == (("host-0",), 8)
+    assert (placements.hosts, hosts.cores) == (("host-0",), 8)
     await hosts.give_back()
 
 
@@ -187,13 +187,13 @@ async def test_who_announces_itself_later_joins_also_under_the_name_of_another(
     announce(tmp_path / ROSTER, record("gpu-0", A))
     announce(tmp_path / ROSTER, record("gpu-1", B))
     await hosts.attach()
-    seats = hosts.place()
+    placements = hosts.place()
     again = "tcp://10.0.0.6:22301"
     async with hosts.watched():
         announce(tmp_path / ROSTER, record("gpu-1", again))
         await events.until("host_joined", 3)
         await events.until("host_lost")
-    assert set(seats.hosts) == {"gpu-0", "gpu-1"}
+    assert set(placements.hosts) == {"gpu-0", "gpu-1"}
     old, new = FakeRemote.all[1:]
     assert old.lost.result() == f"a new worker has its name, at {again}"
     assert hosts.mesh.hosts["gpu-1"] is new  # type: ignore[comparison-overlap]

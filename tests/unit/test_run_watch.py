@@ -17,7 +17,7 @@ from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefused
 from composer_mesh.services.directory.live import commands_for
 from composer_mesh.services.directory.status import ActorStatus, read_status
-from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.scale_command import scale
 

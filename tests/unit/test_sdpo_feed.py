@@ -13,7 +13,7 @@ from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.services.training.step import MeshTraining, joined
-from composer_mesh.services.training.step_signals import requests_for
+from composer_mesh.services.training.teacher_output_requests import requests_for
 
 
 def plans(one: StepBatch, ranks: int = 1) -> list[RankPlan]:
@@ -27,7 +27,7 @@ async def test_each_microbatch_is_asked_for_in_order_delivered_and_released(
     (teacher,) = await ring.begin()
     metrics = await training(ring, settings).train(batch())
     assert ring.of("train") == [("train", "trainer-0", 0, 1)]
-    assert [entry[2] for entry in ring.of("signal")] == [((f"t{n}", 0),) for n in range(3)]
+    assert [entry[2] for entry in ring.of("teacher_output")] == [((f"t{n}", 0),) for n in range(3)]
     assert ring.of("take") == [("take", "trainer-0", micro, 0) for micro in range(3)]
     assert ring.ranks[0].taken == [(n, 0, ((f"t{n}", 0),)) for n in range(3)]
     assert teacher.held == set()
@@ -41,7 +41,7 @@ async def test_a_teacher_holds_two_requests_beside_the_one_that_travels(build_co
     reading = ring.ranks[0].block(0)
     step = asyncio.create_task(training(ring, settings).train(batch()))
     await ring.settle()
-    assert len(ring.of("signal")) == 3
+    assert len(ring.of("teacher_output")) == 3
     assert ring.of("take") == []
     reading.set()
     await step
@@ -56,7 +56,7 @@ async def test_teachers_share_the_views_of_each_microbatch(build_config: Any) ->
     assert ring.of("train") == [("train", "trainer-0", 0, 2)]
     first, last = [(0, 1), (2, 3)], [(2, 3), (0, 1)]
     for name, runs in (("sdpo_teacher-0", first), ("sdpo_teacher-1", last)):
-        asked = [entry[2] for entry in ring.of("signal") if entry[1] == name]
+        asked = [entry[2] for entry in ring.of("teacher_output") if entry[1] == name]
         assert asked == [tuple((f"t{n}", turn) for turn in runs[n]) for n in (0, 1)]
 
 
@@ -74,7 +74,7 @@ async def test_a_slow_teacher_does_not_keep_another_from_its_next_part(build_con
     gate = slow.block(0)
     step = asyncio.create_task(training(ring, settings).train(one))
     await ring.settle()
-    assert [entry[1] for entry in ring.of("signal")].count("sdpo_teacher-1") == 2
+    assert [entry[1] for entry in ring.of("teacher_output")].count("sdpo_teacher-1") == 2
     assert len(ring.of("take")) < 4
     gate.set()
     await step
@@ -131,10 +131,14 @@ async def test_without_teachers_of_its_own_a_run_only_trains(build_config: Any) 
 
 
 async def test_a_teacher_is_told_what_the_student_chose(build_config: Any) -> None:
-    ring = Ring(settings := config(build_config, signal="topk", top_k_choice="student"), ranks=[3])
+    ring = Ring(
+        settings := config(build_config, teacher_output="topk", top_k_choice="student"), ranks=[3]
+    )
     await ring.begin()
     await training(ring, settings).train(batch())
-    assert [entry[3] for entry in ring.of("signal")] == [f"choice of {n} for 0" for n in range(3)]
+    assert [entry[3] for entry in ring.of("teacher_output")] == [
+        f"choice of {n} for 0" for n in range(3)
+    ]
 
 
 @pytest.mark.parametrize("teacher", ["ema", "frozen", "trust_region"])
@@ -145,8 +149,8 @@ async def test_a_head_of_the_teachers_own_comes_to_every_rank_before_any_signal(
     ring = Ring(settings, ranks=[1, 1])
     await ring.begin()
     await training(ring, settings).train(batch(2))
-    kinds = [entry[0] for entry in ring.log if entry[0] in ("head", "take_head", "signal")]
-    assert kinds == ["head", "take_head", "take_head", "signal", "signal"]
+    kinds = [entry[0] for entry in ring.log if entry[0] in ("head", "take_head", "teacher_output")]
+    assert kinds == ["head", "take_head", "take_head", "teacher_output", "teacher_output"]
 
 
 @pytest.mark.parametrize(("teacher", "times"), [("frozen", 1), ("ema", 2)])
@@ -179,12 +183,14 @@ async def test_a_frozen_head_travels_again_to_a_trainer_that_began_again(
 async def test_a_step_without_signals_asks_no_teacher(build_config: Any) -> None:
     ring = Ring(settings := config(build_config), ranks=[3])
     await ring.begin()
-    await training(ring, settings).train(batch(), signals=False)
+    await training(ring, settings).train(batch(), teacher_outputs=False)
     assert ring.of("train") == [("train", "trainer-0", 0, 0)]
-    assert ring.of("signal") == []
+    assert ring.of("teacher_output") == []
 
 
-@pytest.mark.parametrize("sdpo", [{"teacher": "live"}, {"teacher": "ema", "signal": "full"}])
+@pytest.mark.parametrize(
+    "sdpo", [{"teacher": "live"}, {"teacher": "ema", "teacher_output": "full"}]
+)
 async def test_no_head_travels_where_the_trainer_needs_none(build_config: Any, sdpo: Any) -> None:
     ring = Ring(settings := config(build_config, **sdpo), ranks=[3])
     await ring.begin()
@@ -227,9 +233,9 @@ async def test_a_step_that_is_cancelled_leaves_nothing_under_way(build_config: A
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
-    asked = len(ring.of("signal"))
+    asked = len(ring.of("teacher_output"))
     await ring.settle()
-    assert len(ring.of("signal")) == asked
+    assert len(ring.of("teacher_output")) == asked
     assert len(teacher.held) <= 1
 
 

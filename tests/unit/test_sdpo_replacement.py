@@ -121,7 +121,7 @@ async def test_with_skip_the_others_serve_a_step_that_begins_without_one(build_c
     dead.die()
     await training(ring, settings).train(batch())
     assert ring.of("train") == [("train", "trainer-0", 0, 1)]
-    assert {entry[1] for entry in ring.of("signal")} == {"sdpo_teacher-1"}
+    assert {entry[1] for entry in ring.of("teacher_output")} == {"sdpo_teacher-1"}
 
 
 @pytest.mark.parametrize("when_lost", ["skip", "wait"])
@@ -139,11 +139,11 @@ async def test_a_replacement_brings_its_own_head_before_its_signals(build_config
     ring = Ring(settings, ranks=[3])
     await ring.begin()
     await killed(ring, settings, "computing")
-    kinds = [entry[0] for entry in ring.log if entry[0] in ("head", "signal", "stop")]
+    kinds = [entry[0] for entry in ring.log if entry[0] in ("head", "teacher_output", "stop")]
     before, after = kinds[: kinds.index("stop")], kinds[kinds.index("stop") :]
     assert before[0] == "head"
     assert after[:2] == ["stop", "head"]
-    assert set(after[2:]) == {"signal"}
+    assert set(after[2:]) == {"teacher_output"}
 
 
 async def replaced(ring: Ring, version: int) -> None:
@@ -218,10 +218,10 @@ async def test_a_teacher_whose_host_is_lost_comes_again_where_its_seat_is_then(
     build_config: Any,
 ) -> None:
     ring = Ring(config(build_config, replicas=2))
-    ring.seats = {0: "a", 1: "b"}
+    ring.placements = {0: "a", 1: "b"}
     first, _ = await ring.begin()
     assert ring.host.where == ["a", "b"]
-    ring.seats[0] = "b"
+    ring.placements[0] = "b"
     first.die()
     assert [teacher.name for teacher in await ring.sdpo.ready(0)] == ["sdpo_teacher-1"]
     await ring.settle()

@@ -198,7 +198,7 @@ async def test_a_tolerant_service_leaves_its_dead_out_of_a_fanout(host: FakeHost
     await turns()
     assert await pool.fanout("pull") == ["w-0", "w-2"]
     other = await serve(FakeHost(), policy=FaultPolicy.ESCALATE)
-    assert other._members._recipe.policy is FaultPolicy.ESCALATE
+    assert other._members._spec.policy is FaultPolicy.ESCALATE
 
 
 async def test_a_call_that_was_admitted_once_is_not_refused_when_it_runs_again(

@@ -101,10 +101,10 @@ async def test_the_end_of_a_publisher_ends_its_setup_and_costs_no_replica(
 ) -> None:
     pool = await healing(host, events, n=2)
     trainer = publisher("trainer")
-    await pool.setup_from(trainer, "pull", 1)
+    await pool.broadcast_weights(trainer, "pull", 1)
     for actor in host.started:
         actor.slow = asyncio.Event()
-    telling = asyncio.ensure_future(pool.setup_from(trainer, "pull", 2))
+    telling = asyncio.ensure_future(pool.broadcast_weights(trainer, "pull", 2))
     await turns()
     trainer.die("killed")
     with pytest.raises(ActorDied, match="trainer died: killed"):
@@ -117,9 +117,9 @@ async def test_a_failure_that_the_end_of_a_publisher_explains_costs_no_replica(
 ) -> None:
     pool = await healing(host, events, n=1)
     trainer = publisher("trainer")
-    await pool.setup_from(trainer, "pull", 1)
+    await pool.broadcast_weights(trainer, "pull", 1)
     host["w-0"].broken = ConnectionResetError("cut")
-    telling = asyncio.ensure_future(pool.setup_from(trainer, "pull", 2))
+    telling = asyncio.ensure_future(pool.broadcast_weights(trainer, "pull", 2))
     await turns()
     trainer.die("killed")  # known only after its reader has failed
     with pytest.raises(ActorDied, match="trainer died: killed"):
@@ -132,13 +132,13 @@ async def test_a_newcomer_waits_for_what_takes_the_place_of_a_dead_publisher(
 ) -> None:
     pool = await healing(host, events, n=1, load=("settings",))
     trainer = publisher("trainer")
-    await pool.setup_from(trainer, "pull", 1)
+    await pool.broadcast_weights(trainer, "pull", 1)
     trainer.die()
     host["w-0"].die()
     newcomer = await host.started_as("w-0.2")
     await turns()
     assert newcomer.heard == [("load", "settings")]
-    assert await pool.setup_from(publisher("trainer.2"), "pull", 1) == []
+    assert await pool.broadcast_weights(publisher("trainer.2"), "pull", 1) == []
     await until_served(pool, "w-0.2")
     assert newcomer.heard == [("load", "settings"), ("pull", 1)]
 

@@ -44,7 +44,7 @@ def test_each_node_has_a_worker_by_its_name_and_the_first_the_controller(
     run = str(one.places.run)
     assert json.loads(mesh.until("controller")) == [
         *("-m", "composer_mesh", "train", f"{run}/launch/config.toml"),
-        *("--output", run, "--resume-or-begin"),
+        *("--output", run, "--auto-resume"),
     ]
     for name in ("gpu-0", "gpu-1"):
         words = json.loads(mesh.until(f"worker-{name}"))

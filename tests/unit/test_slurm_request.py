@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from slurm_orders import Build, build
 
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.services.launch.ports import LaunchRefused
 from composer_mesh.services.launch.slurm.request import job_name, options_of, seconds_of
 from composer_mesh.services.launch.slurm.script import job_script
@@ -75,7 +75,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(limit: str, seconds: int | None
 
 def test_hosts_of_different_shapes_are_refused_with_both(build: Build) -> None:
     order = build()
-    other = Host("cpu", 4, 2**30)
+    other = HostResources("cpu", 4, 2**30)
     with pytest.raises(LaunchRefused, match=r"gpu-0 with 8 cores.* and cpu with 4 cores"):
         options_of(replace(order, hosts=(order.hosts[0], other)))
 

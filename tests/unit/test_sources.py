@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.signals.inbox import SignalsLost
-from composer_mesh.actors.signals.messages import (
+from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
-    SignalHandle,
     StepOver,
+    TeacherOutputHandle,
     WrongVersion,
     WrongViews,
     pack,
     view_keys,
 )
-from composer_mesh.actors.signals.sources import InlineSource, LostSource, MeshSource
-from composer_mesh.actors.signals.teaching import TeacherModel
+from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSource, MeshSource
+from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.rollouts.alignment import HintedView
@@ -70,11 +70,11 @@ async def begun(
 
 def handle(
     views: Sequence[HintedView], value: float = 0.0, version: int = VERSION, ticket: int = 1
-) -> SignalHandle:
+) -> TeacherOutputHandle:
     """States full of one value."""
     layout, packed = pack({"states": torch.full((tokens(views), 2), value)})
     buffer = BufferHandle(Memory(packed), packed.numel(), packed.dtype, (packed.numel(),))  # type: ignore[arg-type]
-    return SignalHandle(version, view_keys(views), ticket, layout, buffer, 0.25)
+    return TeacherOutputHandle(version, view_keys(views), ticket, layout, buffer, 0.25)
 
 
 def head(version: int, value: float = 1.0) -> HeadHandle:
@@ -181,7 +181,7 @@ async def test_a_late_delivery_of_an_old_step_never_reaches_a_new_one() -> None:
     reading.buffer.buffer.gate.set()  # type: ignore[union-attr]
     over, lost = await asyncio.gather(*late, return_exceptions=True)
     assert isinstance(over, StepOver)
-    assert isinstance(lost, SignalsLost)
+    assert isinstance(lost, TeacherOutputsLost)
     assert source.figures()["sdpo/bytes"] == 0
     await source.deliver(1, 0, 0, handle([VIEWS[0]], 2.0))
     assert (await take(source)).tensors["states"].unique().tolist() == [2.0]
@@ -192,7 +192,7 @@ async def test_a_lost_step_is_lost_for_the_thread_that_waits() -> None:
     taking = asyncio.create_task(take(source))
     await turns()
     await source.lose(0, "no more")
-    with pytest.raises(SignalsLost, match="no more"):
+    with pytest.raises(TeacherOutputsLost, match="no more"):
         await taking
 
 
@@ -247,7 +247,7 @@ async def test_teachers_with_different_averages_share_no_microbatch() -> None:
 
 
 async def test_each_teacher_gets_its_rows_of_the_students_choice() -> None:
-    asking = config(signal="topk", top_k_choice="student")
+    asking = config(teacher_output="topk", top_k_choice="student")
     source = await begun(batch(), asking, teachers=2, budget=100)
     parts = [asyncio.create_task(source.choice(0, 0, part)) for part in (0, 1)]
     ids = torch.zeros(tokens(VIEWS), 0, dtype=torch.int32)  # nothing that has to be registered
@@ -256,7 +256,7 @@ async def test_each_teacher_gets_its_rows_of_the_students_choice() -> None:
     runs = split_views(VIEWS, 2)
     assert shapes == [(tokens(VIEWS[run.start : run.stop]), 0) for run in runs]
     await source.lose(0, "enough")
-    with pytest.raises(SignalsLost):
+    with pytest.raises(TeacherOutputsLost):
         await taking
 
 
@@ -280,7 +280,7 @@ async def test_a_rank_without_views_expects_nothing() -> None:
 
 
 def test_where_no_teacher_lives_every_signal_is_lost() -> None:
-    with pytest.raises(SignalsLost, match="no SDPO teacher is alive"):
+    with pytest.raises(TeacherOutputsLost, match="no SDPO teacher is alive"):
         LostSource().take(0, VIEWS, nothing)
     assert LostSource().figures() == {"sdpo/bytes": 0}
 
@@ -292,7 +292,7 @@ def test_an_inline_teacher_of_another_version_is_refused(build_model: Any) -> No
 
 
 def test_an_inline_teacher_asks_the_student_where_the_config_says_so(build_model: Any) -> None:
-    asking = config(signal="topk", top_k=2, top_k_choice="student", placement="inline")
+    asking = config(teacher_output="topk", top_k=2, top_k_choice="student", placement="inline")
     teacher = TeacherModel(build_model(1), asking, 512, follows=True)
     chosen = torch.tensor([[4, 9], [9, 4]], dtype=torch.int32)
     source = InlineSource(teacher, asking, 0)

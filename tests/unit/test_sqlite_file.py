@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.actors.sqlite_file import FileKind, SqliteFile, StoreError, damage_of, seal_of
+from composer_mesh.actors.sqlite_file import (
+    FileKind,
+    SqliteFile,
+    StoreError,
+    checksum_of,
+    damage_of,
+)
 
 FIRST = FileKind("be a test", "mend it", 77, 1, ("CREATE TABLE things (name TEXT)",))
 THIRD = replace(
@@ -95,8 +101,8 @@ def test_a_file_can_be_read_where_no_log_can_be_made(path: Path) -> None:
 
 def test_a_seal_tells_values_types_and_borders_apart() -> None:
     rows = [("ab", "c"), ("a", "bc"), ("abc",), (1, 2), ("1", 2), (1.0, 2), (12,), (None,), ("",)]
-    assert len({seal_of(*row) for row in rows}) == len(rows)
-    assert seal_of(b"x", 0.1) == seal_of(b"x", 0.1)
+    assert len({checksum_of(*row) for row in rows}) == len(rows)
+    assert checksum_of(b"x", 0.1) == checksum_of(b"x", 0.1)
 
 
 def test_damage_is_told_and_a_whole_file_has_none(path: Path) -> None:

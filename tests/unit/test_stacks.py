@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services.looking.stacks import NOT_FOUND, read_pyspy, stack_lines
+from composer_mesh.services.inspection.stacks import NOT_FOUND, read_pyspy, stack_lines
 
 
 def frame(name: str, module: str | None = None) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 from stored_runs import group_of, short_run
 
-from composer_mesh.actors.sqlite_file import StoreError, seal_of
+from composer_mesh.actors.sqlite_file import StoreError, checksum_of
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.store.checking import check_run
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, GroupState
 from composer_mesh.services.store.schema import COLUMNS
+from composer_mesh.services.store.verification import verify_run
 from composer_mesh.services.store.writing import RunStore
 
 NOBODY = 65534
@@ -95,7 +95,7 @@ async def test_a_full_disk_ends_the_call_and_leaves_neither_file_nor_row(
             "000000.safetensors"
         ]
         await store.add_group(1, group_of(1))
-    assert check_run(tmp_path) == []
+    assert verify_run(tmp_path) == []
 
 
 async def test_a_full_disk_under_the_database_takes_back_the_whole_step(
@@ -111,7 +111,7 @@ async def test_a_full_disk_under_the_database_takes_back_the_whole_step(
             await store.plan_step(0, [0], b"recipe" * 100_000)
         assert list(store.reading.steps()) == []
         await store.plan_step(0, [0], b"recipe")
-    assert check_run(tmp_path) == []
+    assert verify_run(tmp_path) == []
 
 
 def test_a_directory_that_may_not_be_written_is_refused_and_can_be_read(config: Config) -> None:
@@ -123,12 +123,12 @@ def test_a_directory_that_may_not_be_written_is_refused_and_can_be_read(config: 
                 RunStore(root, config)
             with RunReader(root) as reader:
                 assert reader.traces(0) == group_of(0)
-            assert check_run(root) == []
+            assert verify_run(root) == []
 
 
 def test_a_flipped_byte_in_a_group_that_waits_quarantines_it(run: Path, config: Config) -> None:
     flip(path_of(run, 2), 300)
-    (found,) = check_run(run)
+    (found,) = verify_run(run)
     assert (found.kind, found.where) == ("damaged", "traces/000/000002.safetensors")
     with RunStore(run, config) as store:
         assert store.reading.groups(GroupState.FINISHED) == []
@@ -136,7 +136,7 @@ def test_a_flipped_byte_in_a_group_that_waits_quarantines_it(run: Path, config: 
     (event,) = events(run, "quarantined")
     assert event["fields"]["group"] == 2
     assert "kept as quarantine/000002.safetensors" in event["detail"]
-    assert check_run(run) == []
+    assert verify_run(run) == []
 
 
 def test_a_flipped_byte_in_a_group_that_was_trained_is_told_and_never_returned(
@@ -145,19 +145,19 @@ def test_a_flipped_byte_in_a_group_that_was_trained_is_told_and_never_returned(
     flip(path_of(run, 1), 300)
     with RunStore(run, config) as store, pytest.raises(DamagedRecord, match="its CRC-32 is"):
         store.reading.traces(1)
-    (found,) = check_run(run)
+    (found,) = verify_run(run)
     assert found.where == "traces/000/000001.safetensors"
 
 
 def test_what_a_stop_between_file_and_row_leaves_is_put_in_order(run: Path, config: Config) -> None:
     shutil.copy(path_of(run, 0), path_of(run, 3))
     (path_of(run, 3).parent / ".000004.safetensors.77").write_bytes(b"half")
-    assert sorted(found.kind for found in check_run(run)) == ["orphaned", "orphaned"]
-    assert check_run(run, live=True) == []
+    assert sorted(found.kind for found in verify_run(run)) == ["orphaned", "orphaned"]
+    assert verify_run(run, live=True) == []
     with RunStore(run, config):
         pass
     assert (run / "quarantine" / "000003.safetensors").exists()
-    assert check_run(run) == []
+    assert verify_run(run) == []
 
 
 def test_a_torn_page_of_the_database_is_refused_with_the_repair(run: Path, config: Config) -> None:
@@ -168,7 +168,7 @@ def test_a_torn_page_of_the_database_is_refused_with_the_repair(run: Path, confi
         file.write(os.urandom(2048))
     with pytest.raises(StoreError, match=r"it is damaged|malformed|disk image"):
         RunStore(run, config)
-    (found,) = check_run(run)
+    (found,) = verify_run(run)
     assert (found.kind, found.where) == ("damaged", "run.sqlite")
     assert "copy of the run" in found.repair
 
@@ -176,7 +176,7 @@ def test_a_torn_page_of_the_database_is_refused_with_the_repair(run: Path, confi
 @contextmanager
 def database(run: Path) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(run / "run.sqlite", isolation_level=None)) as rows:
-        rows.create_function("seal_of", -1, seal_of)
+        rows.create_function("checksum_of", -1, checksum_of)
         yield rows
 
 
@@ -202,7 +202,7 @@ def test_a_flipped_bit_in_the_database_is_found_or_says_the_same(run: Path) -> N
     used = [place for place, byte in enumerate(content) if byte]
     for place in rng.sample(used, 150):
         flip(path, place, rng.randrange(8))
-        findings = check_run(run)
+        findings = verify_run(run)
         found += bool(findings)
         if not findings:
             assert contents(run) == before
@@ -221,20 +221,20 @@ def test_a_row_that_says_something_else_is_moved_and_the_run_goes_on(
         change = changed.get(table, "body = CAST('{}x' AS BLOB)")
         last = f"(SELECT MAX(rowid) FROM {table})"
         without_seal(rows, table, f"UPDATE {table} SET {change} WHERE rowid = {last}")
-    assert [found.kind for found in check_run(run)] == ["damaged"]
+    assert [found.kind for found in verify_run(run)] == ["damaged"]
     with RunStore(run, config):
         told = events(run, "quarantined")[0]["fields"]["where"]
         assert told.startswith(f"run.sqlite, table {table}, row")
     lines = (run / "quarantine" / "rows.jsonl").read_text().splitlines()
     kept = [json.loads(line) for line in lines]
     assert f"table {table}" in kept[0][0]
-    assert check_run(run) == []
+    assert verify_run(run) == []
 
 
 def test_tables_that_are_not_those_that_were_made_are_refused(run: Path, config: Config) -> None:
     with database(run) as rows:
         rows.execute("DROP TRIGGER groups_changed")
-    (found,) = check_run(run)
+    (found,) = verify_run(run)
     assert (found.where, found.why) == ("run.sqlite", "its tables are not those that were made")
     with pytest.raises(DamagedRecord, match="its tables are not those that were made"):
         RunStore(run, config)

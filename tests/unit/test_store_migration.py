@@ -16,9 +16,9 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import pair_from_json, pair_to_json
 from composer_mesh.rollouts.traces import trace_to_json
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.store.checking import check_run
 from composer_mesh.services.store.migration import LATE
 from composer_mesh.services.store.rows import ItemState
+from composer_mesh.services.store.verification import verify_run
 from composer_mesh.services.store.writing import RunStore
 
 LATE_TABLES = (
@@ -77,7 +77,9 @@ def test_an_older_run_is_in_the_store_once_it_was_opened(run: Path, config: Conf
         trained = [(n, "trained", n // 2 + 1) for n in range(4)]
         assert groups == [*trained, (4, "finished", None)]
         assert [reading.traces(n) for n in range(5)] == [group_of(n) for n in range(5)]
-        assert [(one.recipe, one.metrics) for one in reading.steps()] == [(b"", m) for m in METRICS]
+        assert [(one.manifest, one.metrics) for one in reading.steps()] == [
+            (b"", m) for m in METRICS
+        ]
         pairs = {row.pair_id: (row.state, row.step, row.group_id) for row in reading.pairs()}
         assert pairs == {
             pair_of(0).pair_id: (ItemState.EXPIRED, 1, 0),
@@ -90,7 +92,7 @@ def test_an_older_run_is_in_the_store_once_it_was_opened(run: Path, config: Conf
         assert (reward.trace_id, reward.reward, reward.source) == (trace_of(3).trace_id, 0.5, "me")
         assert reading.evaluations() == [Evaluation(0, 0.25, 8)]
         assert reading.poisoned() == [{"error": "x"}]
-    assert check_run(run) == []
+    assert verify_run(run) == []
 
 
 def test_the_old_files_are_kept_and_the_copies_stay_as_they_were(run: Path, config: Config) -> None:

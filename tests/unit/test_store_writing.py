@@ -89,14 +89,14 @@ async def test_entering_again_changes_nothing_about_a_finished_group(store: RunS
 
 
 async def test_a_step_takes_groups_pairs_and_rewards_together(store: RunStore) -> None:
-    await store.add_asked(0, b"figures", [pair_of(0), pair_of(0, "b")])
+    await store.add_teacher_queries(0, b"figures", [pair_of(0), pair_of(0, "b")])
     await planned(store, 0, pairs=[pair_of(0).pair_id])
     (group,) = store.reading.groups()
     assert (group.state, group.trained) == (GroupState.TRAINED, 1)
     states = [(pair.state, pair.step) for pair in store.reading.pairs()]
     assert states == [(ItemState.TRAINED, 0), (ItemState.WAITING, None)]
     (step,) = store.reading.steps()
-    assert (step.recipe, step.metrics, step.state) == (b"recipe", None, StepState.PLANNED)
+    assert (step.manifest, step.metrics, step.state) == (b"recipe", None, StepState.PLANNED)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ async def test_a_step_takes_groups_pairs_and_rewards_together(store: RunStore) -
 async def test_a_step_that_cannot_take_all_takes_nothing(
     store: RunStore, groups: list[int], pairs: list[str]
 ) -> None:
-    await store.add_asked(9, b"", [pair_of(9)])
+    await store.add_teacher_queries(9, b"", [pair_of(9)])
     await planned(store, 0, pairs=[pair_of(9).pair_id])
     await store.add_group(5, group_of(5))
     wrong = [5 if group == 0 else group for group in groups]
@@ -128,8 +128,8 @@ async def test_a_group_is_never_trained_twice(store: RunStore) -> None:
 async def test_pairs_are_offered_from_the_oldest_until_they_are_too_old(store: RunStore) -> None:
     pairs = [pair_of(n, version=n) for n in range(5)]
     for n, pair in enumerate(pairs):
-        assert await store.add_asked(n, b"", [pair]) == [pair]
-        assert await store.add_asked(n, b"", [pair]) == []
+        assert await store.add_teacher_queries(n, b"", [pair]) == [pair]
+        assert await store.add_teacher_queries(n, b"", [pair]) == []
     assert await store.take_pairs(4, max_age=3, limit=2) == (pairs[1:3], 1)
     await planned(store, 4, pairs=[pairs[1].pair_id], max_age=3)
     assert await store.take_pairs(4, max_age=3, limit=9) == (pairs[2:], 0)
@@ -180,7 +180,7 @@ async def test_a_superseded_step_gives_back_what_it_took(tmp_path: Path, config:
         kept = [0, 0, 1]
         assert [one.step for one in read_evaluations(tmp_path / "evaluations.jsonl")] == kept
         await store.plan_step(1, [1], b"again", [pair_of(1).pair_id])
-        assert [step.recipe for step in reading.steps(since=1)] == [b"again"]
+        assert [step.manifest for step in reading.steps(since=1)] == [b"again"]
 
 
 async def test_a_damaged_group_that_waits_is_sampled_again_and_one_that_was_trained_is_not(
@@ -189,7 +189,7 @@ async def test_a_damaged_group_that_waits_is_sampled_again_and_one_that_was_trai
     await planned(store, 0)
     await store.add_group(1, group_of(1))
     await store.add_worded(1, b"words")
-    await store.add_asked(1, b"asked", [pair_of(1)])
+    await store.add_teacher_queries(1, b"asked", [pair_of(1)])
     for group in (0, 1):
         await store.quarantine(group, "a test")
     assert [row.state for row in store.reading.groups()] == ["damaged", "in_flight"]
@@ -197,7 +197,7 @@ async def test_a_damaged_group_that_waits_is_sampled_again_and_one_that_was_trai
     assert names == ["000000.safetensors", "000001.safetensors"]
     assert (store.reading.worded(1), list(store.reading.asked())) == (None, [])
     assert await store.add_group(1, group_of(1, size=3)) == group_of(1, size=3)
-    assert await store.add_asked(1, b"again", [pair_of(1)]) == [pair_of(1)]
+    assert await store.add_teacher_queries(1, b"again", [pair_of(1)]) == [pair_of(1)]
     await store.supersede(0)
     assert [row.state for row in store.reading.groups()] == ["in_flight", "finished"]
 

@@ -11,18 +11,18 @@ from fake_teachers import Ring, config, weights
 
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.services.training.checkpoint_writes import AverageLost
-from composer_mesh.services.training.step import ReplayTeachers
+from composer_mesh.services.training.step import RestoredTeachers
 
 VERSION = 4
 
 
-async def served(build_config: Any, replicas: int = 2) -> tuple[Ring, ReplayTeachers]:
+async def served(build_config: Any, replicas: int = 2) -> tuple[Ring, RestoredTeachers]:
     """Teachers that have followed the trainer to a version."""
     ring = Ring(config(build_config, replicas=replicas, teacher="ema"), ranks=[1])
     await ring.begin()
     await ring.sdpo.pull(weights(VERSION))
     ring.log.clear()
-    return ring, ReplayTeachers(list, ring.sdpo, 5.0)
+    return ring, RestoredTeachers(list, ring.sdpo, 5.0)
 
 
 async def test_one_teacher_keeps_the_average_and_the_same_one_writes_it(build_config: Any) -> None:

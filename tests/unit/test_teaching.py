@@ -12,8 +12,8 @@ from step_batches import batch_of, largest_change, nearby, weights_of
 from torch import Tensor
 
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.signals.messages import Head
-from composer_mesh.actors.signals.teaching import TeacherModel, blend_from, hinted_states
+from composer_mesh.actors.teacher_outputs.messages import Head
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from, hinted_states
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.rollouts.alignment import HintedView
 
@@ -22,7 +22,7 @@ KINDS = ["live", "ema", "frozen", "trust_region"]
 
 
 def config(kind: str, **settings: Any) -> SdpoConfig:
-    return SdpoConfig(alpha=0.5, teacher=kind, teacher_rate=RATE, **settings)
+    return SdpoConfig(alpha=0.5, teacher=kind, ema_rate=RATE, **settings)
 
 
 def views_of(model: Any) -> list[HintedView]:
@@ -125,7 +125,7 @@ def test_a_teacher_never_changes_the_trainers_model(build_model: Any, kind: str)
     nearby(trainer.model, seed=9)
     before = weights_of(trainer.model)
     trainer.teacher.absorb(1, blend_from(trainer.model))
-    trainer.teacher.signal(views)
+    trainer.teacher.teacher_output(views)
     assert largest_change(before, weights_of(trainer.model)) == 0
     assert all(weights.requires_grad for weights in trainer.model.parameters())
 
@@ -146,7 +146,7 @@ def test_only_kinds_with_other_weights_than_the_trainers_copy_its_model(build_mo
 def test_an_average_of_rate_one_is_live(build_model: Any, follows: bool) -> None:
     model = build_model(1)
     own = model if follows else copy.deepcopy(model)
-    settings = SdpoConfig(alpha=0.5, teacher="ema", teacher_rate=1.0)
+    settings = SdpoConfig(alpha=0.5, teacher="ema", ema_rate=1.0)
     teacher = TeacherModel(own, settings, 4096, follows)
     nearby(model)
     teacher.absorb(1, blend_from(model))
@@ -174,27 +174,27 @@ def test_a_trust_regions_states_and_head_stand_side_by_side(build_model: Any) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_starts_at_a_teacher(build_model: Any, kind: str) -> None:
     trainer = Trainer(build_model(1), kind, follows=True)
-    found = trainer.teacher.signal(views_of(trainer.model))
+    found = trainer.teacher.teacher_output(views_of(trainer.model))
     assert not any(tensor.requires_grad for tensor in found.values())
 
 
-@pytest.mark.parametrize("signal", ["full", "topk", "sampled"])
+@pytest.mark.parametrize("teacher_output", ["full", "topk", "sampled"])
 def test_other_signals_of_a_trust_region_are_of_its_mixed_logits(
-    build_model: Any, signal: str
+    build_model: Any, teacher_output: str
 ) -> None:
-    trainer = Trainer(build_model(1), "trust_region", False, signal=signal, top_k=3)
+    trainer = Trainer(build_model(1), "trust_region", False, teacher_output=teacher_output, top_k=3)
     trainer.learn(1)
     views = views_of(trainer.model)
     mixed = expected("trust_region", trainer, [], views)
-    found = trainer.teacher.signal(views)
+    found = trainer.teacher.teacher_output(views)
     targets = torch.tensor([target for view in views for target in view.targets])
     logprobs = mixed.log_softmax(-1)
     wanted = {
         "full": mixed,
         "topk": logprobs.topk(3).values,
         "sampled": logprobs.gather(-1, targets[:, None])[:, 0],
-    }[signal]
-    name = "logits" if signal == "full" else "logprobs"
+    }[teacher_output]
+    name = "logits" if teacher_output == "full" else "logprobs"
     torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
 
 

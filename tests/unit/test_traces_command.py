@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from looked_runs import a_pair, group_of, write_run
+from inspected_runs import a_pair, group_of, write_run
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pair_records import pair_record

@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from looked_runs import a_trace, group_of, listed_of
+from inspected_runs import a_trace, group_of, listed_of
 from rich.console import Console
 
 from composer_mesh.rollouts.toolbox import ToolboxTask

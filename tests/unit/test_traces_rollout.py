@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from looked_runs import a_pair, a_trace, listed_of
+from inspected_runs import a_pair, a_trace, listed_of
 from rich.console import Console
 
 from composer_mesh.configs.hints import HintsConfig

@@ -91,7 +91,7 @@ def test_a_loss_written_for_prime_rl_trains_as_the_built_in_one(
     model, _, own = step_of(custom("trust_region", kwargs=OPTIONS))
     batch = batch_of(model, rng)
     found, expected = own.run(batch, None), built_in.run(batch, None)
-    for name in ("loss/policy", "loss/total", "policy/grad_norm", "agreement/kl_k3"):
+    for name in ("loss/policy", "loss/total", "policy/grad_norm", "logprob_mismatch/kl_k3"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
     assert found["policy/custom/outside"] == pytest.approx(expected["policy/clipped_fraction"])
     assert found["policy/custom/outside"] > 0

@@ -58,9 +58,9 @@ CASES: dict[str, tuple[dict[str, Any], Divergence]] = {
     "half": ({}, jsd(0.5)),
     "mixed": ({"jsd_beta": 0.3, "temperature": 1.7}, jsd(0.3)),
     "reverse": ({"jsd_beta": 1.0, "temperature": 0.8}, jsd(1.0)),
-    "taid": ({"wrapper": "taid", "temperature": 1.7}, taid(0.4)),
-    "entropy_opd": ({"wrapper": "entropy_opd", "temperature": 1.7}, gated(None)),
-    "entropy_opd narrow": ({"wrapper": "entropy_opd", "entropy_opd_h_max": 2.0}, gated(2.0)),
+    "taid": ({"objective": "taid", "temperature": 1.7}, taid(0.4)),
+    "entropy_opd": ({"objective": "entropy_opd", "temperature": 1.7}, gated(None)),
+    "entropy_opd narrow": ({"objective": "entropy_opd", "entropy_opd_h_max": 2.0}, gated(2.0)),
 }
 
 
@@ -103,11 +103,11 @@ def test_a_step_has_the_loss_and_gradients_of_its_divergence_on_whole_logits(
     assert_gradients_are(gradients, model)
 
 
-@pytest.mark.parametrize("wrapper", ["none", "taid", "entropy_opd"])
+@pytest.mark.parametrize("objective", ["none", "taid", "entropy_opd"])
 def test_how_a_step_is_split_changes_neither_its_loss_nor_its_gradients(
-    make: Make, rng: random.Random, wrapper: str
+    make: Make, rng: random.Random, objective: str
 ) -> None:
-    sections = {**NARROW, "sdpo": {"alpha": ALPHA, "wrapper": wrapper, "temperature": 1.3}}
+    sections = {**NARROW, "sdpo": {"alpha": ALPHA, "objective": objective, "temperature": 1.3}}
     model, whole = make(**sections, trainer={**LOOSE, "microbatch_tokens": 10_000})
     other, split = make(**sections, trainer={**LOOSE, "microbatch_tokens": 64})
     batch = batch_of(model, rng)
@@ -122,7 +122,7 @@ def test_taid_trains_with_the_position_before_the_update_and_then_moves_it(
     steps = 6
     sections = {
         "run": {"name": "unit", "seed": 3, "steps": steps},
-        "sdpo": {"alpha": ALPHA, "wrapper": "taid"},
+        "sdpo": {"alpha": ALPHA, "objective": "taid"},
     }
     model, step = make(**sections, trainer={"lr": 1e-3})
     schedule, used = TaidSchedule(), []
@@ -140,7 +140,7 @@ def test_taid_trains_with_the_position_before_the_update_and_then_moves_it(
 
 
 def test_a_step_without_views_leaves_taid_where_it_is(make: Make, rng: random.Random) -> None:
-    model, step = make(sdpo={"alpha": ALPHA, "wrapper": "taid"})
+    model, step = make(sdpo={"alpha": ALPHA, "objective": "taid"})
     batch = batch_of(model, rng)
     taught(step, model, batch)
     metrics = step.run(replace(batch, views=[], step=1), None)
@@ -148,9 +148,9 @@ def test_a_step_without_views_leaves_taid_where_it_is(make: Make, rng: random.Ra
     assert taught(step, model, replace(batch, step=2))["sdpo/taid_t"] == 0.4
 
 
-@pytest.mark.parametrize("wrapper", ["none", "entropy_opd"])
-def test_only_taid_reports_a_position(make: Make, rng: random.Random, wrapper: str) -> None:
-    model, step = make(sdpo={"alpha": ALPHA, "wrapper": wrapper})
+@pytest.mark.parametrize("objective", ["none", "entropy_opd"])
+def test_only_taid_reports_a_position(make: Make, rng: random.Random, objective: str) -> None:
+    model, step = make(sdpo={"alpha": ALPHA, "objective": objective})
     assert "sdpo/taid_t" not in taught(step, model, batch_of(model, rng))
 
 
@@ -197,15 +197,15 @@ def long_batch(rng: random.Random) -> StepBatch:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "loss"), [("none", "grpo"), ("taid", "cispo"), ("entropy_opd", "prime_rl")]
+    ("objective", "loss"), [("none", "grpo"), ("taid", "cispo"), ("entropy_opd", "prime_rl")]
 )
 def test_no_tensor_of_a_step_holds_the_logits_of_a_microbatch(
-    build_config: Any, rng: random.Random, wrapper: str, loss: str
+    build_config: Any, rng: random.Random, objective: str, loss: str
 ) -> None:
     model, reference = wide_model(), wide_model().requires_grad_(False)
     config = build_config(
         loss={"type": loss, **({"kl_beta": 0.1} if loss == "grpo" else {})},
-        sdpo={"alpha": ALPHA, "wrapper": wrapper},
+        sdpo={"alpha": ALPHA, "objective": objective},
         replay=ALL_ON["replay"],
         trainer={"microbatch_tokens": 4 * ROWS},
     )

@@ -166,7 +166,7 @@ def own_logprob(model: Any, sample: PolicySample) -> float:
 def test_log_probs_of_the_same_weights_make_a_ratio_of_one(make: Make, rng: random.Random) -> None:
     model, step = make()
     metrics = step.run(batch_of(model, rng, noise=0.0), None)
-    assert metrics["agreement/kl_k3"] == pytest.approx(0, abs=1e-9)
+    assert metrics["logprob_mismatch/kl_k3"] == pytest.approx(0, abs=1e-9)
     assert metrics["policy/clipped_fraction"] == 0
 
 

@@ -15,7 +15,7 @@ from step_batches import batch_of, largest_change, weights_of
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import LoraMissing, NoSuchLayers, OtherAdapters
-from composer_mesh.actors.models.moments import OtherWeights
+from composer_mesh.actors.models.optimizer_state import OtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import UnknownLayers, decoder_layers

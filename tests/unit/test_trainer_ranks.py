@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.models.meeting import Address
-from composer_mesh.configs.placing import NoRoom
+from composer_mesh.actors.models.rendezvous import Address
+from composer_mesh.configs.placing import NoCapacity
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
-from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.ranks import TrainerRanks
 
 MEETING = Address("10.0.0.5", 4711)
@@ -26,7 +26,7 @@ class FakeRank:
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         self.heard.append((endpoint, *args))
-        if endpoint == "open_meeting":
+        if endpoint == "open_rendezvous":
             return MEETING
         return 3 if endpoint == "load" and args[-1] else 0
 
@@ -79,7 +79,7 @@ def host() -> FakeHost:
 
 
 async def started(host: FakeHost, build_config: Any, size: int = 2) -> TrainerRanks:
-    ranks = TrainerRanks(build_config(trainer={"ranks": size}), host, lambda _: Seat())  # type: ignore[arg-type]
+    ranks = TrainerRanks(build_config(trainer={"ranks": size}), host, lambda _: ProcessPlacement())  # type: ignore[arg-type]
     await ranks.start()
     assert await ranks.load(Path("policy")) == 0
     return ranks
@@ -155,7 +155,7 @@ async def test_a_death_that_only_a_caller_heard_of_is_known_to_all_afterwards(
 
 def on(hosts: str) -> Any:
     """Seats on these hosts, in the order of ranks."""
-    return lambda rank: Seat(hosts[rank], {"RANK": str(rank)})
+    return lambda rank: ProcessPlacement(hosts[rank], {"RANK": str(rank)})
 
 
 async def test_ranks_of_this_machine_meet_by_a_file_and_sum_over_loopback(
@@ -163,8 +163,8 @@ async def test_ranks_of_this_machine_meet_by_a_file_and_sum_over_loopback(
 ) -> None:
     await started(host, build_config)
     assert host.told == 2 * [{"on": None, "GLOO_SOCKET_IFNAME": "lo"}]
-    (meeting,) = {actor.heard[0][3] for actor in host.actors}
-    assert isinstance(meeting, Path)
+    (rendezvous,) = {actor.heard[0][3] for actor in host.actors}
+    assert isinstance(rendezvous, Path)
 
 
 async def test_ranks_that_are_all_on_another_host_meet_on_its_loopback(
@@ -175,7 +175,7 @@ async def test_ranks_that_are_all_on_another_host_meet_on_its_loopback(
     await ranks.load(Path("policy"))
     assert [told["GLOO_SOCKET_IFNAME"] for told in host.told] == ["lo", "lo"]
     opened = host.actors[0].heard[0]
-    assert (opened[0], opened[2]) == ("open_meeting", False)
+    assert (opened[0], opened[2]) == ("open_rendezvous", False)
     assert {actor.heard[-2][3] for actor in host.actors} == {MEETING}
 
 
@@ -187,7 +187,7 @@ async def test_ranks_of_several_hosts_meet_where_the_first_one_listens(
     await ranks.load(Path("policy"))
     assert host.told == [{"on": "a", "RANK": "0"}, {"on": "b", "RANK": "1"}]
     first, second = host.actors
-    assert [call[0] for call in first.heard] == ["open_meeting", "connect", "load"]
+    assert [call[0] for call in first.heard] == ["open_rendezvous", "connect", "load"]
     assert [call[0] for call in second.heard] == ["connect", "load"]
     assert first.heard[0][2] is True
     assert first.heard[1][1:4] == (0, 2, MEETING)
@@ -211,24 +211,24 @@ class Full:
         self.free, self.asked_often = asyncio.Event(), asyncio.Event()
         self.asked = 0
 
-    def __call__(self, rank: int) -> Seat:
+    def __call__(self, rank: int) -> ProcessPlacement:
         self.asked += 1
         if self.asked > 9:
             self.asked_often.set()
         if rank and not self.free.is_set():
-            raise NoRoom("no host has room for trainer-1")
-        return Seat("ab"[rank], {})
+            raise NoCapacity("no host has room for trainer-1")
+        return ProcessPlacement("ab"[rank], {})
 
 
 async def test_ranks_wait_for_a_host_with_room_and_say_so_once(
     host: FakeHost, build_config: Any
 ) -> None:
-    seats, two = Full(), build_config(trainer={"ranks": 2})
-    ranks = TrainerRanks(two, host, seats, look_s=0.0)  # type: ignore[arg-type]
+    placements, two = Full(), build_config(trainer={"ranks": 2})
+    ranks = TrainerRanks(two, host, placements, look_s=0.0)  # type: ignore[arg-type]
     starting = asyncio.create_task(ranks.start())
-    await seats.asked_often.wait()
+    await placements.asked_often.wait()
     assert host.notes == [("waits_for_room", "trainer-0", "no host has room for trainer-1")]
-    seats.free.set()
+    placements.free.set()
     await starting
     assert [told["on"] for told in host.told] == ["a", "b"]
 
@@ -236,5 +236,5 @@ async def test_ranks_wait_for_a_host_with_room_and_say_so_once(
 async def test_the_wait_for_a_host_has_an_end(host: FakeHost, build_config: Any) -> None:
     host.room_s = 1e-9
     ranks = TrainerRanks(build_config(trainer={"ranks": 2}), host, Full())  # type: ignore[arg-type]
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoCapacity):
         await ranks.start()

@@ -22,9 +22,9 @@ from composer_mesh.services.directory.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.looking.mesh_view import Usage, merge, pids_of
-from composer_mesh.services.looking.tree import Viewer, tree_command
-from composer_mesh.services.looking.tree_page import MeshPage
+from composer_mesh.services.inspection.mesh_view import Usage, merge, pids_of
+from composer_mesh.services.inspection.tree import Viewer, tree_command
+from composer_mesh.services.inspection.tree_page import MeshPage
 
 GUIDE = Path(__file__).parents[2] / "docs" / "tree.md"
 STATUS = RunStatus(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.looking.page import plain_line, plain_text, sparkline
-from composer_mesh.services.looking.view import RunView
+from composer_mesh.services.inspection.page import plain_line, plain_text, sparkline
+from composer_mesh.services.inspection.view import RunView
 
 STEP: dict[str, Any] = {
     "step": 7,

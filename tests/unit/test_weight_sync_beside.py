@@ -46,7 +46,7 @@ class Round:
         ranks = cast(list[SpawnedActor], self.ranks)
         self.weights = MeshWeightSync(lambda: ranks, generators, own, 5)
 
-    def may_train(self) -> None:
+    def on_snapshot(self) -> None:
         self.log.append(("may train",))
 
     def kinds(self) -> list[str]:
@@ -75,7 +75,7 @@ async def test_a_step_may_begin_when_every_rank_holds_the_version_and_before_it_
 ) -> None:
     one = Round(await generators(host), host)
     slow_rank, copying = one.ranks[1].block("hold"), one.ranks[0].block("publish")
-    syncing = asyncio.create_task(one.weights.sync(one.may_train))
+    syncing = asyncio.create_task(one.weights.sync(one.on_snapshot))
     await turns()
     assert one.kinds() == ["hold"]
     slow_rank.set()
@@ -101,7 +101,7 @@ async def test_a_step_waits_for_the_pull_of_its_teachers_and_for_no_generator(
     (teacher,) = await ring.begin()
     one = Round(await generators(host), host, ring)
     pulling, generating = teacher.block("pull"), one.let_no_generator_pull()
-    syncing = asyncio.create_task(one.weights.sync(one.may_train))
+    syncing = asyncio.create_task(one.weights.sync(one.on_snapshot))
     await turns()
     assert "may train" not in one.kinds()
     pulling.set()
@@ -119,7 +119,7 @@ async def test_a_teacher_that_dies_while_it_pulls_is_replaced_and_no_step_waits_
     (teacher,) = await ring.begin()
     one = Round(await generators(host), host, ring)
     teacher.block("pull")
-    syncing = asyncio.create_task(one.weights.sync(one.may_train))
+    syncing = asyncio.create_task(one.weights.sync(one.on_snapshot))
     await turns()
     teacher.die()
     assert await syncing == 1
@@ -133,7 +133,7 @@ async def test_a_teacher_that_dies_while_it_pulls_is_replaced_and_no_step_waits_
 async def test_a_rank_that_dies_in_it_ends_it_with_its_death(host: FakeHost, stage: str) -> None:
     one = Round(await generators(host), host)
     one.ranks[0].block(stage)
-    syncing = asyncio.create_task(one.weights.sync(one.may_train))
+    syncing = asyncio.create_task(one.weights.sync(one.on_snapshot))
     await turns()
     one.ranks[0].die()
     with pytest.raises(ActorDied, match="trainer-0 died: killed"):

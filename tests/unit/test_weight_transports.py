@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from weight_source import Source, numbers
 
-from composer_mesh.mesh.weights.carriers.shm import ShmInlet
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import (
     PublisherGone,
@@ -24,6 +23,7 @@ from composer_mesh.mesh.weights.errors import (
 )
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
+from composer_mesh.mesh.weights.transports.shm import ShmReceiver
 
 
 @pytest.fixture(params=["shm", "disk"])
@@ -91,8 +91,8 @@ async def test_a_byte_that_changed_on_the_way_is_shown_by_tensor_rank_and_versio
 async def test_bytes_that_change_in_the_publishers_memory_fail_their_checksum() -> None:
     source = Source(Transport("shm"), checksums=True)
     handle = await source.publish(2)
-    assert source.publisher._outlet is not None
-    source.publisher._outlet.memory(0)[100] ^= 4
+    assert source.publisher._transport_sender is not None
+    source.publisher._transport_sender.memory(0)[100] ^= 4
     with pytest.raises(WrongChecksum, match="a of rank 0"):
         await WeightReceiver().receive(handle)
 
@@ -101,8 +101,8 @@ async def test_bytes_that_change_in_the_publishers_memory_fail_their_checksum() 
 async def test_a_torn_mark_in_front_or_behind_is_refused(place: slice) -> None:
     source = Source(Transport("shm"))
     handle = await source.publish(7)
-    assert source.publisher._outlet is not None
-    source.publisher._outlet.memory(0)[place] = 0
+    assert source.publisher._transport_sender is not None
+    source.publisher._transport_sender.memory(0)[place] = 0
     with pytest.raises(TornWeights, match="version 7 but read marks"):
         await WeightReceiver().receive(handle)
 
@@ -126,8 +126,8 @@ class HangingInlet:
 
 async def test_an_abandoned_read_ends_and_keeps_the_memory_that_it_may_write_to() -> None:
     source, hanging = Source(Transport("shm")), HangingInlet()
-    inlets: list[Any] = [ShmInlet(), hanging, ShmInlet()]
-    receiver = WeightReceiver(lambda _: inlets.pop(0))
+    open_receiver: list[Any] = [ShmReceiver(), hanging, ShmReceiver()]
+    receiver = WeightReceiver(lambda _: open_receiver.pop(0))
     staged = await receiver.receive(await source.publish(1))
     receiver._inlets.clear()
     pulling = asyncio.ensure_future(receiver.receive(await source.publish(2)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.here import ThisHost
+from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied
 
@@ -18,7 +18,7 @@ LONG_S = 60.0
 def actor() -> SpawnedActor:
     death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
     nothing: Any = None
-    return SpawnedActor("trainer", "trainer", nothing, 1, MeshActor, nothing, ThisHost(), death)
+    return SpawnedActor("trainer", "trainer", nothing, 1, MeshActor, nothing, LocalHost(), death)
 
 
 def die(one: SpawnedActor) -> None:

@@ -29,7 +29,7 @@ class Beside(RuleBasedStateMachine):
     def begin(self, prompts: int, max_lag: int, steps: int, start: int) -> None:
         self.prompts, self.max_lag, self.steps = prompts, max_lag, start + steps
         self.window = Window(prompts, max_lag, self.steps, start)
-        self.trained = self.begun = self.served = start
+        self.trained = self.resume_state = self.served = start
         self.serves = [start] * GENERATORS
         self.copied = True
         self.sync: int | None = None
@@ -49,19 +49,19 @@ class Beside(RuleBasedStateMachine):
         return [group for group in self.versions if group not in self.finished]
 
     @property
-    def may_train(self) -> bool:
+    def on_snapshot(self) -> bool:
         """All groups of the step are there, and its version was held and copied, or is served."""
-        batch = range(self.begun * self.prompts, (self.begun + 1) * self.prompts)
-        follows = self.begun == self.trained == (self.sync or self.served)
-        return self.begun < self.steps and follows and self.finished.issuperset(batch)
+        batch = range(self.resume_state * self.prompts, (self.resume_state + 1) * self.prompts)
+        follows = self.resume_state == self.trained == (self.sync or self.served)
+        return self.resume_state < self.steps and follows and self.finished.issuperset(batch)
 
     @property
     def may_update(self) -> bool:
-        return self.begun > self.trained and self.copied
+        return self.resume_state > self.trained and self.copied
 
     @property
     def may_sync(self) -> bool:
-        return self.sync is None and self.begun == self.trained > self.served
+        return self.sync is None and self.resume_state == self.trained > self.served
 
     @property
     def behind(self) -> list[int]:
@@ -89,19 +89,19 @@ class Beside(RuleBasedStateMachine):
         if finish:
             self.finished.add(group)
 
-    @precondition(lambda self: self.may_train)
+    @precondition(lambda self: self.on_snapshot)
     @rule()
     def train(self) -> None:
-        first = self.begun * self.prompts
+        first = self.resume_state * self.prompts
         for group in range(first, first + self.prompts):
             self.order.append(group)
-            self.lags += [self.begun - version for version in self.versions[group]]
-        self.begun += 1
+            self.lags += [self.resume_state - version for version in self.versions[group]]
+        self.resume_state += 1
 
     @precondition(lambda self: self.may_update)
     @rule()
     def update(self) -> None:
-        self.trained = self.begun
+        self.trained = self.resume_state
 
     @precondition(lambda self: self.may_sync)
     @rule()
@@ -144,7 +144,7 @@ class Beside(RuleBasedStateMachine):
     def something_can_happen_until_all_is_trained_and_served(self) -> None:
         if hasattr(self, "window"):
             copying = self.sync is not None and not self.copied
-            moves: list[Any] = [self.may_enter, self.running, self.may_train, self.may_update]
+            moves: list[Any] = [self.may_enter, self.running, self.on_snapshot, self.may_update]
             assert self.done or copying or any([*moves, self.may_sync, self.behind])
 
 

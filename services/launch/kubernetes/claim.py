@@ -27,13 +27,13 @@ def claim(run: Path, launch: str, resume: bool) -> str:
     file = run / LAUNCH
     if file.is_file() and file.read_text() == launch:
         return ""
-    begun = run.is_dir() and any(path.name != ROSTER for path in run.iterdir())
-    if begun and not resume:
+    has_started = run.is_dir() and any(path.name != ROSTER for path in run.iterdir())
+    if has_started and not resume:
         return (
             f"{run} is on the volume already and belongs to another launch: launch with --resume "
             "to go on with it, or name another directory with --output"
         )
-    if resume and not begun:
+    if resume and not has_started:
         return f"{run} is not on the volume, so there is nothing to resume: launch without --resume"
     run.mkdir(parents=True, exist_ok=True)
     file.write_text(launch)

@@ -106,7 +106,7 @@ def _worker_command(order: Order) -> list[str]:
 def _controller_command(order: Order) -> list[str]:
     config = str(places.CONFIG / places.CONFIG_FILE)
     run = str(places.run_there(order))
-    return [*_program(order, "train"), config, "--output", run, "--resume-or-begin"]
+    return [*_program(order, "train"), config, "--output", run, "--auto-resume"]
 
 
 def _claim_command(order: Order, launch: str) -> list[str]:

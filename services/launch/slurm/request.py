@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from composer_mesh.configs.cluster import SlurmConfig
 from composer_mesh.configs.memory import in_gb
-from composer_mesh.configs.room import Host
+from composer_mesh.configs.room import HostResources
 from composer_mesh.services.launch.ports import LaunchRefused, Order
 from composer_mesh.services.launch.slurm.places import Places
 
@@ -105,7 +105,7 @@ def _named(slurm: SlurmConfig) -> Iterator[str]:
             yield f"--{name}={value}"
 
 
-def _size(slurm: SlurmConfig, host: Host) -> Iterator[str]:
+def _size(slurm: SlurmConfig, host: HostResources) -> Iterator[str]:
     """What each node must have; GPUs by `--gres`, which every way to select nodes understands."""
     if slurm.exclusive:
         yield from ("--exclusive", f"--mincpus={host.cores}", "--mem=0")
@@ -115,7 +115,7 @@ def _size(slurm: SlurmConfig, host: Host) -> Iterator[str]:
         yield f"--gres=gpu:{host.gpus}"
 
 
-def _check_hosts(hosts: Sequence[Host]) -> None:
+def _check_hosts(hosts: Sequence[HostResources]) -> None:
     if not hosts:
         raise LaunchRefused(
             "placement.hosts describes no host, and a batch job must say how many nodes it wants: "
@@ -131,11 +131,11 @@ def _check_hosts(hosts: Sequence[Host]) -> None:
             )
 
 
-def _shape(host: Host) -> tuple[int, int, int]:
+def _shape(host: HostResources) -> tuple[int, int, int]:
     return (host.cores, host.memory, host.gpus)
 
 
-def _about(host: Host) -> str:
+def _about(host: HostResources) -> str:
     return f"{host.cores} cores, {in_gb(host.memory)} GB and {host.gpus} GPUs"
 
 

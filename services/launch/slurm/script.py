@@ -32,7 +32,7 @@ def job_script(order: Order) -> str:
         _set("LAUNCH", places.folder),
         _list("HOSTS", (host.name for host in order.hosts)),
         _list("WORKER", _worker(order)),
-        _list("CONTROLLER", controller_command(order.python, order.output, "--resume-or-begin")),
+        _list("CONTROLLER", controller_command(order.python, order.output, "--auto-resume")),
         _set("PATIENCE_S", _patience_s(slurm)),
         _set("RESUBMIT", "yes" if slurm.resubmit else "no"),
     ]

@@ -25,7 +25,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import gathered, local
-from composer_mesh.actors.signals.inbox import SignalsLost
+from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 
@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "generator": {"max_new_tokens": 10},
     "loss": {"type": "grpo", "kl_beta": 0.05},
-    "sdpo": {"alpha": 0.5, "placement": "inline", "teacher": "ema", "teacher_rate": 0.3},
+    "sdpo": {"alpha": 0.5, "placement": "inline", "teacher": "ema", "ema_rate": 0.3},
     "replay": ALL_ON["replay"],
     "trainer": {"lr": 1e-3, "microbatch_tokens": 64},
 }
@@ -98,7 +98,8 @@ def untied(pair: PairSample) -> PairSample:
 def train(learner: Learner, steps: Sequence[StepBatch]) -> list[Metrics]:
     """Train steps with the learner's own teacher."""
     return [
-        learner.train(batch, learner.own_signals(batch) if batch.views else None) for batch in steps
+        learner.train(batch, learner.own_teacher_outputs(batch) if batch.views else None)
+        for batch in steps
     ]
 
 
@@ -111,7 +112,7 @@ class Watching:
     """A teacher that looks, in the middle of a step, at what a publisher would copy."""
 
     def __init__(self, learner: Learner, batch: StepBatch) -> None:
-        self._source, self._learner = learner.own_signals(batch), learner
+        self._source, self._learner = learner.own_teacher_outputs(batch), learner
         self._before = self._copied()
         self.unmoved: list[bool] = []
 
@@ -157,7 +158,7 @@ class Losing:
         self._taken += 1
         found = self._source.take(microbatch, *rest)
         if self._here and self._taken > 1:
-            raise SignalsLost("the teacher is gone")
+            raise TeacherOutputsLost("the teacher is gone")
         return found
 
     def skip(self, microbatch: int) -> None:
@@ -167,7 +168,7 @@ class Losing:
 def lost(settings: Config, folder: Path, ranks: Ranks, batch: StepBatch, at: int) -> Any:
     """A step that loses its signals on rank `at`, and another after it that does not."""
     learner = Learner(settings, folder, ranks)
-    losing = Losing(learner.own_signals(batch), ranks.rank == at)
+    losing = Losing(learner.own_teacher_outputs(batch), ranks.rank == at)
     metrics = [learner.train(batch, losing), *train(learner, [replace(batch, step=1)])]
     return {"metrics": metrics, "last": weights_of(learner)}
 
@@ -219,11 +220,11 @@ def half(folder: Path, ranks: Ranks, steps: Sequence[StepBatch]) -> Any:
 
 
 def both(
-    rank: int, meeting: Path, folder: Path, steps: list[StepBatch], root: Path, adapters: bool
+    rank: int, rendezvous: Path, folder: Path, steps: list[StepBatch], root: Path, adapters: bool
 ) -> None:
     """What each of two processes does, in the same order; the results lie in `root` then."""
     torch.set_num_threads(1)
-    ranks = Ranks.connect(rank, 2, meeting, 60.0)
+    ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
     sharded, adapted = config(SHARDED), config(SHARDED | ADAPTED)
     found = {
         "five": five_steps(sharded, folder, ranks, steps),

@@ -31,12 +31,12 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.pool.errors import SessionLost
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_pair_stream
-from composer_mesh.services.schedule.begun import Begun
-from composer_mesh.services.schedule.composing import Composer
+from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.ports import Generation, MayTrain
-from composer_mesh.services.steps.recipes import recipe_from_json
+from composer_mesh.services.steps.step_manifest import manifest_from_json
 
 Done = tuple[str, Any]
 CHANNELS = {
@@ -221,15 +221,15 @@ class World:
         self.done.append(("trained", batch))
         return {"loss/total": 0.0}
 
-    async def sync(self, may_train: MayTrain | None = None) -> int:
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         """Brings the version that was trained when it began to one of two replicas, then both."""
         assert self.under_way == 0, "two syncs at once"
         self.under_way, self.exclusive, version = 1, True, self.trained
         try:
             await self.pause("publish")
-            if may_train is not None:
+            if on_snapshot is not None:
                 self.exclusive = False
-                may_train()
+                on_snapshot()
             await self.pause("sync")
             self.newest = version
             await self.pause("pull")
@@ -258,10 +258,10 @@ class World:
     async def add_worded(self, group_id: int, worded: bytes) -> None:
         self.done.append(("worded", group_id))
 
-    async def add_asked(
+    async def add_teacher_queries(
         self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]:
-        await self.written("add_asked")
+        await self.written("add_teacher_queries")
         self.done += [("pair", pair) for pair in pairs]
         self.pairs += pairs
         return list(pairs)
@@ -279,13 +279,13 @@ class World:
         self,
         step: int,
         groups: Sequence[int],
-        recipe: bytes,
+        manifest: bytes,
         pairs: Sequence[str] = (),
         max_age: int | None = None,
         rewards: Mapping[int, str] | None = None,
     ) -> None:
         await self.written("plan_step")
-        self.done.append(("planned", recipe_from_json(step, recipe)))
+        self.done.append(("planned", manifest_from_json(step, manifest)))
         self.pairs = [
             pair
             for pair in self.pairs
@@ -326,7 +326,9 @@ def rollouts_of(world: World, config: Config, generation: Generation | None = No
     return Rollouts(generation or world, world, world.chat, retries)
 
 
-def controller_of(world: World, config: Config, begun: Begun | None = None) -> Controller:
+def controller_of(
+    world: World, config: Config, resume_state: ResumeState | None = None
+) -> Controller:
     rollouts = rollouts_of(world, config)
     stream: PairStream | None = None
     if config.replay.on:
@@ -334,7 +336,9 @@ def controller_of(world: World, config: Config, begun: Begun | None = None) -> C
         stream = make_pair_stream(config, *ports_of_pairs)
     ports = Ports(rollouts, stream, world, world, world, world, world.save, world.saved)
     batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage))
-    return Controller(config, world.task, Composer(batcher), ports, begun or Begun())
+    return Controller(
+        config, world.task, StepBuilder(batcher), ports, resume_state or ResumeState()
+    )
 
 
 async def finished(world: World, config: Config) -> Controller:

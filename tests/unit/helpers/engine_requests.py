@@ -50,7 +50,7 @@ def serve(engine: Engine, requests: list[GenerationRequest]) -> Results:
     return results
 
 
-def replayed(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
+def replay_outcome(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
     """Log-probs of the tokens after the prompt, by one plain forward over everything."""
     device = next(model.parameters()).device
     ids = torch.tensor([prompt + tokens], device=device)
@@ -61,7 +61,7 @@ def replayed(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
 
 
 def assert_faithful(model: Any, asked: GenerationRequest, result: GenerationResult) -> None:
-    expected = replayed(model, asked.prompt_ids, result.token_ids)
+    expected = replay_outcome(model, asked.prompt_ids, result.token_ids)
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, **CLOSE)
 
 

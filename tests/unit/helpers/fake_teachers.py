@@ -12,7 +12,12 @@ import torch
 
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
-from composer_mesh.actors.signals.messages import HeadHandle, SignalHandle, ViewKey, view_keys
+from composer_mesh.actors.teacher_outputs.messages import (
+    HeadHandle,
+    TeacherOutputHandle,
+    ViewKey,
+    view_keys,
+)
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, RemoteError
 from composer_mesh.mesh.transport import BufferHandle
@@ -20,7 +25,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.pool.seats import Seat
+from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.step import MeshTraining
 from composer_mesh.services.training.teaching import SdpoTeachers
 
@@ -86,7 +91,7 @@ class FakeTeacher(FakeActor):
         self.version = handle.version
         return self.version
 
-    async def signal(self, step: int, views: list[HintedView], choice: Any) -> SignalHandle:
+    async def signal(self, step: int, views: list[HintedView], choice: Any) -> TeacherOutputHandle:
         if self.error is not None:
             raise self.error from RemoteError(self.name, "signal", "traceback")
         place, self.served = self.served, self.served + 1
@@ -94,7 +99,7 @@ class FakeTeacher(FakeActor):
         await self.pass_gate(place)
         self.tickets += 1
         self.held.add(self.tickets)
-        return SignalHandle(self.version, view_keys(views), self.tickets, (), NOWHERE, 0.0)
+        return TeacherOutputHandle(self.version, view_keys(views), self.tickets, (), NOWHERE, 0.0)
 
     async def release(self, ticket: int) -> None:
         self.held.remove(ticket)
@@ -155,7 +160,9 @@ class FakeRank(FakeActor):
             {"loss/total": 1.0}, {"sdpo/bytes": bytes_read, "sdpo/bytes_per_token": 7}
         )
 
-    async def take_signal(self, step: int, micro: int, part: int, handle: SignalHandle) -> None:
+    async def take_teacher_output(
+        self, step: int, micro: int, part: int, handle: TeacherOutputHandle
+    ) -> None:
         await self.pass_gate(micro)
         if self.error is not None:
             raise self.error
@@ -169,7 +176,7 @@ class FakeRank(FakeActor):
     async def student_choice(self, step: int, micro: int, part: int) -> str:
         return f"choice of {micro} for {part}"
 
-    async def lose_signals(self, step: int, reason: str) -> None:
+    async def lose_teacher_outputs(self, step: int, reason: str) -> None:
         self.log.append(("lose", self.name, step))
         self.lost = reason
         self._moved.set()
@@ -216,11 +223,11 @@ class Ring:
         self.events: Log = []
         self.host = FakeHost(self.log)
         self.ranks = [FakeRank(f"trainer-{n}", self.log, count) for n, count in enumerate(ranks)]
-        self.seats: dict[int, str] = {}
-        self.sdpo = SdpoTeachers(config, self.host, self.seat, self.record)  # type: ignore[arg-type]
+        self.placements: dict[int, str] = {}
+        self.sdpo = SdpoTeachers(config, self.host, self.placement, self.record)  # type: ignore[arg-type]
 
-    def seat(self, number: int) -> Seat:
-        return Seat(self.seats.get(number), {})
+    def placement(self, number: int) -> ProcessPlacement:
+        return ProcessPlacement(self.placements.get(number), {})
 
     def record(self, *event: str, **_: Any) -> None:
         self.events.append(event)

@@ -19,8 +19,8 @@ from composer_mesh.actors.checkpoints.manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.ports import MayTrain
-from composer_mesh.services.steps.trained_again import Trained
-from composer_mesh.services.training.lasting import LastingTrainer
+from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 
 T = TypeVar("T")
 Log = list[tuple[Any, ...]]
@@ -115,16 +115,18 @@ class World:
 
     # --- a step, teachers, weights
 
-    async def train(self, batch: StepBatch, signals: bool = True) -> dict[str, Any]:
+    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
         self._try("train")
         assert batch.step == self.version
-        if signals and batch.views:
+        if teacher_outputs and batch.views:
             assert self.taught_version == self.version
         said = 0.25 if self.average is None else self.average
         self.version += 1
-        self.weight = self.weight * 0.5 + batch.step + (said if signals and batch.views else 0.0)
-        self.log.append(("train", batch.step, signals))
-        lost = {} if signals or not batch.views else {"sdpo/lost_steps": 1}
+        self.weight = (
+            self.weight * 0.5 + batch.step + (said if teacher_outputs and batch.views else 0.0)
+        )
+        self.log.append(("train", batch.step, teacher_outputs))
+        lost = {} if teacher_outputs or not batch.views else {"sdpo/lost_steps": 1}
         return {"loss/total": self.weight, **lost}
 
     async def forget(self) -> None:
@@ -165,7 +167,7 @@ class World:
         self.log.append(("restore", version))
         return True
 
-    async def sync(self, may_train: MayTrain | None = None) -> int:
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         self._try("sync")
         self.teach(self.version, self.weight)
         self.served.append((self.version, self.weight))
@@ -201,11 +203,11 @@ class Running:
         """What the run's store has of each step that is done."""
         self.trainer = self.made(None)
 
-    def made(self, begun: Checkpoint | None) -> LastingTrainer:
+    def made(self, begun: Checkpoint | None) -> FaultTolerantTrainer:
         world = self.world
         ports = (world, world, world, world if self.config.sdpo.has_own_actors else None)
         rest = (self.root, world.record, self.earlier, begun)
-        return LastingTrainer(self.config, *ports, *rest)
+        return FaultTolerantTrainer(self.config, *ports, *rest)
 
     def earlier(self, first: int, until: int) -> list[Trained]:
         return [self.stored[step] for step in range(first, until) if step in self.stored]

@@ -18,7 +18,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.schedule.sync_beside import SyncBeside
+from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.steps.ports import MayTrain
 
 T = TypeVar("T")
@@ -80,14 +80,14 @@ class SlowWorld(fake_trainer.World):
         self.dead = died
         self.death.set_result(died)
 
-    async def train(self, batch: StepBatch, signals: bool = True) -> dict[str, Any]:
+    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
         self.training += 1
         assert self.training == 1
         try:
             await self.pause()
             await self.free.wait()
             self.beside += self.syncing
-            return await super().train(batch, signals)
+            return await super().train(batch, teacher_outputs)
         finally:
             self.training -= 1
 
@@ -95,16 +95,16 @@ class SlowWorld(fake_trainer.World):
         await self.pause()
         return await super().saved()
 
-    async def sync(self, may_train: MayTrain | None = None) -> int:
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         self._try("sync")
         self.syncing += 1
         assert self.syncing == 1
         try:
-            version, weight = await self._published(None if self.teaches else may_train)
+            version, weight = await self._published(None if self.teaches else on_snapshot)
             await self.pause()
             self.teach(version, weight)
-            if may_train is not None:
-                may_train()
+            if on_snapshot is not None:
+                on_snapshot()
             await self._received()
             self.served.append((version, weight))
         finally:
@@ -118,13 +118,13 @@ class SlowWorld(fake_trainer.World):
         if self.foreign is not None:
             raise self.foreign
 
-    async def _published(self, may_train: MayTrain | None) -> tuple[int, float]:
+    async def _published(self, on_snapshot: MayTrain | None) -> tuple[int, float]:
         assert not self.training, "a version is held only between two steps"
         version = self.version
         self.free.clear()
-        if may_train is not None:
+        if on_snapshot is not None:
             self.teach(version, self.weight)
-            may_train()
+            on_snapshot()
         await self.pause()
         weight = self.weight
         assert self.version == version, "an update came before the copy"
@@ -140,7 +140,7 @@ class Beside(fake_trainer.Running):
         self.slow = self.world = SlowWorld(seed)
         self.trainer = self.made(None)
         self.versions: list[int] = []
-        self.syncs = SyncBeside(self.trainer, self.versions.append)
+        self.syncs = AsyncWeightSync(self.trainer, self.versions.append)
 
     async def run(self, steps: int) -> None:
         """Train and serve so many steps; a rank that dies meanwhile is the trainer's business."""
@@ -150,7 +150,7 @@ class Beside(fake_trainer.Running):
         every = self.config.trainer.checkpoint_every
         for step in range(steps):
             await self.slow.pause()
-            await self.syncs.may_train()
+            await self.syncs.on_snapshot()
             await self.trainer.train(fake_trainer.batch(step))
             if every and (step + 1) % every == 0:
                 self.versions.append(await self.syncs.now())
@@ -160,11 +160,11 @@ class Beside(fake_trainer.Running):
         await self.syncs.finish()
         await self.trainer.saved()
 
-    async def run_and_strike(self, steps: int, moments: list[int]) -> None:
+    async def run_and_strike(self, steps: int, optimizer_state: list[int]) -> None:
         """Let a rank die after each of so many turns, counted from the death before."""
         running = asyncio.create_task(self.run(steps))
         try:
-            for turns in moments:
+            for turns in optimizer_state:
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 if not running.done():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
-from composer_mesh.actors.signals.messages import Signal, view_keys
-from composer_mesh.actors.signals.teaching import hinted_states
+from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, view_keys
+from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
@@ -113,8 +113,8 @@ class GivenStates:
             for key, view, end in zip(keys, batch.views, ends, strict=True)
         }
 
-    def take(self, _microbatch: int, views: Sequence[HintedView], _choose: Any, /) -> Signal:
-        return Signal({"states": torch.cat([self._rows[key] for key in view_keys(views)])})
+    def take(self, _microbatch: int, views: Sequence[HintedView], _choose: Any, /) -> TeacherOutput:
+        return TeacherOutput({"states": torch.cat([self._rows[key] for key in view_keys(views)])})
 
     def skip(self, _microbatch: int, /) -> None: ...
 

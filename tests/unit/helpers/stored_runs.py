@@ -50,7 +50,7 @@ async def short_run(root: Path, config: Config, steps: int = 2) -> None:
             store.enter(step, step)
             await store.add_group(step, group_of(step, version=step))
             await store.add_worded(step, b'{"hints": 1}')
-            await store.add_asked(step, b"{}", [pair_of(step, version=step)])
+            await store.add_teacher_queries(step, b"{}", [pair_of(step, version=step)])
         store.enter(steps + 1, steps)
         for step in range(steps):
             pairs, _ = await store.take_pairs(step, 10, 1)

@@ -1,0 +1,177 @@
+"""What a teacher tells of each hinted token: the messages, and the tensors they stand for.
+
+A signal is a few tensors with a row for each target of its views. What the loss makes of them is
+`sdpo_channel`'s business; whose weights the teacher has, `teaching`'s.
+
+Axes: N hinted response tokens, H hidden size of the teacher, V vocabulary, K entries of the top k.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.losses.blocks import LinearHead, default_block
+from composer_mesh.losses.fused import linear_logprobs
+from composer_mesh.mesh.transport import BufferHandle
+from composer_mesh.rollouts.alignment import HintedView
+
+ViewKey = tuple[str, int]
+
+
+class WrongVersion(RuntimeError):
+    """A teacher signal was made with other weights than the ones it shall train."""
+
+    def __init__(self, teacher_output: int, trainer: int) -> None:
+        super().__init__(teacher_output, trainer)
+
+    def __str__(self) -> str:
+        return (
+            f"the SDPO signal is of version {self.args[0]} but the trainer is at {self.args[1]}: "
+            "let the teacher pull before it is asked"
+        )
+
+
+class WrongViews(RuntimeError):
+    """A teacher signal belongs to other tokens than the ones it was taken for."""
+
+    def __init__(self, place: str, wanted: str, got: str) -> None:
+        super().__init__(place, wanted, got)
+
+    def __str__(self) -> str:
+        place, wanted, got = self.args
+        return f"the SDPO signal for {place} is about {got}, not {wanted}: plan both from one batch"
+
+
+class StepOver(RuntimeError):
+    """A signal was asked for a step that ended meanwhile."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+
+    def __str__(self) -> str:
+        return f"step {self.args[0] + 1} is over: nobody needs its signal any more"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear head that makes a teacher's hidden states scores; [V, H] and [V]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def on(self, device: torch.device) -> "Head":
+        """The same on a device."""
+        return Head(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+
+
+@dataclass(frozen=True)
+class TeacherOutput:
+    """A teacher's tensors for some views, in their order, and the head that belongs to them.
+
+    hidden    states [N, H]; head None is the trainer's own
+    full      logits [N, V], float32
+    topk      ids [N, K] and logprobs [N, K], of the whole vocabulary, tempered
+    sampled   logprobs [N] of the targets, tempered
+    """
+
+    tensors: dict[str, Tensor]
+    head: Head | None = None
+
+    def on(self, device: torch.device) -> "TeacherOutput":
+        """The same where a student computes."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return TeacherOutput(tensors, None if self.head is None else self.head.on(device))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One tensor of a signal inside its flat run of bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TeacherOutputHandle:
+    """Where a signal can be read until its ticket is released, and what it is about."""
+
+    version: int
+    views: tuple[ViewKey, ...]
+    ticket: int
+    layout: tuple[Layout, ...]
+    buffer: BufferHandle
+    compute_s: float
+
+
+@dataclass(frozen=True)
+class HeadHandle:
+    """Where a teacher's own head can be read, as a signal of one row would be."""
+
+    version: int
+    layout: tuple[Layout, ...]
+    buffer: BufferHandle
+
+
+def view_keys(views: Sequence[HintedView]) -> tuple[ViewKey, ...]:
+    """What names the views: their traces and turns."""
+    return tuple((view.trace_id, view.turn) for view in views)
+
+
+def make_teacher_output(
+    config: SdpoConfig, states: Tensor, head: Head, targets: Tensor, choice: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The configured tensors from the teacher's states [N, H] and its head.
+
+    `targets` [N] are the ids that rows predict; `choice` [N, K] the student's top k ids.
+    """
+    if config.teacher_output == "hidden":
+        return {"states": states}
+    if config.teacher_output == "sampled":
+        found = linear_logprobs(
+            states, head.weight, targets, bias=head.bias, temperature=config.temperature
+        )
+        return {"logprobs": found}
+    temperature = 1.0 if config.teacher_output == "full" else config.temperature
+    scorer = LinearHead(head.weight, head.bias, temperature, torch.float32)
+    blocks = (scores for _, scores in scorer.scores(states, default_block(states)))
+    if config.teacher_output == "full":
+        return {"logits": torch.cat([scores.clone() for scores in blocks])}
+    return _top_k(blocks, min(config.top_k, len(head.weight)), choice)
+
+
+def _top_k(blocks: Iterable[Tensor], top_k: int, choice: Tensor | None) -> dict[str, Tensor]:
+    ids, logprobs, at = [], [], 0
+    for scores in blocks:
+        normal = scores.logsumexp(-1, keepdim=True)
+        if choice is None:
+            found = scores.topk(top_k, dim=-1).indices
+        else:
+            found = choice[at : at + len(scores)].to(scores.device).long()
+        at += len(scores)
+        ids.append(found.int())
+        logprobs.append(scores.gather(-1, found) - normal)
+    return {"ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
+
+
+def pack(tensors: dict[str, Tensor]) -> tuple[tuple[Layout, ...], Tensor]:
+    """Tensors as one run of bytes, each begun at a multiple of 8, and what lies where."""
+    layout = tuple(Layout(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    parts: list[Tensor] = []
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        parts += [flat, flat.new_zeros(-flat.numel() % 8)]
+    return layout, torch.cat(parts)
+
+
+def unpack(layout: Sequence[Layout], memory: Tensor) -> dict[str, Tensor]:
+    """The tensors of a run of bytes, as views of it."""
+    found, at = {}, 0
+    for entry in layout:
+        size = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+        found[entry.name] = memory[at : at + size].view(entry.dtype).view(entry.shape)
+        at += size + -size % 8
+    return found

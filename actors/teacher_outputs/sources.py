@@ -1,0 +1,254 @@
+"""Where the trainer's signals come from: a teacher in its own process, or the teachers of a mesh.
+
+Both check that a signal is of the trainer's own version and about the views it is taken for. Who
+asks which teacher is the services' business.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.teacher_outputs.messages import (
+    Head,
+    HeadHandle,
+    StepOver,
+    TeacherOutput,
+    TeacherOutputHandle,
+    ViewKey,
+    WrongVersion,
+    WrongViews,
+    unpack,
+    view_keys,
+)
+from composer_mesh.actors.teacher_outputs.teacher_output_buffer import (
+    TeacherOutputBuffer,
+    TeacherOutputsLost,
+)
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.step_plan import RankPlan, split_views
+
+FIRST_CAPACITY = 1 << 16
+Figures = dict[str, float]
+
+
+class InlineSource:
+    """The reference: the teacher's forward runs in the trainer, when its signal is needed."""
+
+    def __init__(
+        self,
+        teacher: TeacherModel,
+        config: SdpoConfig,
+        version: int,
+        forwards: Sequence[int] | None = None,
+    ) -> None:
+        """`forwards` says, by microbatch, how often a sharded teacher runs on every rank."""
+        if teacher.version != version:
+            raise WrongVersion(teacher.version, version)
+        self._teacher, self._config, self._forwards = teacher, config, forwards
+        self._took_s = 0.0
+
+    def take(
+        self, microbatch: int, views: Sequence[HintedView], choose: Callable[[], Tensor], /
+    ) -> TeacherOutput:
+        """Make the signal now."""
+        began = time.perf_counter()
+        choice = choose() if asks_the_student(self._config) else None
+        forwards = self._forwards[microbatch] if self._forwards else 0
+        found = TeacherOutput(
+            self._teacher.teacher_output(views, choice, forwards), self._teacher.head()
+        )
+        self._took_s += time.perf_counter() - began
+        return found
+
+    def skip(self, microbatch: int, /) -> None:
+        """Run a sharded teacher with the ranks whose microbatch has views."""
+        if self._forwards:
+            self._teacher.states([], self._forwards[microbatch])
+
+    def figures(self) -> Figures:
+        """What the step's signals cost: nothing moved, everything waited for."""
+        return {
+            "sdpo/bytes": 0,
+            "sdpo/teacher_version": self._teacher.version,
+            "time/sdpo_teacher_s": self._took_s,
+            "time/sdpo_wait_s": self._took_s,
+        }
+
+
+class LostSource:
+    """No signal at all: nobody is left who could make one."""
+
+    def take(self, *_: object) -> TeacherOutput:
+        """Say so."""
+        raise TeacherOutputsLost("no SDPO teacher is alive")
+
+    def skip(self, _microbatch: int, /) -> None:
+        """Nothing is taken together with other ranks."""
+
+    def figures(self) -> Figures:
+        return {"sdpo/bytes": 0}
+
+
+class MeshSource:
+    """Signals that teachers of the mesh deliver, step by step.
+
+    The loop's side begins a step and takes deliveries, which wait for its beginning; the training
+    thread's side is `take`.
+    """
+
+    def __init__(self, config: SdpoConfig, deadline_s: float) -> None:
+        self._config, self._deadline_s = config, deadline_s
+        self._begun = asyncio.Condition()
+        self._step = -1
+        self._head: tuple[int, Head] | None = None
+        self._choice_buffers: dict[int, SendBuffer] = {}
+
+    async def begin(self, batch: StepBatch, plan: RankPlan, teachers: int, version: int) -> None:
+        """Expect the signals of a step from so many teachers."""
+        self._views = {
+            index: [batch.views[place] for place in microbatch.views]
+            for index, microbatch in enumerate(plan.microbatches)
+            if microbatch.views
+        }
+        self._splits = {index: split_views(v, teachers) for index, v in self._views.items()}
+        parts = {
+            index: [part for part, run in enumerate(split) if len(run)]
+            for index, split in self._splits.items()
+        }
+        self._version, self._output_buffer = version, TeacherOutputBuffer(parts, self._deadline_s)
+        self._heads: dict[int, Head | None] = {}
+        self._bytes, self._read_s, self._teacher_s, self._wait_s = 0, 0.0, 0.0, 0.0
+        async with self._begun:
+            self._step = batch.step
+            self._begun.notify_all()
+
+    async def deliver(
+        self, step: int, microbatch: int, part: int, handle: TeacherOutputHandle
+    ) -> None:
+        """Read one teacher's part of a microbatch. Waits for the step and for room."""
+        output_buffer = await self._output_buffer_of(step)
+        self._check(microbatch, part, handle)
+        await output_buffer.wait_for_capacity(microbatch)
+        self._check_current(output_buffer, step)
+        began = time.perf_counter()
+        memory = await read(handle.buffer)
+        self._check_current(output_buffer, step)
+        self._pair_with_head(microbatch)
+        self._read_s += time.perf_counter() - began
+        self._bytes += handle.buffer.nbytes
+        self._teacher_s += handle.compute_s
+        output_buffer.deliver(microbatch, part, unpack(handle.layout, memory))
+
+    async def take_head(self, handle: HeadHandle) -> None:
+        """Read the teachers' own head, once for a version."""
+        tensors = unpack(handle.layout, await read(handle.buffer))
+        self._head = handle.version, Head(tensors["weight"], tensors.get("bias"))
+
+    async def choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
+        """Where the student's top k ids for one part lie. Waits for the student's forward."""
+        output_buffer = await self._output_buffer_of(step)
+        ids = await output_buffer.choice(microbatch)
+        self._check_current(output_buffer, step)
+        counts = [len(view.targets) for view in self._views[microbatch]]
+        run = self._splits[microbatch][part]
+        first, size = sum(counts[: run.start]), sum(counts[run.start : run.stop])
+        buffer = self._choice_buffers.setdefault(part, SendBuffer(FIRST_CAPACITY))
+        return await buffer.write(ids[first : first + size].contiguous())
+
+    async def lose(self, step: int, reason: str) -> None:
+        """The teachers cannot deliver the rest of a step."""
+        output_buffer = await self._output_buffer_of(step)
+        await output_buffer.lose(reason)
+
+    def take(
+        self, microbatch: int, _views: Sequence[HintedView], choose: Callable[[], Tensor], /
+    ) -> TeacherOutput:
+        """The signal for the views of a microbatch; called by the training thread, waits."""
+        if asks_the_student(self._config):
+            self._output_buffer.offer_choice(microbatch, choose().cpu())
+        began = time.perf_counter()
+        tensors = self._output_buffer.take(microbatch)
+        self._wait_s += time.perf_counter() - began
+        return TeacherOutput(tensors, self._heads[microbatch])
+
+    def skip(self, _microbatch: int, /) -> None:
+        """Nothing is taken together with other ranks."""
+
+    def figures(self) -> Figures:
+        """What the step's signals cost."""
+        tokens = sum(len(view.targets) for views in self._views.values() for view in views)
+        return {
+            "sdpo/bytes": self._bytes,
+            "sdpo/teacher_version": self._version,
+            "sdpo/bytes_per_token": self._bytes / max(1, tokens),
+            "time/sdpo_bytes_per_s": self._bytes / self._read_s if self._read_s else 0.0,
+            "time/sdpo_read_s": self._read_s,
+            "time/sdpo_teacher_s": self._teacher_s,
+            "time/sdpo_wait_s": self._wait_s,
+        }
+
+    async def _output_buffer_of(self, step: int) -> TeacherOutputBuffer:
+        """The inbox of a step. Waits for its beginning; an old step's must not get a new one."""
+        async with self._begun:
+            await self._begun.wait_for(lambda: self._step >= step)
+            if self._step > step:
+                raise StepOver(step)
+            return self._output_buffer
+
+    def _check_current(self, output_buffer: TeacherOutputBuffer, step: int) -> None:
+        """After a wait, in which the next step may have begun."""
+        if output_buffer is not self._output_buffer:
+            raise StepOver(step)
+
+    def _pair_with_head(self, microbatch: int) -> None:
+        """Keep the head that is here when states arrive: a replacement may bring another one."""
+        head = self._current_head()
+        other = self._heads.setdefault(microbatch, head)
+        if head is not None and other is not None and not _same(head, other):
+            raise RuntimeError(
+                f"the teachers of microbatch {microbatch} have different averages, because all of "
+                "them were replaced: set sdpo.when_lost to 'skip'"
+            )
+
+    def _check(self, microbatch: int, part: int, handle: TeacherOutputHandle) -> None:
+        if handle.version != self._version:
+            raise WrongVersion(handle.version, self._version)
+        run = self._splits[microbatch][part]
+        wanted = view_keys(self._views[microbatch][run.start : run.stop])
+        if handle.views != wanted:
+            place = f"microbatch {microbatch}, teacher {part}"
+            raise WrongViews(place, _shown(wanted), _shown(handle.views))
+
+    def _current_head(self) -> Head | None:
+        """The teachers' head, None where it is the trainer's own."""
+        if not has_own_head(self._config):
+            return None
+        version = self._head[0] if self._head else -1
+        if self._head is None or (self._config.teacher != "frozen" and version != self._version):
+            raise WrongVersion(version, self._version)
+        return self._head[1]
+
+
+def asks_the_student(config: SdpoConfig) -> bool:
+    """Whether signals are about entries that the student chooses after its forward."""
+    return config.teacher_output == "topk" and config.top_k_choice == "student"
+
+
+def has_own_head(config: SdpoConfig) -> bool:
+    """Whether hidden states come from teachers whose head is not the trainer's."""
+    return config.teacher_output == "hidden" and config.teacher != "live"
+
+
+def _same(one: Head, two: Head) -> bool:
+    return one is two or torch.equal(one.weight, two.weight)
+
+
+def _shown(keys: Sequence[ViewKey]) -> str:
+    return ", ".join(f"{trace}:{turn}" for trace, turn in keys) or "no views"

@@ -1,0 +1,169 @@
+"""The teacher's weights: whose they are, how they follow the trainer's, and what they say.
+
+The same object serves in a teacher's own process and inside the trainer (placement "inline"). It
+runs forwards only; nothing here moves bytes or waits.
+
+Axes: N hinted response tokens, H hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.models.export import export_state
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.optimizer_state import Kept, check_weights
+from composer_mesh.actors.models.rows import distinct, local
+from composer_mesh.actors.models.sharding import own_weights, release
+from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
+from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.step_plan import teacher_groups
+
+Blend = Callable[[Any, float], None]
+"""Moves a model's weights a share of the way to those of a version; 1 copies them."""
+
+
+class TeacherModel:
+    """A teacher by its policy of weights; `version` is the trainer's that it has taken in.
+
+        live           the trainer's weights
+        ema            theta <- (1 - rate) theta + rate trainer's, at each version
+        frozen         the initial weights
+        trust_region   logits (1 - rate) initial + rate trainer's
+
+    `follows` says that `model` is the trainer's own object, which changes by itself: it is read,
+    and where the teacher's weights are others, `copied` makes the object that has them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: SdpoConfig,
+        budget: int,
+        follows: bool = False,
+        copied: Callable[[Any], Any] = copy.deepcopy,
+    ) -> None:
+        self.version = 0
+        self._config, self._budget, self._follows = config, budget, follows
+        own = copied(model).requires_grad_(False) if self._has_two(follows) else None
+        self._own = own
+        self._live = model if own is None or config.teacher == "trust_region" else own
+        self._initial = own if config.teacher == "trust_region" else None
+        self._head: Head | None = None
+
+    def _has_two(self, follows: bool) -> bool:
+        return self._config.teacher == "trust_region" or (
+            follows and self._config.teacher != "live"
+        )
+
+    @property
+    def models(self) -> list[Any]:
+        """Every set of weights that the teacher holds."""
+        return [self._live] if self._initial is None else [self._live, self._initial]
+
+    def absorb(self, version: int, blend: Blend) -> None:
+        """Follow the trainer to a version.
+
+        An average takes each version in once only; one that missed a version begins again there.
+        """
+        before, self.version, self._head = self.version, version, None
+        self.release()
+        kind = self._config.teacher
+        if kind == "ema":
+            if version != before:
+                blend(self._live, self._config.ema_rate if version == before + 1 else 1.0)
+        elif kind != "frozen" and not self._follows:
+            blend(self._live, 1.0)
+
+    def release(self) -> None:
+        """Let go of what forwards of weights that are not the trainer's have gathered."""
+        if self._own is not None:
+            release(self._own)
+
+    def average(self) -> dict[str, Tensor]:
+        """The weights of a moving average, which nobody else has; empty for other teachers."""
+        return distinct(own_weights(self._live)) if self._config.teacher == "ema" else {}
+
+    @torch.no_grad()
+    def restore(self, version: int, average: Kept) -> None:
+        """Continue at a version, with the average that belonged to it.
+
+        Raises `OtherWeights` where another model's was kept.
+        """
+        own = self.average()
+        check_weights(own, average.shapes() if own else own)
+        average.read(own)
+        self.version, self._head = version, None
+
+    @torch.no_grad()
+    def teacher_output(
+        self, views: Sequence[HintedView], choice: Tensor | None = None, forwards: int = 0
+    ) -> dict[str, Tensor]:
+        """The configured signal for each target of the views, in their order."""
+        states = self.states(views, forwards)
+        targets = torch.tensor([target for view in views for target in view.targets])
+        return make_teacher_output(
+            self._config, states, self.head(), targets.to(states.device), choice
+        )
+
+    @torch.no_grad()
+    def states(self, views: Sequence[HintedView], forwards: int = 0) -> Tensor:
+        """Last hidden states [N, H], normed, at the teacher rows of the views, in their order.
+
+        With trust_region those of both models stand side by side, [N, 2 H]. Each model runs at
+        least so many `forwards`: a sharded one as often as on other ranks.
+        """
+        parts = [hinted_states(model, views, self._budget, forwards) for model in self.models]
+        return torch.cat(parts, dim=-1)
+
+    @torch.no_grad()
+    def head(self) -> Head:
+        """The head that belongs to `states`; of a sharded model good from then until `release`."""
+        if self._head is None:
+            self._head = self._make_head()
+        return self._head
+
+    def _make_head(self) -> Head:
+        live = LanguageModel(self._live)
+        if self._initial is None:
+            return Head(live.weight, live.bias)
+        initial, rate = LanguageModel(self._initial), self._config.ema_rate
+        weight = torch.cat([rate * live.weight, (1 - rate) * initial.weight], dim=-1)
+        if live.bias is None or initial.bias is None:
+            return Head(weight, None)
+        return Head(weight, torch.lerp(initial.bias, live.bias, rate))
+
+
+def blend_from(source: Any) -> Blend:
+    """Blends from a model in the same process, whose adapters count as merged."""
+
+    @torch.no_grad()
+    def blend(model: Any, rate: float) -> None:
+        theirs = export_state(source)
+        for name, own in model.named_parameters():
+            local(own).lerp_(local(theirs[name]), rate)
+
+    return blend
+
+
+@torch.no_grad()
+def hinted_states(
+    model: Any, views: Sequence[HintedView], budget: int, forwards: int = 0
+) -> Tensor:
+    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order.
+
+    The model runs at least so many `forwards`.
+    """
+    language_model, groups = LanguageModel(model), teacher_groups(views, budget)
+    rows: list[Tensor] = [torch.empty(0)] * len(views)
+    for indices in groups:
+        states = language_model.hidden([views[index].teacher_ids for index in indices])
+        for row, index in enumerate(indices):
+            rows[index] = states[row, views[index].teacher_rows]
+    for _ in range(forwards - len(groups)):
+        language_model.nothing()
+    return torch.cat(rows) if rows else torch.empty(0)

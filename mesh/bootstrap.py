@@ -1,0 +1,82 @@
+"""The program of every process that a run starts: Monarch's own bootstrap, deaf to Ctrl-C.
+
+Ctrl-C is a message to the controller, which stops its children in order; a child that took it
+itself would look like a crash. It leads a process group, so that what it starts can be ended with
+it, and ends when the process does that started it: the controller, or the worker of another host.
+Its arguments are the actor's name, for `ps`, a token of the run and that process. It takes its
+share of the host before anything counts cores or GPUs. No other set-up happens here: what an actor
+needs, its `load` endpoint does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+from monarch._rust_bindings.monarch_hyperactor import bootstrap
+
+from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
+
+LOOK_S = 0.5
+serve = bootstrap.bootstrap_main
+
+
+async def serve_and_end() -> None:
+    """Serve until the controller stops this process, then end it at once.
+
+    Python's own end would race with Monarch's threads: pending tasks, aborts, both noisy.
+    """
+    code: int = await serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with(parent: int) -> None:
+    """End this process once it is no longer that process's child.
+
+    Monarch sees to it too, but only from the moment when it is set up.
+    """
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+def take_share_or_end() -> None:
+    """Take what the placement gave this process; end it, with the reason, where that is not there.
+
+    An actor on other cores or GPUs than the table says would disturb those that have them.
+    """
+    try:
+        take_share()
+    except ShareMissing as error:
+        sys.stderr.write(f"composer-mesh: {sys.argv[1]}: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def stand_where_the_user_does() -> None:
+    """Go to the folder against which paths of the config are meant; on a shared file system."""
+    if folder := os.environ.get(FOLDER):
+        os.chdir(folder)
+
+
+def lead_a_group() -> None:
+    """Leave the controller's process group, but not its session."""
+    with contextlib.suppress(PermissionError):  # it leads one already
+        os.setpgid(0, 0)
+
+
+if __name__ == "__main__":
+    lead_a_group()
+    stand_where_the_user_does()
+    take_share_or_end()
+    threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    bootstrap.bootstrap_main = serve_and_end
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -1,0 +1,53 @@
+"""How the processes of a host have ended, noted by their parent for others to read.
+
+    WORKER_FOLDER/ends/1234   "its process failed: Killed(sig=9)"
+
+Monarch collects its children; only a thread that sleeps in the kernel for one of them sees its end
+before that. One that ends right after its birth may go unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from composer_mesh.mesh.processes import children_of, wait_for_child
+
+FOLDER = "ends"
+LOOK_S = 0.2
+
+
+class ExitStatuses:
+    """The notes of one worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        self._folder.mkdir(exist_ok=True)
+
+    def keep(self) -> None:
+        """Note every end of a child of this process, for as long as it lives."""
+        known: set[int] = set()
+        while True:
+            living = set(children_of(os.getpid(), ()))
+            for pid in living - known:
+                name = f"end of {pid}"
+                threading.Thread(target=self._note_end, args=[pid], name=name, daemon=True).start()
+            known = living
+            time.sleep(LOOK_S)
+
+    def of(self, pid: int) -> str | None:
+        """How a process has ended; None where that is not known, or it has not."""
+        with contextlib.suppress(OSError):
+            return (self._folder / str(pid)).read_text()
+        return None
+
+    def _note_end(self, pid: int) -> None:
+        words = wait_for_child(pid)
+        draft = self._folder / f".{pid}"
+        with contextlib.suppress(OSError):  # the folder goes with its worker
+            if words is not None:
+                draft.write_text(words)
+                draft.replace(self._folder / str(pid))

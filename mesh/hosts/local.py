@@ -1,0 +1,59 @@
+"""The machine of the controller as a host: its processes are children of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import HostMesh, this_host
+
+from composer_mesh.mesh import processes
+from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.machine import NAME
+
+CHILD = "composer_mesh.mesh.bootstrap"
+
+
+class LocalHost:
+    """The controller's own machine."""
+
+    def __init__(self, name: str = NAME) -> None:
+        self.name = name
+        self.lost: asyncio.Future[str] | None = None
+        self._mesh: HostMesh | None = None
+
+    @property
+    def mesh(self) -> HostMesh:
+        """The first use starts Monarch in this process."""
+        if self._mesh is None:
+            with without_noise():
+                self._mesh = this_host()
+        return self._mesh
+
+    def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
+        arguments = ["-m", CHILD, name, token, str(os.getpid())]
+        return BootstrapCommand(sys.executable, None, arguments, dict(env))
+
+    async def ended(self, pid: int) -> str:
+        """The kernel tells before Monarch does, unless Monarch has collected the process first.
+
+        Monarch tells too, but only when it asks next, and then it may need half a minute.
+        """
+        reason = await processes.end_of_child(pid)
+        if reason is None:
+            await processes.wait_gone(pid, math.inf)
+        return reason or f"its process {pid} has ended"
+
+    async def wait_gone(self, pid: int, deadline_s: float) -> bool:
+        return await processes.wait_gone(pid, deadline_s)
+
+    async def kill(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            processes.kill_group(pid)
+
+    async def born(self, *marks: str) -> list[int]:
+        return processes.children_of(os.getpid(), marks)

@@ -1,0 +1,95 @@
+"""Parts as safetensors files, for hosts that share nothing but a file system: the last resort.
+
+A file is written whole, then given its name; the one before the one before is removed. It holds
+the rank's rows by the names of their tensors, so that any tool can read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights
+from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
+from composer_mesh.mesh.weights.version_stamps import MARK_BYTES, NO_VERSION
+
+MARK = "composer_mesh_mark"
+
+
+@dataclass(frozen=True)
+class DiskOffer:
+    """The file of a part."""
+
+    file: Path
+
+
+class DiskSender:
+    """Two memories, and a folder of its own with their newest files."""
+
+    def __init__(self, shape: Shape, folder: Path | None) -> None:
+        self._shape = shape
+        self._memories = [torch.zeros(shape.layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="composer-mesh-weights-", dir=folder))
+        self._files: list[Path] = []
+
+    def memory(self, slot: int) -> Tensor:
+        return self._memories[slot]
+
+    async def offer(self, slot: int) -> DiskOffer:
+        return DiskOffer(await asyncio.to_thread(self._write, self._memories[slot]))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _write(self, memory: Tensor) -> Path:
+        version, serial = memory[:MARK_BYTES].view(torch.int64).tolist()
+        name = f"version-{version}-rank-{self._shape.rank}-{secrets.token_hex(4)}.safetensors"
+        draft, file = self._folder / f".{name}", self._folder / name
+        tensors = {name: view for name, _, view in self._shape.views(memory)}
+        save_file(tensors, draft, metadata={MARK: f"{version} {serial}"})
+        draft.replace(file)
+        self._files.append(file)
+        while len(self._files) > SLOTS:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.pop(0).unlink()
+        return file
+
+
+class DiskReceiver:
+    """Reads files; keeps nothing."""
+
+    async def fetch(self, offer: DiskOffer, shape: Shape, memory: Tensor) -> None:
+        await asyncio.to_thread(_load, offer.file, shape, memory)
+
+    def keep(self, _offers: list[DiskOffer]) -> None:
+        return None
+
+
+def _load(file: Path, shape: Shape, memory: Tensor) -> None:
+    if not file.parent.exists():
+        raise PublisherGone("disk", str(file.parent))
+    try:
+        with safe_open(file, "pt") as opened:
+            stamps = [int(one) for one in opened.metadata()[MARK].split()]
+            for name, _, view in shape.views(memory):
+                view.copy_(opened.get_tensor(name))
+    except (FileNotFoundError, SafetensorError) as error:
+        raise TornWeights(_version(file), NO_VERSION, NO_VERSION) from error
+    for place in (memory[:MARK_BYTES], memory[-MARK_BYTES:]):
+        place.view(torch.int64).copy_(torch.tensor(stamps))
+
+
+def _version(file: Path) -> int:
+    return int(file.name.split("-")[1])

@@ -1,0 +1,137 @@
+"""Parts in a torchstore of the publisher's own: its controller and its volume live in its process.
+
+torchstore 0.1.2 is an optional extra, and is imported when first used. Its controller mixes
+synchronous and asynchronous endpoints, which Monarch 0.7 refuses; ours has asynchronous ones only
+(`torchstore_controller`). Its client sends what it stores as messages.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from monarch.actor import this_proc
+from torch import Tensor
+
+from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
+from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
+
+CHUNK_BYTES = 16 << 20
+"""Bytes of one key: torchstore sends a key as one message, of which several copies are made."""
+REPAIR = (
+    "install its extra and then, because its metadata asks for another torch, "
+    "`pip install --no-deps torchstore==0.1.2`; or choose another weights.transport"
+)
+
+
+@dataclass(frozen=True)
+class TorchstoreOffer:
+    """A slot, and the pickled store that has it: who lacks torchstore can still say so."""
+
+    store: bytes
+    slot: int
+
+
+def why_not() -> str | None:
+    """What keeps this process from using torchstore; None where nothing does."""
+    for module in ("torchstore", "pygtrie"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed"
+    return None
+
+
+def require() -> None:
+    """Raise `TransportUnavailable` where torchstore is missing."""
+    if (why := why_not()) is not None:
+        raise TransportUnavailable("torchstore", why, REPAIR)
+
+
+class TorchstoreSender:
+    """Two memories, and a store that is given a copy of the one that is offered."""
+
+    def __init__(self, nbytes: int) -> None:
+        require()
+        self._memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._client: Any = None
+        self._controller: Any = None
+        self._store = b""
+
+    def memory(self, slot: int) -> Tensor:
+        return self._memories[slot]
+
+    async def offer(self, slot: int) -> TorchstoreOffer:
+        """The mark goes before the chunks and comes behind them, as it does in memory."""
+        if self._client is None:
+            await self._open()
+        memory, put = self._memories[slot], self._client.put
+        await put(_mark_of(slot), torch.full((MARK_BYTES,), 255, dtype=torch.uint8))
+        for key, chunk in _chunks(slot, memory):
+            await put(key, chunk.clone())  # of a view all that it is a view of would be sent
+        await put(_mark_of(slot), memory[:MARK_BYTES].clone())
+        return TorchstoreOffer(self._store, slot)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            for key in await self._controller.keys.call_one():
+                await self._client.delete(key)
+
+    async def _open(self) -> None:
+        _quiet()
+        from torchstore.client import LocalClient
+        from torchstore.storage_volume import StorageVolume
+        from torchstore.strategy import SingletonStrategy
+
+        from composer_mesh.mesh.weights.transports.torchstore_controller import AsyncController
+
+        strategy, here = SingletonStrategy(), this_proc()
+        volume = await StorageVolume.spawn(1, here, id_func=strategy.get_volume_id)
+        controller = here.spawn(f"torchstore_{secrets.token_hex(4)}", AsyncController)
+        await controller.init.call_one(strategy, 1, volume)
+        strategy = await controller.get_controller_strategy.call_one()
+        self._client, self._controller = LocalClient(controller, strategy), controller
+        self._store = pickle.dumps((controller, strategy))
+
+
+class TorchstoreReceiver:
+    """A client for each store that weights come from."""
+
+    def __init__(self) -> None:
+        require()
+        self._clients: dict[bytes, Any] = {}
+
+    async def fetch(self, offer: TorchstoreOffer, _shape: Shape, memory: Tensor) -> None:
+        client = self._client(offer.store)
+        for key, chunk in _chunks(offer.slot, memory):
+            await client.get(key, chunk)
+        await client.get(_mark_of(offer.slot), memory[:MARK_BYTES])
+
+    def keep(self, offers: list[TorchstoreOffer]) -> None:
+        stores = {offer.store for offer in offers}
+        self._clients = {one: found for one, found in self._clients.items() if one in stores}
+
+    def _client(self, store: bytes) -> Any:
+        _quiet()
+        from torchstore.client import LocalClient
+
+        if store not in self._clients:
+            self._clients[store] = LocalClient(*pickle.loads(store))
+        return self._clients[store]
+
+
+def _mark_of(slot: int) -> str:
+    return f"{slot}-mark"
+
+
+def _chunks(slot: int, memory: Tensor) -> list[tuple[str, Tensor]]:
+    return [(f"{slot}-{place}", one) for place, one in enumerate(memory.split(CHUNK_BYTES))]
+
+
+def _quiet() -> None:
+    """Name Monarch's own bound of a message before torchstore sets another one, and warns."""
+    os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 << 30))

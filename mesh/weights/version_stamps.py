@@ -1,0 +1,33 @@
+"""Marks before and behind a part: its version, and a serial number that no other publish has.
+
+The publisher takes them away before it writes and sets them when it has written. So whoever reads
+a mark after everything else, and finds it set, has read nothing that was written meanwhile.
+"""
+
+import torch
+from torch import Tensor
+
+from composer_mesh.mesh.weights.errors import TornWeights
+
+NO_VERSION = -1
+MARK_BYTES = 16
+
+
+def _marks(memory: Tensor) -> tuple[Tensor, Tensor]:
+    return memory[:MARK_BYTES].view(torch.int64), memory[-MARK_BYTES:].view(torch.int64)
+
+
+def stamp(memory: Tensor, version: int, serial: int) -> None:
+    for place in _marks(memory):
+        place.copy_(torch.tensor([version, serial]))
+
+
+def unstamp(memory: Tensor) -> None:
+    for place in _marks(memory):
+        place.fill_(NO_VERSION)
+
+
+def check_stamps(memory: Tensor, version: int, serial: int) -> None:
+    front, back = (place.tolist() for place in _marks(memory))
+    if not front == back == [version, serial]:
+        raise TornWeights(version, front[0], back[0])

@@ -1,0 +1,79 @@
+"""The commands about a run that is there: looked into, changed, or read after its end.
+
+Each hands over to its own module, imported when it runs.
+"""
+
+import argparse
+
+from composer_mesh.services.offline.options import read_options
+from composer_mesh.services.replay.post_reward import post_reward
+
+
+def tree(arguments: argparse.Namespace) -> int:
+    """Show the live mesh of a run."""
+    from composer_mesh.services.inspection.tree import tree_command
+
+    return int(tree_command(arguments.run, arguments.json, arguments.watch))
+
+
+def events(arguments: argparse.Namespace) -> int:
+    """Show what happened in a run, also while it happens."""
+    from composer_mesh.services.inspection.events_command import events_command
+
+    return events_command(arguments.run, arguments.follow, arguments.json)
+
+
+def scale(arguments: argparse.Namespace) -> int:
+    """Change how many replicas a live run has."""
+    from composer_mesh.services.scale_command import scale_command
+
+    return scale_command(arguments.run, arguments.sizes)
+
+
+def stacks(arguments: argparse.Namespace) -> int:
+    """Show what each process of a live run is doing."""
+    from composer_mesh.services.inspection.inspect_commands import stacks_command
+
+    return stacks_command(arguments.run, arguments.native, arguments.json)
+
+
+def query(arguments: argparse.Namespace) -> int:
+    """Ask the telemetry of a live run."""
+    from composer_mesh.services.inspection.inspect_commands import query_command
+
+    return query_command(arguments.run, arguments.sql, arguments.json)
+
+
+def tui(arguments: argparse.Namespace) -> int:
+    """Open Monarch's own terminal interface on a live run."""
+    from composer_mesh.services.inspection.inspect_commands import tui_command
+
+    return tui_command(arguments.run)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Ask teachers about the states of stored traces; no mesh is started."""
+    options = read_options(arguments)
+    from composer_mesh.services.offline.command import replay_command
+
+    return replay_command(options)
+
+
+def traces(arguments: argparse.Namespace) -> int:
+    """List, show or export the rollouts that a run has stored."""
+    from composer_mesh.services.traces.command import traces_command
+
+    return traces_command(arguments)
+
+
+def reward(arguments: argparse.Namespace) -> int:
+    """Post a reward for a rollout that a run has stored, also after it was trained on."""
+    post_reward(arguments.run, arguments.trace, arguments.reward, arguments.source)
+    return 0
+
+
+def verify_run(arguments: argparse.Namespace) -> int:
+    """Say what in a run directory is not as it was written."""
+    from composer_mesh.services.store.verify_command import verify_command
+
+    return verify_command(arguments.run, arguments.json)

@@ -1,0 +1,133 @@
+"""`composer-mesh events`: what happened in a run, read from its file, also while it happens.
+
+It only reads. Whatever a line holds may come from a model: it is shown as plain text, never as
+markup or as a control code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable, goes_on, live_run
+from composer_mesh.services.inspection.page import plain_text
+
+POLL_S = 0.2
+LONGEST = 2000
+STYLES = {
+    "bold red": ("_died", "_hung", "_given_up", "_failed"),
+    "yellow": ("_lost", "_poisoned", "_retried", "_resized", "_stopped"),
+    "green": ("_restarted", "_finished"),
+}
+
+
+def events_command(run: Path | None, follow: bool = False, as_json: bool = False) -> int:
+    """Print the events of a run; with `follow`, further ones until it ends."""
+    run = run or live_run(None)
+    if not (run / EVENTS_FILE).exists() and not (follow and goes_on(run)):
+        raise RunUnavailable(f"{run} holds no {EVENTS_FILE}: name the directory of a run")
+    show = print_json if as_json else Printer(Console(highlight=False))
+    lines = Lines(run / EVENTS_FILE)
+    for line in lines.until_the_end(lambda: follow and goes_on(run), lambda: time.sleep(POLL_S)):
+        show(line)
+    return 0
+
+
+class Lines:
+    """The complete lines of a file that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def new(self) -> Iterator[str]:
+        """Those that were not read yet; all of them again where the file was made anew."""
+        try:
+            if self._path.stat().st_size < self._read:
+                self._read = 0
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._read += len(line)
+                    yield line[:-1].decode(errors="replace")
+        except FileNotFoundError:
+            return
+
+    def until_the_end(self, more: Callable[[], bool], wait: Callable[[], None]) -> Iterator[str]:
+        """All lines there are, and those to come as long as there may be `more`."""
+        while True:
+            again = more()  # asked first, so that the last lines are not missed
+            yield from self.new()
+            if not again:
+                return
+            wait()
+
+
+class Printer:
+    """Events as lines for a reader."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __call__(self, line: str) -> None:
+        event = event_of(line)
+        if event is not None:
+            self._console.print(event_line(event), soft_wrap=True)
+
+
+def print_json(line: str) -> None:
+    """An event as the object that it is in the file."""
+    if event_of(line) is not None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def event_line(event: dict[str, Any]) -> Text:
+    """Time, kind, actor, what was said about it, then its further fields."""
+    kind = str(event.get("event", ""))
+    parts: list[tuple[str, str]] = [
+        (f"{_clock(event.get('time'))}  ", "dim"),
+        (f"{plain_text(kind):<16}  ", _style(kind)),
+        (f"{plain_text(str(event.get('actor', ''))):<16}  ", "bold"),
+        (plain_text(str(event.get("detail", "")), LONGEST), ""),
+    ]
+    text = Text.assemble(*parts, (_further(event), "dim"))
+    text.rstrip()
+    return text
+
+
+def _further(event: dict[str, Any]) -> str:
+    """The fields that say more than the event itself."""
+    fields = event.get("fields")
+    named = fields.items() if isinstance(fields, dict) else ()
+    new = [(name, value) for name, value in named if value != event.get("detail")]
+    return "".join(f"  {plain_text(str(k))}={plain_text(str(v), LONGEST)}" for k, v in new)
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """The object of a line; None for one that was cut off when its writer died."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _clock(seconds: Any) -> str:
+    try:
+        return datetime.fromtimestamp(float(seconds)).strftime("%H:%M:%S")
+    except (TypeError, ValueError, OverflowError, OSError):
+        return "--:--:--"
+
+
+def _style(kind: str) -> str:
+    return next((style for style, ends in STYLES.items() if kind.endswith(ends)), "cyan")

@@ -1,0 +1,140 @@
+"""The commands that look deeper into a live run with what Monarch ships: stacks, SQL, its TUI.
+
+They ask servers on the loopback interface that the run has opened, and change nothing in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from composer_mesh.mesh.admin import (
+    CONTROLLER_PROC,
+    AdminUnreachable,
+    TlsFiles,
+    open_tui,
+    read_mesh,
+    read_stacks,
+)
+from composer_mesh.services.directory.live import RunUnavailable, live_run, status_of
+from composer_mesh.services.directory.status import RunStatus
+from composer_mesh.services.inspection.mesh_view import is_controllers, owner_of
+from composer_mesh.services.inspection.page import plain_text
+from composer_mesh.services.inspection.stacks import Stacks, read_pyspy, stack_lines
+
+QUERY_S = 30.0
+LONGEST_CELL = 200
+
+
+def stacks_command(run: Path | None, native: bool = False, as_json: bool = False) -> int:
+    """Print the Python stacks of every process of a live run; 1 where one could not be had."""
+    status = status_of(live_run(run))
+    console = Console(highlight=False)
+    try:
+        found = asyncio.run(all_stacks(status, native))
+    except AdminUnreachable as error:
+        raise RunUnavailable(str(error)) from error
+    for stacks in found:
+        if as_json:
+            _write_json(asdict(stacks))
+        else:
+            for line in stack_lines(stacks):
+                console.print(line, soft_wrap=True)
+    return int(any(stacks.error for stacks in found))
+
+
+async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
+    """The stacks of the controller and of each actor. Waits for all of them."""
+    url = _admin_of(status)
+    mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.told(status.admin_tls))
+    targets: list[tuple[str, int | None, str]] = []
+    for host, proc in ((one, proc) for one in mesh.hosts for proc in one.procs):
+        if proc.name == CONTROLLER_PROC and is_controllers(host, status):
+            targets.append(("controller", status.pid, proc.reference))
+        elif (owner := owner_of(proc, status)) is not None:
+            targets.append((owner.name, owner.pid, proc.reference))
+    answers = await read_stacks(
+        url, [reference for *_, reference in targets], TlsFiles.told(status.admin_tls)
+    )
+    return [
+        read_pyspy(name, pid, answer, native)
+        for (name, pid, _), answer in zip(targets, answers, strict=True)
+    ]
+
+
+def query_command(run: Path, sql: str, as_json: bool = False) -> int:
+    """Print the answer of a live run's telemetry to a query in SQL."""
+    rows = query(status_of(live_run(run)), sql)
+    if as_json:
+        for row in rows:
+            _write_json(row)
+    else:
+        Console().print(_table(rows))
+    return 0
+
+
+def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
+    """The rows that a run's telemetry answers. Waits for them."""
+    if status.telemetry_url is None:
+        raise RunUnavailable(
+            "this run keeps no telemetry, which costs a process of 400 MB: start it with "
+            "--set run.telemetry=true"
+        )
+    address = f"{status.telemetry_url}/api/query"
+    try:
+        with httpx.Client(timeout=QUERY_S, trust_env=False) as client:
+            response = client.post(address, json={"sql": sql})
+            answer: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise RunUnavailable(f"{address} does not answer ({error}): has the run ended?") from error
+    if response.is_error or "rows" not in answer:
+        raise RunUnavailable(
+            f"the query was refused: {plain_text(str(answer.get('error', answer)))}"
+        )
+    return list(answer["rows"])
+
+
+def tui_command(run: Path | None) -> int:
+    """Open Monarch's own terminal interface on a live run, until it is left."""
+    status = status_of(live_run(run))
+    url = _admin_of(status)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RunUnavailable("the interface needs a terminal: use composer-mesh tree instead")
+    open_tui(url, TlsFiles.told(status.admin_tls))
+    return 0
+
+
+def _admin_of(status: RunStatus) -> str:
+    if status.admin_url is None:
+        raise RunUnavailable("the run has no admin server yet: ask again in a moment")
+    return status.admin_url
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table | Text:
+    if not rows:
+        return Text("no rows", style="dim")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in rows[0]:
+        table.add_column(Text(plain_text(name)), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name))) for name in rows[0]))
+    return table
+
+
+def _write_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else plain_text(str(value), LONGEST_CELL)

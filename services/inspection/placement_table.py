@@ -1,0 +1,94 @@
+"""The placement of a run as a table: each process, its host, cores, GPUs and memory.
+
+What it shows was decided before; nothing is refused here.
+"""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from composer_mesh.configs.memory import SHARED_CODE, in_gb, total
+from composer_mesh.configs.placing import Placed, Placement
+from composer_mesh.configs.processes import WHOLE
+from composer_mesh.configs.room import HostResources
+from composer_mesh.services.pool.process_placement import ProcessPlacements
+
+WIDEST = 200
+COLUMNS = ("host", "threads", "cores", "GPUs", "memory", "GPU memory")
+
+
+def print_placement(placements: ProcessPlacements, console: Console) -> None:
+    """One row for each process, one for each host with what it has, and what is not in the sums.
+
+    Makes the console as wide as the table.
+    """
+    if placements.placement.placed:
+        _print_table(placements.placement, console)
+    for note in placements.notes:
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_table(placement: Placement, console: Console) -> None:
+    table = Table("process", *COLUMNS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for column in table.columns:
+        column.no_wrap = True
+    gpu_memory = {host.name: host.gpu_memory for host in placement.hosts}
+    for one in placement.placed:
+        table.add_row(*_process(one, gpu_memory.get(one.host, 0)))
+    table.add_section()
+    for host in placement.hosts:
+        table.add_row(*_host(host, placement.on(host.name)))
+    # Cells that are cut short would hide what this is about; a narrow terminal wraps the lines.
+    wide = console.options.update(max_width=WIDEST)
+    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+    console.print("placement (memory in GB: estimated / available)", style="italic")
+    console.print(table)
+
+
+def _process(placed: Placed, gpu_memory: int) -> tuple[str, ...]:
+    process = placed.process
+    share = f" ({placed.gpu_share:g})" if placed.gpus and placed.gpu_share < 1 else ""
+    gpu = f"{in_gb(placed.gpu_bytes)} / {in_gb(placed.gpu_share * gpu_memory)}"
+    memory = in_gb(total(process.memory.host))
+    given = "" if process.given is None else f" / {in_gb(process.given)}"
+    return (
+        process.name,
+        placed.host,
+        str(process.threads),
+        ranges(placed.cores) if placed.process.cores else "shared",
+        ranges(placed.gpus) + share if placed.gpus else "-",
+        memory + given,
+        gpu if placed.gpus else "-",
+    )
+
+
+def _host(host: HostResources, placed: Sequence[Placed]) -> tuple[str, ...]:
+    own = sum(one.process.cores for one in placed)
+    gpus = sum(one.process.gpus for one in placed) / WHOLE
+    memory = SHARED_CODE + sum(one.process.host_bytes for one in placed)
+    on_gpus = sum(one.gpu_bytes * len(one.gpus) for one in placed)
+    return (
+        "all",
+        host.name,
+        str(sum(one.process.threads for one in placed)),
+        f"{own} / {host.cores}",
+        f"{gpus:g} / {host.gpus}" if host.gpus else "-",
+        f"{in_gb(memory)} / {in_gb(host.memory)}",
+        f"{in_gb(on_gpus)} / {in_gb(host.gpus * host.gpu_memory)}" if host.gpus else "-",
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3,6`, of ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

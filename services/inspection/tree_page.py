@@ -1,0 +1,155 @@
+"""The mesh of a run as a page of a terminal: one line per process, for the width there is.
+
+It draws the object of `mesh_view` and knows nothing else. A narrow page leaves columns out and
+never wraps; no text is interpreted as markup or reaches the terminal as a control code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from composer_mesh.mesh.machine import NAME as LOCALHOST
+from composer_mesh.services.inspection.events_command import event_line
+from composer_mesh.services.inspection.page import STATE_STYLES, plain_text
+
+WIDE, WIDEST = 120, 160
+MIB = 1 << 20
+PROLOGUES = ("the process this actor was running on ", "its process ", "failed: ")
+"""How it is begun to say why an actor is gone: too long for a narrow column."""
+Cell = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures; `wide` ones are left out of a narrow page."""
+
+    title: str
+    cell: Cell
+    wide: bool = False
+
+
+def _actor(process: Mapping[str, Any], key: str) -> Any:
+    return process["actors"][0][key] if process["actors"] else None
+
+
+def _figure(value: Any, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _memory(process: Mapping[str, Any]) -> str:
+    used = process["rss_bytes"]
+    return "-" if used is None else f"{used / MIB:,.0f} MiB"
+
+
+COLUMNS = (
+    Column("policy", lambda one: _figure(_actor(one, "policy_version"), "v{}")),
+    Column("restarts", lambda one: str(one["restarts"])),
+    Column("memory", _memory),
+    Column("cpu", lambda one: _figure(one["cpu_percent"], "{:.0f} %")),
+    Column("queue", lambda one: _figure(one["queue_depth"])),
+    Column("calls", lambda one: _figure(_actor(one, "outstanding")), wide=True),
+    Column("messages", lambda one: _figure(_actor(one, "messages_processed")), wide=True),
+    Column("pid", lambda one: _figure(one["pid"]), wide=True),
+)
+
+
+@dataclass(frozen=True)
+class MeshPage:
+    """A run and its mesh, drawn for whatever width it is given."""
+
+    about: Mapping[str, Any]
+    lately: Sequence[Mapping[str, Any]] = ()
+    """Events of the run, the newest last."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, WIDEST)
+        hosts, missing = self.about["hosts"], _by_host(self.about["missing"])
+        everybody = [one for host in hosts for one in host["processes"]] + self.about["missing"]
+        longest = max((len(plain_text(one["name"])) for one in everybody), default=0)
+        alone = hosts[0]["name"] if len(hosts) == 1 else LOCALHOST
+        missing[alone] = missing.pop(LOCALHOST, []) + missing.pop(alone, [])
+        yield self._header()
+        for host in hosts:
+            yield _line(f"host {host['name']}", "bold")
+            processes = host["processes"] + missing.pop(host["name"], [])
+            yield _table(processes, width, longest)
+            yield _line(f"  and {host['system']['actors']} actors of Monarch itself", "dim")
+        if not self.about["mesh"]:
+            yield _line("the admin server does not answer: this is the run's own word", "yellow")
+        for name, processes in missing.items():
+            if len(missing) > 1 and processes:
+                yield _line(f"host {name}", "bold")
+            if processes:
+                yield _table(processes, width, longest)
+        if self.lately:
+            yield _line("lately", "bold")
+        for event in self.lately:
+            yield _event_line(event, width)
+
+    def _header(self) -> Text:
+        about = self.about
+        rest = (
+            f"  step {about['step']}/{about['steps']}  policy v{about['policy_version']}"
+            f"  restarts {about['restarts']}  transport {plain_text(about['transport'])}"
+        )
+        state = (plain_text(about["state"]), "bold cyan")
+        return Text.assemble(
+            (plain_text(about["run"]), "bold"), "  ", state, rest, no_wrap=True, overflow="ellipsis"
+        )
+
+
+def _by_host(processes: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The same by the names of their hosts."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for process in processes:
+        found.setdefault(_actor(process, "host") or LOCALHOST, []).append(process)
+    return found
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(plain_text(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _event_line(event: Mapping[str, Any], width: int) -> Text:
+    """An event in one line; what programs read of it is for wide pages."""
+    shown = dict(event) if width >= WIDE else {**event, "fields": None}
+    line = Text.assemble("  ", event_line(shown))
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _table(processes: list[dict[str, Any]], width: int, longest: int) -> Table:
+    """Processes one below the other; `longest` is the name for which all tables leave room."""
+    wide = width >= WIDE
+    columns = [column for column in COLUMNS if wide or not column.wide]
+    padding = (0, 2 if wide else 1, 0, 0)
+    table = Table(box=None, width=width, padding=padding, pad_edge=False)
+    table.add_column(
+        "  process", no_wrap=True, overflow="ellipsis", header_style="dim", min_width=longest + 2
+    )
+    table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1, header_style="dim")
+    for column in columns:
+        table.add_column(column.title, no_wrap=True, justify="right", header_style="dim")
+    for process in processes:
+        name = Text("  " + plain_text(process["name"]))
+        table.add_row(name, _doing(process), *(column.cell(process) for column in columns))
+    return table
+
+
+def _doing(process: Mapping[str, Any]) -> Text:
+    """The state, and what the actor is at; of a busy one that alone."""
+    state, activity = plain_text(process["state"]), plain_text(_actor(process, "activity") or "")
+    style = STATE_STYLES.get(process["state"], "")
+    if activity in ("", "idle"):
+        return Text(state, style=style)
+    if state == "busy":
+        return Text(activity, style=style)
+    for prologue in PROLOGUES:
+        activity = activity.removeprefix(prologue)
+    return Text.assemble((state, style), f": {activity}")

@@ -1,0 +1,156 @@
+"""What a run shows in the terminal: a live page, or one plain line per step where there is none.
+
+It only shows what it is told. Nothing here reads a file, asks an actor or keeps a record; how it is
+drawn is `page`.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.inspection.page import ActorRow, Shown, page_of, plain_line, plain_text
+
+REFRESH_S = 0.25
+LONGEST_HINT = 5000
+
+
+class RunView:
+    """The terminal of one run, as a context manager; safe to tell things from any thread.
+
+    `ceiling_usd` is what its teachers may cost, None where none are asked.
+
+    On a terminal the page is redrawn when something was told, at most every quarter of a second,
+    and at least once a second for its clock. Elsewhere each thing told is one line, at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        *,
+        transport: str = "",
+        ceiling_usd: float | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console()
+        self._shown = Shown(
+            plain_text(name), steps, plain_text(transport), time.monotonic(), ceiling_usd
+        )
+        self._lock = threading.Lock()
+        self._told = threading.Event()
+        self._closed = threading.Event()
+        self._live: Live | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if _can_redraw(self._console):
+            # Rich's own refresh thread is not joined when it stops; the one below is.
+            self._live = Live(
+                console=self._console, auto_refresh=False, get_renderable=lambda: self
+            )
+            self._live.start(refresh=True)
+            self._thread = threading.Thread(target=self._redraw, name="view", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Draw the last state and give the terminal back; a second call does nothing."""
+        self._closed.set()
+        self._told.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._live is not None:
+            self._live.stop()
+        self._thread = self._live = None
+
+    def update(self, step: Mapping[str, Any]) -> None:
+        """Show the metrics of a finished step."""
+        with self._lock:
+            self._shown.last = dict(step)
+            reward = step.get("reward/mean")
+            if reward is not None and math.isfinite(reward):
+                self._shown.rewards.append(float(reward))
+        self._tell(plain_line(step, self._shown.steps))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Show a held-out evaluation."""
+        with self._lock:
+            self._shown.evaluations.append(evaluation)
+        low, high = evaluation.interval
+        self._tell(
+            f"evaluation after_step={evaluation.step} success={evaluation.success:.3f}"
+            f" interval_95={low:.3f}..{high:.3f} episodes={evaluation.episodes}"
+        )
+
+    def phase(self, text: str) -> None:
+        """Show what the run as a whole is doing."""
+        with self._lock:
+            self._shown.phase = plain_text(text)
+        self._tell(f"phase {plain_text(text)}")
+
+    def event(self, text: str) -> None:
+        """Show something that happened."""
+        with self._lock:
+            self._shown.events.append((self._shown.elapsed_s, plain_text(text)))
+        self._tell(f"event {plain_text(text)}")
+
+    def hints(self, commands: Sequence[str]) -> None:
+        """Show the commands that look into the run, once: above the page, or as one line."""
+        shown = [plain_text(command, LONGEST_HINT) for command in commands]
+        if self._live is None:
+            self._tell(f"event look_into_it {'; '.join(shown)}")
+        else:
+            for command in shown:
+                self._live.console.print(Text(command, style="dim"), soft_wrap=True)
+
+    def transport(self, text: str) -> None:
+        """Show the way that bulk tensors take."""
+        with self._lock:
+            self._shown.transport = plain_text(text)
+        self._tell(f"transport {plain_text(text)}")
+
+    def actors(self, rows: Sequence[ActorRow]) -> None:
+        """Show the state of the actors; only on a live page, it changes too often for lines."""
+        with self._lock:
+            self._shown.actors = tuple(rows)
+        self._told.set()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The page at this moment, for the width it is given."""
+        with self._lock:
+            page = page_of(self._shown, options.max_width)
+        yield page
+
+    def _tell(self, line: str) -> None:
+        self._told.set()
+        if self._live is None and not self._closed.is_set():
+            known = line.encode(self._console.encoding, "backslashreplace")
+            self._console.print(Text(known.decode(self._console.encoding)), soft_wrap=True)
+
+    def _redraw(self) -> None:
+        while not self._closed.wait(REFRESH_S):
+            self._told.wait(1 - REFRESH_S)
+            self._told.clear()
+            if self._live is not None and not self._closed.is_set():
+                self._live.refresh()
+
+
+def _can_redraw(console: Console) -> bool:
+    utf = console.encoding.lower().startswith("utf")
+    return console.is_terminal and not console.is_dumb_terminal and utf

@@ -1,0 +1,187 @@
+"""Half a run: started, watched and taken down like a whole one, with half of its actors.
+
+    train CONFIG --from-traces DIR    the trainer alone, on the rollouts of a run
+    train CONFIG --rollout-only         the generators alone; nothing is learned
+
+What either does is `train_from_traces` and `sampling`.
+"""
+
+import asyncio
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from composer_mesh.actors.models.policy import load_tokenizer
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Task
+from composer_mesh.services.inspection.view import RunView
+from composer_mesh.services.partial_runs.sampling import RolloutsOnly, Sampled
+from composer_mesh.services.partial_runs.stored_steps import StoredSteps, as_trained
+from composer_mesh.services.partial_runs.train_from_traces import (
+    TeacherSyncOnly,
+    TrainingFromTraces,
+    TrainingFromTracesPorts,
+)
+from composer_mesh.services.replay.parts import make_late_rewards
+from composer_mesh.services.run.assembly import FAILED, Run
+from composer_mesh.services.run.mesh import Half, RunMesh
+from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.schedule.step_builder import StepBuilder
+from composer_mesh.services.schedule.stopping import until_interrupted
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
+from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
+
+
+def partial_run_command(config: Config, output: Path, source: Path | None) -> int:
+    """Replay the rollouts of a run, or sample where `source` is None; exits as train does."""
+    shown = RunView(config.run.name, config.run.steps)
+    with ExitStack() as stack:
+        reader = None if source is None else stack.enter_context(RunReader(source))
+        store = stack.enter_context(RunStore(output, config))
+        view = stack.enter_context(shown)
+        run: PartialRun = SamplingRun(config, store, view)
+        if source is not None and reader is not None:
+            run = TrainFromTracesRun(config, store, view, source=reader, root=source)
+        code = asyncio.run(until_interrupted(run.live(), run.stopping))
+    Console().print(Text(f"{config.run.name}: {run.told}"), soft_wrap=True)
+    if code == FAILED:
+        sys.stderr.write(f"composer-mesh: {run.failure}\n")
+    return code
+
+
+@dataclass
+class PartialRun(Run, ABC):
+    """What both halves have in common."""
+
+    half: Half = "sampling"
+    told: str = "nothing was done"
+    """What came of it, for the one who started it."""
+
+    async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
+        return await RunMesh.start(config, host, self.event, self.half, self._hosts.place())
+
+    async def _train_on(self, mesh: RunMesh) -> None:
+        task = make_task(self.config)
+        self.view.phase("preparing the policy")
+        folder = await mesh.prepare()
+        self.event("policy_ready", "trainer", str(folder))
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        chat = ChatFormat(tokenizer, task.tools)
+        check_chat(chat, hints=self.config.sdpo.on)
+        self.view.phase("loading the policy")
+        await mesh.load(folder, task, self.store.root)
+        await self._work(mesh, task, chat)
+
+    def _left(self, state: str) -> str:
+        """Half a run is not resumed."""
+        return self.told if state == "stopped" else ""
+
+    @abstractmethod
+    async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
+        """What this half does with its actors. Waits for the end of it."""
+
+
+@dataclass
+class SamplingRun(PartialRun):
+    """The generators of a run, without a trainer."""
+
+    half: Half = "sampling"
+    rollouts: RolloutsOnly | None = None
+
+    async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
+        parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
+        rollouts = parts.rollouts(Past())
+        self.rollouts = RolloutsOnly(self.config, task, rollouts, self.store, self._tell)
+        self.view.phase("sampling")
+        await self.rollouts.run()
+
+    def _tell(self, sampled: Sampled) -> None:
+        assert self.rollouts is not None
+        self.told = str(self.rollouts.total)
+        fields = {"tokens": sampled.tokens, "tokens_per_s": round(sampled.tokens_per_s, 1)}
+        where = f"{sampled.step} of {self.config.run.steps}"
+        self.event("rollouts_sampled", "", f"{where}: {sampled}", **fields)
+
+    def _progress(self) -> tuple[int, int]:
+        return (len(self.rollouts.done) if self.rollouts else 0, self.restarts)
+
+
+@dataclass
+class TrainFromTracesRun(PartialRun):
+    """The trainer of a run, on what `source` has stored."""
+
+    half: Half = "training"
+    source: RunReader | None = None
+    root: Path = Path()
+    """The directory of the run whose rollouts these are."""
+    training: TrainingFromTraces | None = None
+
+    async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
+        assert self.source is not None
+        make_steps = partial(self._steps, task, chat)
+        steps, trainer = make_steps(), self._lasting_trainer(mesh, make_steps)
+        self._trainer = trainer
+        weights = trainer if mesh.teachers is not None else None
+        ports = TrainingFromTracesPorts(
+            trainer, weights, self.store, self.view, trainer.save, trainer.saved
+        )
+        self.training = TrainingFromTraces(self.config, steps, ports)
+        self.view.phase("training stored rollouts")
+        await trainer.during(self.training.run())
+        if steps.pairs_left_out:
+            detail = f"{steps.pairs_left_out} stored pairs have no scores of a reference"
+            self.event("pairs_left_out", "", detail)
+        done, differs = self.training.step, self.training.differences
+        self.told = str(differs)
+        if new := done - differs.steps:
+            self.told = f"{self.told}; {new} trained for the first time"
+        self.event("replayed", "trainer", self.told)
+
+    def _steps(self, task: Task, chat: ChatFormat) -> StoredSteps:
+        assert self.source is not None
+        return StoredSteps(self.source, self.config, self._step_builder(task, chat))
+
+    def _lasting_trainer(
+        self, mesh: RunMesh, make_steps: Callable[[], StoredSteps]
+    ) -> FaultTolerantTrainer:
+        config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
+        deadline, all_ranks = config.run.deadline_s, lambda: ranks.all
+        step = MeshTraining(config, all_ranks, teachers)
+        root = self.store.root
+        follow = None if teachers is None else RestoredTeachers(all_ranks, teachers, deadline)
+        alone = TeacherSyncOnly(all_ranks, teachers, deadline)
+
+        def earlier(first: int, until: int) -> list[Trained]:
+            return as_trained(make_steps(), self.store.reading, first, until)
+
+        return FaultTolerantTrainer(config, ranks, step, alone, follow, root, self.event, earlier)
+
+    def _step_builder(self, task: Task, chat: ChatFormat) -> StepBuilder:
+        assert self.source is not None
+        advantages = make_advantages(self.config.advantage)
+        report = partial(self.event, "late_reward", "")
+        # Its steps hold corrections of steps before them, which this config may not ask for.
+        before = load_config(self.root / "config.toml", model_later=True)
+        late = make_late_rewards(before, self.source.rewards, advantages, report)
+        return StepBuilder(Batcher(self.config, task, chat, advantages), late)
+
+    def _progress(self) -> tuple[int, int]:
+        return (self.training.step if self.training else 0, self.restarts)

@@ -1,0 +1,154 @@
+"""The steps that a run's store can make: as they were trained, then those of the groups left over.
+
+    a step with a recipe    its groups, pairs and late rewards, as they were composed
+    groups without a step   `prompts_per_step` at a time in their order, with the pairs they have
+
+A run that only sampled has the second sort alone. Nothing here trains.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
+from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
+from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
+from composer_mesh.services.traces.turns import acted
+
+READABLE = (GroupState.FINISHED, GroupState.TRAINED)
+
+
+class StoredStepLost(MeshError):
+    """A step that cannot be made of the store: which, counted from 1, and why."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(step, why)
+        self.step, self.why = step, why
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} cannot be made of the stored rollouts: {self.why}; "
+            f"run.steps={self.step - 1} replays those before it"
+        )
+
+
+class OtherPolicy(MeshError):
+    """The stored ids are not those that this run's policy reads and writes."""
+
+    def __init__(self, trace_id: str) -> None:
+        super().__init__(trace_id)
+        self.trace_id = trace_id
+
+    def __str__(self) -> str:
+        return (
+            f"rollout {self.trace_id} begins with other ids than this policy's tokenizer and chat "
+            "template write: give the policy of the run that has sampled it, by its config or by "
+            "policy.path"
+        )
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A step to train, and the metrics of the first time, None where there was none."""
+
+    composed: PlannedStep
+    before: Mapping[str, Any] | None
+
+
+class StoredSteps:
+    """The steps of one store for a config, which may be another than the one they were made with.
+
+    Pairs that the config's loss cannot use, for want of a reference's scores, are left out and
+    counted.
+    """
+
+    def __init__(self, reader: RunReader, config: Config, step_builder: StepBuilder) -> None:
+        self._reader, self._config, self._step_builder = reader, config, step_builder
+        self._known = False
+        self.pairs_left_out = 0
+
+    def __iter__(self) -> Iterator[StoredStep]:
+        """At most `run.steps` of them.
+
+        Raises StoredStepLost where one cannot be made, OtherPolicy where its ids mean nothing here.
+        """
+        pairs, step = self._pairs(), 0
+        manifests = {row.step: row for row in self._reader.steps() if row.manifest}
+        used: set[int] = set()
+        while step < self._config.run.steps and (row := manifests.get(step)) is not None:
+            manifest = manifest_from_json(step, row.manifest)
+            used.update(manifest.groups)
+            yield StoredStep(self._again(manifest, pairs), row.metrics)
+            step += 1
+        left = [row for row in self._reader.groups() if row.group_id not in used]
+        for rows in self._chunks([row for row in left if row.state in READABLE and row.traces]):
+            if step >= self._config.run.steps:
+                return
+            yield StoredStep(self._composed(step, rows, pairs), None)
+            step += 1
+
+    def _again(self, manifest: StepManifest, pairs: Mapping[str, PreferencePair]) -> PlannedStep:
+        groups = [self._group(manifest.step, group_id) for group_id in manifest.groups]
+        usable = [pairs[pair_id] for pair_id in manifest.pairs if pair_id in pairs]
+        return self._step_builder.again(manifest, groups, usable)
+
+    def _composed(
+        self, step: int, rows: Sequence[GroupRow], pairs: Mapping[str, PreferencePair]
+    ) -> PlannedStep:
+        groups = [self._group(step, row.group_id) for row in rows]
+        own = {trace.trace_id for group in groups for trace in group.traces}
+        usable = [pair for pair in pairs.values() if pair.trace_id in own]
+        taken = Taken(usable, ReplayOutcome()) if self._config.replay.on else None
+        return self._step_builder.compose(step, groups, taken, {})[0]
+
+    def _chunks(self, rows: Sequence[GroupRow]) -> Iterator[Sequence[GroupRow]]:
+        size = self._config.schedule.prompts_per_step
+        return (rows[place : place + size] for place in range(0, len(rows) - size + 1, size))
+
+    def _group(self, step: int, group_id: int) -> Group:
+        try:
+            traces, worded = self._reader.traces(group_id), self._reader.worded(group_id)
+        except DamagedRecord as damaged:
+            raise StoredStepLost(step + 1, str(damaged)) from None
+        self._check_ids(traces)
+        return Group(group_id, traces, worded_from_json(worded) if worded else WordedHints())
+
+    def _check_ids(self, traces: Sequence[Trace]) -> None:
+        """Compare the first prompt there is: a policy's ids are right for all rollouts or none."""
+        trace = next((trace for trace in traces if trace.turns), None)
+        if self._known or trace is None:
+            return
+        prompt = self._step_builder.batcher.chat.first_prompt(acted(trace).opening)
+        if trace.turns[0].context_ids != prompt:
+            raise OtherPolicy(trace.trace_id)
+        self._known = True
+
+    def _pairs(self) -> dict[str, PreferencePair]:
+        """The pairs that this config can train, none where its channel is off."""
+        if not self._config.replay.on:
+            return {}
+        found = {row.pair_id: pair_from_json(row.body) for row in self._reader.pairs()}
+        if self._config.replay.needs_reference:
+            usable = {name: pair for name, pair in found.items() if pair.reference is not None}
+            self.pairs_left_out = len(found) - len(usable)
+            return usable
+        return found
+
+
+def as_trained(
+    steps: Iterable[StoredStep], own: RunReader, first: int, until: int
+) -> list[Trained]:
+    """Steps from `first` up to before `until`, with what came of them in the run `own`."""
+    metrics = [row.metrics or {} for row in own.steps()][first:until]
+    both = zip(islice(steps, first, until), metrics, strict=True)
+    return [Trained(step.composed.batch, came) for step, came in both]

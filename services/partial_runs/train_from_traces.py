@@ -1,0 +1,88 @@
+"""A trainer without generators: it trains the steps that a run has stored, one after another.
+
+What is the same and what is not, compared with the first time, is told at the end. No rollout is
+sampled, no teacher asked, and nothing evaluated: there is nobody who could.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.partial_runs.stored_steps import StoredStep
+from composer_mesh.services.steps.ports import MayTrain, Store, Training, Watcher, WeightSync
+from composer_mesh.services.steps.recomputation_check import Differences, Trained
+from composer_mesh.services.training.step import Ranks
+from composer_mesh.services.training.teaching import SdpoTeachers
+from composer_mesh.services.training.weight_sync import published
+
+
+class TeacherSyncOnly:
+    """The port `WeightSync` of a run whose SDPO teachers are the only ones that pull."""
+
+    def __init__(self, ranks: Ranks, teachers: SdpoTeachers | None, deadline_s: float) -> None:
+        self._ranks, self._teachers, self._deadline_s = ranks, teachers, deadline_s
+
+    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
+        """Publish and let the teachers pull; returns the version. Nobody trains beside it."""
+        del on_snapshot
+        handle = await published(self._ranks(), self._deadline_s)
+        if self._teachers is not None:
+            await self._teachers.pull(handle, self._ranks()[0])
+        return handle.version
+
+
+@dataclass(frozen=True)
+class TrainingFromTracesPorts:
+    """The world, as far as a replay needs it. `weights` is None where nobody pulls."""
+
+    trainer: Training
+    weights: WeightSync | None
+    store: Store
+    watch: Watcher
+    save: Callable[[int], Awaitable[None]]
+    saved: Callable[[], Awaitable[None]]
+
+
+class TrainingFromTraces:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self, config: Config, steps: Iterable[StoredStep], ports: TrainingFromTracesPorts
+    ) -> None:
+        self._steps, self._ports = iter(steps), ports
+        self._every, self._last = config.trainer.checkpoint_every, config.run.steps
+        self.differences = Differences()
+        self.step = self._saved = 0
+
+    async def run(self) -> None:
+        """Train every step there is, then save. Waits for the last checkpoint."""
+        # Making a batch reads files and takes CPU time, which the event loop lacks.
+        while (stored := await asyncio.to_thread(next, self._steps, None)) is not None:
+            await self._one_step(stored)
+        if self.step != self._saved:
+            await self._save()
+        await self._ports.saved()
+
+    async def _save(self) -> None:
+        await self._ports.save(self.step)
+        self._saved = self.step
+
+    async def _one_step(self, stored: StoredStep) -> None:
+        now = asyncio.get_running_loop().time
+        ports, batch, began = self._ports, stored.composed.batch, now()
+        await ports.store.plan_step(batch.step, (), b"")
+        trained = await ports.trainer.train(batch)
+        stepped = now()
+        if ports.weights is not None:
+            await ports.weights.sync()
+        metrics = stored.composed.metrics(trained)
+        metrics["time/step_s"], metrics["time/train_s"] = now() - began, stepped - began
+        metrics["time/weight_sync_s"] = now() - stepped
+        self.step = batch.step + 1
+        await ports.store.end_step(batch.step, metrics)
+        ports.watch.update(metrics)
+        if stored.before is not None:
+            self.differences.note(Trained(batch, dict(stored.before)), trained)
+        if self._every and self.step % self._every == 0 and self.step < self._last:
+            await self._save()

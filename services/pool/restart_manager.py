@@ -1,0 +1,126 @@
+"""Dead replicas are replaced: when, how often, and what is said about it.
+
+How a replica comes in is `membership`; how long to wait and when to give up, `restarts`.
+
+    death -> its process is gone -> wait -> start, set up, serve
+                                     ^            | failed
+                                     +------------+  until the slot's budget is used up
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from composer_mesh.mesh.failures import cause_of, classify
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.pool.replicas import Replica, ReplicaSpec
+from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+
+Come = Callable[[Replica], Awaitable[Replica]]
+GiveUp = Callable[[ActorDied], None]
+
+
+class RestartManager:
+    """The slots of one service that are being filled again.
+
+    `come` brings the next replica into the slot of a dead one; `give_up` is told why none will.
+    """
+
+    def __init__(self, spec: ReplicaSpec, rules: RestartRules, come: Come, give_up: GiveUp) -> None:
+        self.restarts = 0
+        self._spec, self._rules = spec, rules
+        self._come, self._give_up = come, give_up
+        self._budgets: dict[int, RestartBudget] = {}
+        self._under_way: dict[Replica, asyncio.Task[None]] = {}
+
+    @classmethod
+    def of(cls, spec: ReplicaSpec, come: Come, give_up: GiveUp) -> RestartManager | None:
+        """None where the dead are left to a resize."""
+        return None if spec.restart is None else cls(spec, spec.restart, come, give_up)
+
+    def heals(self, replica: Replica) -> bool:
+        """Whether a replacement for this dead replica is on its way."""
+        return replica in self._under_way
+
+    def begin(self, dead: Replica, burial: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Replace a replica; the task ends when its slot is served again or given up."""
+        task = asyncio.create_task(self._heal(dead, burial))
+        self._under_way[dead] = task
+        task.add_done_callback(partial(self._ended, dead))
+        return task
+
+    def stop(self, dead: Replica) -> None:
+        """Replace it no more: its slot is not wanted."""
+        if task := self._under_way.get(dead):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Replace none any more. Waits until those on their way are gone."""
+        await cancel_and_wait(self._under_way.values())
+
+    def _ended(self, dead: Replica, _: asyncio.Task[None]) -> None:
+        self._under_way.pop(dead, None)
+
+    async def _heal(self, dead: Replica, burial: asyncio.Task[None]) -> None:
+        loop, budget = asyncio.get_running_loop(), self._budget(dead.slot)
+        began = loop.time()
+        error: Exception = ActorDied(dead.name, dead.reason)
+        await asyncio.wait([burial])  # its port, its files and its memory are free again
+        while (wait_s := budget.take(loop.time())) is not None:
+            await asyncio.sleep(wait_s)
+            try:
+                replica = await self._come(dead)
+            except Exception as failed:  # noqa: BLE001  supervision boundary: tried again, or told
+                error = failed
+                if budget.hopeless(failed):
+                    self._tell_end(dead, failed, "it failed in the same way twice")
+                    return
+            else:
+                budget.served()
+                self._tell_restart(dead, replica, loop.time() - began)
+                return
+        self._tell_end(dead, error, self._rules.spent())
+
+    def _budget(self, slot: int) -> RestartBudget:
+        name = f"{self._spec.name}-{slot}"
+        return self._budgets.setdefault(slot, RestartBudget(self._rules, name))
+
+    def _tell_restart(self, dead: Replica, replica: Replica, took_s: float) -> None:
+        self.restarts += 1
+        pid = replica.actor.pid if replica.actor else None
+        self._record(
+            "actor_restarted",
+            replica.name,
+            f"process {pid}{_where(replica)}, {took_s:.1f} s after the end of {dead.name}",
+            host=self._host_of(replica),
+            generation=replica.generation,
+            replaces=dead.name,
+        )
+
+    def _tell_end(self, dead: Replica, error: Exception, why: str) -> None:
+        del self._under_way[dead]
+        cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
+        self._give_up(ActorDied(dead.name, f"{cause}; {why}"))
+        self._record(
+            "actor_given_up",
+            dead.name,
+            f"{cause}; {why}",
+            host=self._host_of(dead),
+            generation=dead.generation,
+            cause=cause,
+            **{"class": classify(error).value},
+        )
+
+    def _host_of(self, replica: Replica) -> str:
+        return replica.host or self._spec.host.name
+
+    def _record(self, event: str, actor: str, detail: str, *, host: str, **fields: object) -> None:
+        about = {"host": host, "kind": self._spec.actor_class.kind}
+        self._spec.record(event, actor, detail, **about, **fields)
+
+
+def _where(replica: Replica) -> str:
+    return f" on {replica.host}" if replica.host else ""

@@ -1,0 +1,52 @@
+"""Starting a process on its seat: the host that the placement has for it, told its part of it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from composer_mesh.configs.placing import NoCapacity
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.supervision import FaultPolicy
+from composer_mesh.services.pool.process_placement import ProcessPlacement
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+
+
+async def wait_for_capacity(
+    take: Callable[[], T], host: MeshHost, name: str, look_s: float = LOOK_S
+) -> T:
+    """What `take` returns, once a host has room for it; for what has lost its place.
+
+    Raises `NoCapacity` after `host.room_s` without one. That it waits is recorded, with the reason.
+    """
+    loop, told = asyncio.get_running_loop(), False
+    end = loop.time() + host.room_s
+    while True:
+        try:
+            return take()
+        except NoCapacity as error:
+            if loop.time() >= end:
+                raise
+            if host.supervisor is not None and not told:
+                host.supervisor.note("waits_for_room", name, str(error))
+            told = True
+        await asyncio.sleep(look_s)
+
+
+async def spawn_on(
+    host: MeshHost,
+    placement: ProcessPlacement,
+    name: str,
+    actor_class: type[MeshActor],
+    *args: Any,
+    policy: FaultPolicy = FaultPolicy.OWNER,
+    **kwargs: Any,
+) -> SpawnedActor:
+    """Start a process with one actor where its seat is. Waits until the actor answers."""
+    where: dict[str, Any] = {} if placement.host is None else {"on": placement.host}
+    return await host.spawn(
+        name, actor_class, *args, env=placement.env, policy=policy, **where, **kwargs
+    )

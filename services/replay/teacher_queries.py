@@ -1,0 +1,84 @@
+"""The replay channel's round trip: states of finished groups go out, teachers' decisions come back.
+
+Choosing states and counting votes are pure rules elsewhere; this file asks and collects. When a
+group is asked about, and when its pairs train, is `pair_stream`'s business.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.mesh.waiting import together
+from composer_mesh.rollouts.consensus import decide
+from composer_mesh.rollouts.pairs import StudentState, TeacherAnswer, TeacherReply
+from composer_mesh.rollouts.state_choice import Selection, select_states
+from composer_mesh.rollouts.state_value import Novelty
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.steps.ports import Teachers
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+
+
+class Replay:
+    """Asks about `states_per_step` states for each step's worth of groups."""
+
+    def __init__(
+        self, teachers: Teachers, config: ReplayConfig, prompts_per_step: int, seed: int
+    ) -> None:
+        self._teachers, self._config, self._seed = teachers, config, seed
+        self._prompts = prompts_per_step
+        self._novelty = Novelty()
+
+    async def ask(self, group: Sequence[Trace]) -> ReplayOutcome:
+        """Choose a group's states and ask about them."""
+        return await self.ask_about(self.choose(group))
+
+    def choose(self, group: Sequence[Trace]) -> Selection:
+        """The group's states that are worth an answer.
+
+        What was chosen before makes a state less novel, so the order of the calls matters: callers
+        go by `group_id`.
+        """
+        group_id = group[0].group_id
+        rng = random.Random(f"{self._seed}:replay:{group_id}")
+        share = self._share(group_id)
+        selection = select_states(group, share, rng, self._config.gate, self._novelty)
+        self._novelty.asked(selection.states)
+        return selection
+
+    def know(self, situations: Iterable[str]) -> None:
+        """Count states that an earlier process of the run asked about, for what is novel."""
+        self._novelty.know(situations)
+
+    async def ask_about(self, selection: Selection) -> ReplayOutcome:
+        """The decisions about some states. Waits for the teachers, at most their timeout."""
+        replay_outcome = ReplayOutcome(skipped=selection.skipped, saved=selection.saved)
+        if selection.states:
+            for one in await together(*(self._decide(state) for state in selection.states)):
+                replay_outcome += one
+        return replay_outcome
+
+    def _share(self, group_id: int) -> int:
+        """The group's part of `states_per_step`; the parts of a step add up to it."""
+        place, total = group_id % self._prompts, self._config.states_per_step
+        return total * (place + 1) // self._prompts - total * place // self._prompts
+
+    async def _decide(self, state: StudentState) -> ReplayOutcome:
+        replies = await self._teachers.query(state.state, self._config.ask)
+        return decided(state, replies, self._config.agreement_threshold)
+
+
+def decided(state: StudentState, replies: Sequence[TeacherReply], threshold: int) -> ReplayOutcome:
+    """What the replies about one state came to."""
+    decision = decide(state, replies, threshold)
+    answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
+    failures = [reply for reply in replies if not isinstance(reply, TeacherAnswer)]
+    return ReplayOutcome(
+        [decision.pair] if decision.pair else [],
+        states=1,
+        answers=len(answers),
+        cached=sum(answer.cached for answer in answers),
+        usd=sum(reply.usd for reply in replies),
+        outcomes=Counter([decision.outcome.value]),
+        failures=Counter(failure.kind.value for failure in failures),
+    )

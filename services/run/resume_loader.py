@@ -1,0 +1,277 @@
+"""A run directory whose controller is gone, read so that the run goes on where it was.
+
+    newest whole checkpoint c      steps c .. s-1 are done: their batches are made again
+    recipes of steps               step s, if it was planned, is trained from its recipe
+    finished groups                wait for the window, and are not sampled again
+    asked, pairs, hints, rewards   what the teachers' channel and the late rewards remember
+
+What is damaged is set aside, never used: a group that no step has taken is sampled again, and from
+the first step on that cannot be made again the run's steps are superseded. Nothing here starts
+anything or trains.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_mesh.actors.checkpoints.folder import Checkpoint
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.replay.pair_stream import PairStream
+from composer_mesh.services.replay.teacher_query_record import query_record_from_json
+from composer_mesh.services.schedule.resume_state import ResumeState, StoredGroup
+from composer_mesh.services.schedule.step_builder import Group, StepBuilder
+from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
+from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import (
+    DamagedRecord,
+    GroupRow,
+    GroupState,
+    StepRow,
+    Where,
+)
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.training.checkpoint_writes import newest_undamaged
+
+STALE = "it was sampled by a version that does not count any more"
+NO_RECIPE = "an older version of this program has trained it, and kept no recipe"
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run directory holds that a run needs to go on; all of it whole.
+
+    `again` are the steps since the checkpoint that are done, in their order, `known` those before
+    that late rewards may still correct. `groups` are those of all these steps and of the `planned`
+    one; those in `waiting` no step has taken. `taken` groups are accounted for as far as asking is
+    concerned, and about the first `unknown` nothing is known: an older version had them. `sizes`
+    are those of the last step's groups, `words_spent` requests and dollars of the hint writer.
+    """
+
+    checkpoint: Checkpoint | None = None
+    steps: int = 0
+    again: list[tuple[StepManifest, dict[str, Any]]] = field(default_factory=list)
+    known: list[StepManifest] = field(default_factory=list)
+    planned: StepManifest | None = None
+    groups: dict[int, StoredGroup] = field(default_factory=dict)
+    waiting: dict[int, StoredGroup] = field(default_factory=dict)
+    pairs: Mapping[str, PreferencePair] = field(default_factory=dict)
+    taken: int = 0
+    unknown: int = 0
+    sizes: list[int] = field(default_factory=list)
+    words_spent: tuple[int, float] = (0, 0.0)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    poisoned: list[dict[str, Any]] = field(default_factory=list)
+
+    def groups_of(self, manifest: StepManifest) -> list[Group]:
+        """The groups of a step, as they were composed."""
+        found = [(group_id, self.groups[group_id]) for group_id in manifest.groups]
+        return [Group(n, one.traces, one.worded or WordedHints()) for n, one in found]
+
+    def pairs_of(self, manifest: StepManifest) -> list[PreferencePair]:
+        """The pairs of a step."""
+        return [self.pairs[pair_id] for pair_id in manifest.pairs]
+
+
+class _Lost(Exception):
+    """Something that cannot be read again: a group, what it was for, and why."""
+
+    def __init__(self, step: int | None, group_id: int | None, why: str) -> None:
+        super().__init__(step, group_id, why)
+        self.step, self.group_id, self.why = step, group_id, why
+
+
+async def load_resume_state(store: RunStore, config: Config, record: Recorder) -> Past:
+    """What a claimed run directory holds; sets aside what is damaged, which `record` is told.
+
+    Raises RunDirectoryError where store and checkpoints are not of one run.
+    """
+    checkpoint = newest_undamaged(store.root.absolute(), record)
+    while True:
+        try:
+            return _read(store.reading, config, checkpoint)
+        except _Lost as lost:
+            if lost.group_id is not None:
+                await store.quarantine(lost.group_id, lost.why)
+            if lost.step is not None:
+                await _go_back(store, lost.step, lost.why, record)
+
+
+def resume_state_of(past: Past, step_builder: StepBuilder) -> ResumeState:
+    """What the controller begins with; the composer knows all these steps then."""
+    for manifest in past.known:
+        step_builder.remember(manifest, past.groups_of(manifest))
+    again = [
+        Trained(step_builder.again(one, past.groups_of(one), past.pairs_of(one)).batch, metrics)
+        for one, metrics in past.again
+    ]
+    planned = None
+    if (one := past.planned) is not None:
+        planned = step_builder.again(one, past.groups_of(one), past.pairs_of(one))
+    return ResumeState(
+        past.steps, past.checkpoint, again, planned, past.waiting, list(past.evaluations)
+    )
+
+
+def trained_steps(
+    reader: RunReader, config: Config, step_builder: StepBuilder, first: int, until: int
+) -> list[Trained]:
+    """Steps that are done, from `first` up to before `until`, made again by a new composer.
+
+    Raises RunDirectoryError where one cannot be made.
+    """
+    done = [row for row in reader.steps() if row.metrics is not None]
+    stored = {row.group_id: row for row in reader.groups()}
+    try:
+        again = [(_manifest(row), row.metrics or {}) for row in done[first:until]]
+        groups = _needed(reader, stored, [manifest for manifest, _ in again])
+    except _Lost as lost:
+        raise RunDirectoryError(
+            f"step {(lost.step or 0) + 1} cannot be trained again ({lost.why}): go on with "
+            "--resume, which trains it and those after it anew"
+        ) from None
+    known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
+    pairs = _pairs(reader) if config.replay.on else {}
+    past = Past(again=again, known=known, groups=groups, pairs=pairs)
+    return resume_state_of(past, step_builder).past
+
+
+def restore_teacher_queries(past: Past, stream: PairStream, reader: RunReader, first: int) -> None:
+    """Let a stream know what was asked, and ask about what was not of groups before `first`."""
+    asked = (query_record_from_json(row.group_id, row.body, past.pairs) for row in reader.asked())
+    for group_id in range(stream.restore(asked, past.taken, past.unknown), first):
+        if traces := _traces(reader, group_id):
+            stream.begin(traces)
+        else:
+            stream.skip(group_id)
+
+
+async def _go_back(store: RunStore, step: int, why: str, record: Recorder) -> None:
+    """Let the run go on from before a step, without the rollouts of versions after it."""
+    await store.supersede(step)
+    record("steps_superseded", "", f"step {step + 1} and those after it are trained anew: {why}")
+    rows = list(store.reading.rows(Where(state=GroupState.FINISHED)))
+    for group_id in sorted({row.group_id for row in rows if (row.newest_version or 0) > step}):
+        await store.quarantine(group_id, STALE)
+
+
+def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> Past:
+    rows, first = list(reader.steps()), checkpoint.step if checkpoint else 0
+    done = [row for row in rows if row.metrics is not None]
+    _check_order(rows, len(done), first)
+    stored = {row.group_id: row for row in reader.groups()}
+    again = [(_manifest(row), row.metrics or {}) for row in done[first:]]
+    planned = next((_manifest(row) for row in rows[len(done) :]), None)
+    manifests = [*(manifest for manifest, _ in again), *([planned] if planned else [])]
+    groups = _needed(reader, stored, manifests)
+    known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
+    last = next((row for row in reversed(rows) if row.manifest), None)
+    taken = _manifest(last).taken if last else None
+    return Past(
+        checkpoint,
+        len(done),
+        again,
+        known,
+        planned,
+        groups,
+        {n: _waiting(reader, row) for n, row in stored.items() if row.state == "finished"},
+        _pairs(reader) if config.replay.on else {},
+        taken.asked if taken else 0,
+        sum(not row.manifest for row in done) * config.schedule.prompts_per_step,
+        [stored[group_id].traces for group_id in _manifest(last).groups] if last else [],
+        _words_spent(reader, stored) if config.asks_for_hints else (0, 0.0),
+        reader.evaluations(),
+        reader.poisoned(),
+    )
+
+
+def _check_order(rows: list[StepRow], done: int, first: int) -> None:
+    steps = [row.step for row in rows]
+    if steps != list(range(len(rows))) or len(rows) > done + 1:
+        raise RunDirectoryError(
+            f"run.sqlite has the steps {steps[-3:]} at its end but must have each once, in order: "
+            "take it from a copy of the run"
+        )
+    if first > done:
+        raise RunDirectoryError(
+            f"the newest checkpoint is of step {first} but run.sqlite has {done} steps: they are "
+            "of different runs, so move the checkpoints that are newer away"
+        )
+
+
+def _manifest(row: StepRow) -> StepManifest:
+    if not row.manifest:
+        raise _Lost(row.step, None, NO_RECIPE)
+    return manifest_from_json(row.step, row.manifest)
+
+
+def _needed(
+    reader: RunReader, stored: Mapping[int, GroupRow], manifests: Iterable[StepManifest]
+) -> dict[int, StoredGroup]:
+    """The groups that steps are made again of."""
+    found: dict[int, StoredGroup] = {}
+    for manifest in manifests:
+        for group_id in manifest.groups:
+            if stored[group_id].state == GroupState.DAMAGED:
+                raise _Lost(manifest.step, None, f"the rollouts of its group {group_id} are lost")
+            try:
+                found[group_id] = _stored(reader, group_id)
+            except DamagedRecord as damaged:
+                raise _Lost(manifest.step, group_id, damaged.why) from None
+    return found
+
+
+def _waiting(reader: RunReader, row: GroupRow) -> StoredGroup:
+    """A finished group that no step has taken."""
+    try:
+        return _stored(reader, row.group_id)
+    except DamagedRecord as damaged:
+        raise _Lost(None, row.group_id, damaged.why) from None
+
+
+def _stored(reader: RunReader, group_id: int) -> StoredGroup:
+    worded = reader.worded(group_id)
+    traces = reader.traces(group_id)
+    return StoredGroup(traces, None if worded is None else worded_from_json(worded))
+
+
+def _known(
+    reader: RunReader,
+    done: list[StepRow],
+    first: int,
+    max_age: int,
+    groups: dict[int, StoredGroup],
+) -> Iterator[StepManifest]:
+    """The steps before the checkpoint that late rewards may correct, and can still be read."""
+    for row in done[max(0, first - max_age) : first] if max_age else ():
+        if not row.manifest:
+            continue
+        manifest = _manifest(row)
+        try:
+            groups |= {group_id: _stored(reader, group_id) for group_id in manifest.groups}
+        except DamagedRecord:
+            continue  # a reward for one of its rollouts expires, and says so
+        yield manifest
+
+
+def _pairs(reader: RunReader) -> dict[str, PreferencePair]:
+    return {row.pair_id: pair_from_json(row.body) for row in reader.pairs()}
+
+
+def _words_spent(reader: RunReader, stored: Iterable[int]) -> tuple[int, float]:
+    found = [worded_from_json(body) for body in map(reader.worded, stored) if body is not None]
+    return sum(one.requests for one in found), sum(one.usd for one in found)
+
+
+def _traces(reader: RunReader, group_id: int) -> list[Trace]:
+    """The rollouts of a group that is trained; none where they cannot be read."""
+    try:
+        return reader.traces(group_id)
+    except DamagedRecord:
+        return []

@@ -1,0 +1,166 @@
+"""What a step trains on: composed once, noted as a recipe, and made again from that recipe.
+
+    stored groups, pairs, late rewards  -- compose -->  Composed + recipe
+    stored groups, pairs,     recipe    -- again ---->  the same Composed
+
+Nothing here waits, asks or writes. What a recipe holds is `manifests`; when it is written, and what
+is trained from it, is the controller's business.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_mesh.rollouts.batches import StepBatch, policy_sample
+from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.replay.late_rewards import Corrections, LateRewards, rewarded
+from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.schedule.metrics import step_metrics
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.hint_writing import WordedHints
+from composer_mesh.services.steps.step_manifest import (
+    StepManifest,
+    TakenFigures,
+    figures_of,
+    replay_outcome_of,
+)
+
+Traces = list[list[Trace]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt's samples, stored, with what the hint writer said about them."""
+
+    group_id: int
+    traces: list[Trace]
+    worded: WordedHints
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step before it is trained: its batch, and what its metrics tell beside it."""
+
+    batch: StepBatch
+    traces: list[Trace]
+    taken: Taken | None
+    corrections: Corrections
+    figures: Mapping[str, int] = field(default_factory=dict)
+
+    def metrics(self, trained: dict[str, Any]) -> dict[str, Any]:
+        """The step's metrics, but for what its durations tell."""
+        found = step_metrics(self.batch, self.traces, self.taken, self.corrections, trained)
+        return found | dict(self.figures)
+
+
+@dataclass(frozen=True)
+class StepBuilder:
+    """Makes steps of groups. `late` is None where no late rewards are taken.
+
+    Steps come in their order, because late rewards correct those before.
+    """
+
+    batcher: Batcher
+    late: LateRewards | None = None
+
+    def compose(
+        self, step: int, groups: Sequence[Group], taken: Taken | None, figures: Mapping[str, int]
+    ) -> tuple[PlannedStep, StepManifest]:
+        """A step of what is there now, and its recipe."""
+        by_prompt, corrections = self._with_rewards(step, [group.traces for group in groups])
+        pairs = taken.pairs if taken else []
+        batch = self.batcher.batch(step, by_prompt, pairs, sum_worded(groups), corrections.samples)
+        manifest = StepManifest(
+            step,
+            tuple(group.group_id for group in groups),
+            tuple(pair.pair_id for pair in pairs),
+            _figures(taken),
+            corrections.rewards,
+            tuple((sample.trace_id, sample.advantage) for sample in corrections.samples),
+            dict(corrections.counts),
+            self._patience(corrections),
+            dict(figures),
+        )
+        return PlannedStep(batch, _flat(by_prompt), taken, corrections, figures), manifest
+
+    def again(
+        self, manifest: StepManifest, groups: Sequence[Group], pairs: Sequence[PreferencePair]
+    ) -> PlannedStep:
+        """The same step from its recipe, once those before it are known or made again."""
+        by_prompt = rewarded([group.traces for group in groups], manifest.rewards)
+        samples = [
+            policy_sample(self._trace(name), change) for name, change in manifest.corrections
+        ]
+        corrections = Corrections(samples, Counter(manifest.late), manifest.rewards)
+        if self.late is not None:
+            self.late.repeat(manifest.step, by_prompt, manifest.rewards, manifest.patience)
+        taken = _taken(manifest.taken, pairs)
+        batch = self.batcher.batch(manifest.step, by_prompt, pairs, sum_worded(groups), samples)
+        return PlannedStep(batch, _flat(by_prompt), taken, corrections, manifest.figures)
+
+    def remember(self, manifest: StepManifest, groups: Sequence[Group]) -> None:
+        """Know a step that is not trained again, for the late rewards of those that are."""
+        if self.late is not None:
+            by_prompt = rewarded([group.traces for group in groups], manifest.rewards)
+            self.late.repeat(manifest.step, by_prompt, manifest.rewards, manifest.patience)
+
+    def _with_rewards(self, step: int, groups: Traces) -> tuple[Traces, Corrections]:
+        if self.late is None:
+            return groups, Corrections()
+        corrections = self.late.corrections(step)
+        groups = self.late.on_time(groups, corrections)
+        self.late.remember(step, groups)
+        return groups, corrections
+
+    def _patience(self, corrections: Corrections) -> dict[int, int]:
+        if self.late is None:
+            return {}
+        settled = {reward.place for reward, _ in corrections.settled}
+        return {place: step for place, step in self.late.patience.items() if place not in settled}
+
+    def _trace(self, trace_id: str) -> Trace:
+        found = None if self.late is None else self.late.trace(trace_id)
+        if found is None:
+            raise KeyError(f"no remembered step has the rollout {trace_id} that it corrects")
+        return found
+
+
+def sum_worded(groups: Sequence[Group]) -> WordedHints:
+    """The words of all groups."""
+    total = WordedHints()
+    for group in groups:
+        total += group.worded
+    return total
+
+
+def _figures(taken: Taken | None) -> TakenFigures | None:
+    if taken is None:
+        return None
+    return TakenFigures(
+        figures_of(taken.replay_outcome),
+        taken.expired,
+        taken.waiting,
+        taken.usd_total,
+        taken.saved_usd,
+        taken.asked,
+    )
+
+
+def _taken(figures: TakenFigures | None, pairs: Sequence[PreferencePair]) -> Taken | None:
+    if figures is None:
+        return None
+    return Taken(
+        list(pairs),
+        replay_outcome_of(figures.replay_outcome),
+        figures.expired,
+        figures.waiting,
+        figures.usd_total,
+        figures.saved_usd,
+        figures.asked,
+    )
+
+
+def _flat(groups: Traces) -> list[Trace]:
+    return [trace for group in groups for trace in group]

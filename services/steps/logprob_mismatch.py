@@ -1,0 +1,88 @@
+"""Watches the differences that the trainer measures, and raises the alarm where they are too large.
+
+Judges one step at a time from its metrics. Stopping is the controller's, measuring the trainer's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
+from composer_mesh.mesh.supervision import MeshError, Recorder
+
+REPAIR = (
+    "look for an engine with other numerics, stale weights or a stale cache; set loss.correction "
+    "to train on, or raise logprob_mismatch.{key} where this is known and wanted"
+)
+
+
+class LogprobMismatchTooLarge(MeshError):
+    """Trainer and generators give the same tokens too different log-probs."""
+
+    def __init__(self, step: int, what: str, value: float, key: str, bound: float) -> None:
+        super().__init__(step, what, value, key, bound)
+
+    def __str__(self) -> str:
+        step, what, value, key, bound = self.args
+        return (
+            f"step {step}: trainer and generators differ by {value:.3g} nats ({what}), "
+            f"logprob_mismatch.{key} is {bound:g}: {REPAIR.format(key=key)}"
+        )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A metric, what it is in words, and the key of its bound."""
+
+    metric: str
+    what: str
+    key: str
+
+
+RULES = (
+    _Rule("same_version/mean", "mean over tokens of the trained version", "alarm_mean"),
+    _Rule("same_version/max", "one token of the trained version", "alarm_max"),
+    _Rule("mean", "mean over all tokens, policy lag included", "alarm_lagged_mean"),
+)
+
+
+class LogprobMismatchMonitor:
+    """The alarms of a run: an event, or an error that ends it. Steps come in their order."""
+
+    def __init__(self, config: LogprobMismatchConfig, record: Recorder) -> None:
+        self._config, self._record = config, record
+        self._quiet_until, self._untold = 0, 0
+
+    def judge(self, metrics: Mapping[str, Any]) -> LogprobMismatchTooLarge | None:
+        """Record an alarm where a step has one; returns it where it shall end the run.
+
+        In the cool-down after an event further alarms are counted, and told by the next one.
+        """
+        alarm = self._alarm(metrics)
+        if alarm is None:
+            return None
+        stops = self._config.on_alarm == "stop"
+        if stops or metrics["step"] >= self._quiet_until:
+            self._tell(alarm, metrics)
+        else:
+            self._untold += 1
+        return alarm if stops else None
+
+    def _alarm(self, metrics: Mapping[str, Any]) -> LogprobMismatchTooLarge | None:
+        for rule in RULES:
+            value, bound = (
+                metrics.get(f"logprob_mismatch/{rule.metric}"),
+                getattr(self._config, rule.key),
+            )
+            if value is not None and value > bound:
+                return LogprobMismatchTooLarge(metrics["step"], rule.what, value, rule.key, bound)
+        return None
+
+    def _tell(self, alarm: LogprobMismatchTooLarge, metrics: Mapping[str, Any]) -> None:
+        more = f" (and in {self._untold} steps since the alarm before)" if self._untold else ""
+        figures = {n: v for n, v in metrics.items() if n.startswith("logprob_mismatch/")}
+        self._record(
+            "logprob_mismatch_alarm", "trainer", f"{alarm}{more}", step=metrics["step"], **figures
+        )
+        self._quiet_until = metrics["step"] + self._config.cooldown_steps
+        self._untold = 0

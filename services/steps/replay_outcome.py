@@ -1,0 +1,39 @@
+"""What asking teachers about a step's groups came to."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from composer_mesh.rollouts.pairs import PreferencePair
+
+
+@dataclass
+class ReplayOutcome:
+    """What asking about some groups came to. Dollars are those of this time, cached answers free.
+
+    `skipped` states were not worth an answer, and `saved` of them had found room; `failures` counts
+    teachers that gave none, by kind.
+    """
+
+    pairs: list[PreferencePair] = field(default_factory=list)
+    states: int = 0
+    skipped: int = 0
+    saved: int = 0
+    answers: int = 0
+    cached: int = 0
+    usd: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __iadd__(self, other: "ReplayOutcome") -> "ReplayOutcome":
+        self.pairs += other.pairs
+        self.states += other.states
+        self.skipped += other.skipped
+        self.saved += other.saved
+        self.answers += other.answers
+        self.cached += other.cached
+        self.usd += other.usd
+        self.outcomes += other.outcomes
+        self.failures += other.failures
+        self.dropped += other.dropped
+        return self

@@ -1,0 +1,143 @@
+"""Whether all that a run directory holds is as it was written: every file, row and reference.
+
+Reads everything and changes nothing. What a resume would do about a finding is in its repair; how
+findings are shown is `verify_command`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_mesh.actors.checkpoints.folder import checkpoints_of
+from composer_mesh.actors.checkpoints.manifest import damage
+from composer_mesh.actors.sqlite_file import StoreError, damage_of
+from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
+from composer_mesh.services.store.group_files import FOLDER, read_group
+from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.records import index_row
+from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
+from composer_mesh.services.store.row_checksums import SCHEMA, WHY, damaged_rows, schema_is_whole
+from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
+from composer_mesh.services.store.schema import COLUMNS, STORE_FILE
+
+GO_ON = "train --resume moves it to quarantine/ and goes on without it"
+AGAIN = "train --resume moves it to quarantine/ and samples the group again"
+TRAINED = "train --resume goes on, from the step before where it must be trained again"
+COPIES = "train --resume makes it again from run.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it was written. `kind` is missing, damaged, orphaned or differs."""
+
+    kind: str
+    where: str
+    why: str
+    repair: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.why}: {self.repair}"
+
+
+def verify_run(root: Path, live: bool = False) -> list[Finding]:
+    """What is wrong with a run directory; nothing where all is whole.
+
+    Of a `live` run nothing is told that its writer may be about to do. Raises StoreMissing where
+    there is no store.
+    """
+    found = [
+        Finding("damaged", path.name, wrong, NEW_RUN if path.name == STORE_FILE else _repair(path))
+        for path in sorted(root.glob("*.sqlite"))
+        if (wrong := damage_of(path))
+    ]
+    if not any(one.where == STORE_FILE for one in found):
+        found += _store(root, live)
+    return [*found, *_checkpoints(root)]
+
+
+def _repair(path: Path) -> str:
+    return f"move {path.name} away: what it keeps is asked or counted anew"
+
+
+def _store(root: Path, live: bool) -> list[Finding]:
+    try:
+        with RunReader(root) as reader:
+            if not schema_is_whole(reader.file):
+                return [Finding("damaged", STORE_FILE, SCHEMA, NEW_RUN)]
+            if rows := list(_rows(reader)):  # what they say cannot be compared with anything
+                return rows
+            found = [*_groups(root, reader), *_references(reader)]
+            return found if live else [*found, *_left(root, reader)]
+    except (DamagedRecord, StoreError) as error:
+        return [Finding("damaged", STORE_FILE, str(error), NEW_RUN)]
+
+
+def _rows(reader: RunReader) -> Iterator[Finding]:
+    for row in damaged_rows(reader.file):
+        repair = NEW_RUN if row.table == "steps" else GO_ON
+        yield Finding("damaged", str(row), WHY, repair)
+
+
+def _groups(root: Path, reader: RunReader) -> Iterator[Finding]:
+    """Every file of a group, and whether the index says what is in it."""
+    for row in reader.groups():
+        try:
+            if row.traces:
+                yield from _compared(root, reader, row)
+        except DamagedRecord as error:
+            missing = not Path(error.where).exists()
+            where = str(Path(error.where).relative_to(root))
+            repair = TRAINED if row.state == GroupState.TRAINED else AGAIN
+            yield Finding("missing" if missing else "damaged", where, error.why, repair)
+    for row in unindexed(reader):
+        where, why = f"index of group {row.group_id}", f"it has not {row.traces} rollouts"
+        yield Finding("differs", where, why, "train --resume makes it again from the group's file")
+
+
+def _compared(root: Path, reader: RunReader, row: GroupRow) -> Iterator[Finding]:
+    traces = read_group(root, row.group_id, row.bytes, row.crc)
+    with reader.file.reading() as rows:
+        select = f"SELECT {COLUMNS['traces']} FROM traces WHERE group_id = ?"
+        found = {one[0]: one for one in rows.execute(select, (row.group_id,))}
+    for trace in traces:
+        if (indexed := found.get(trace.trace_id)) is not None and indexed != index_row(trace):
+            why = "the index does not say what its file says"
+            yield Finding("differs", f"rollout {trace.trace_id}", why, NEW_RUN)
+
+
+def _references(reader: RunReader) -> Iterator[Finding]:
+    """Whether what was trained was trained by a step that is there."""
+    steps = {step.step for step in reader.steps()}
+    for row in reader.groups(GroupState.TRAINED):
+        if row.trained is None or row.trained - 1 not in steps:
+            why = f"it was trained as version {row.trained}, which no step has made"
+            yield Finding("missing", f"step of group {row.group_id}", why, NEW_RUN)
+    for pair in reader.pairs():
+        if pair.step is not None and pair.step not in steps:
+            why = f"it was {pair.state} in step {pair.step}, which is not there"
+            yield Finding("missing", f"step of pair {pair.pair_id}", why, NEW_RUN)
+
+
+def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
+    """What a stop leaves, and a resume puts in order."""
+    for path in orphans(root, reader):
+        yield Finding("orphaned", str(path.relative_to(root)), NO_ROW, GO_ON)
+    for draft in sorted(root.glob(f"{FOLDER}/*/.*")):
+        why = "its writer was stopped"
+        yield Finding("orphaned", str(draft.relative_to(root)), why, "train --resume removes it")
+    try:
+        same = read_metrics(root / METRICS_FILE) == list(reader.metrics())
+    except ValueError:
+        same = False
+    if not same:
+        why = "it is not what run.sqlite says"
+        yield Finding("differs", METRICS_FILE, why, COPIES)
+
+
+def _checkpoints(root: Path) -> Iterator[Finding]:
+    for checkpoint in checkpoints_of(root):
+        where = str(checkpoint.folder.relative_to(root))
+        repair = "train --resume moves it to quarantine/ and begins at the one before"
+        for line in damage(checkpoint.folder):
+            yield Finding("damaged", where, line, repair)

@@ -1,0 +1,24 @@
+"""The command `verify`: prints what is wrong with a run directory, a line each."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from composer_mesh.services.directory.live import goes_on
+from composer_mesh.services.inspection.page import plain_text
+from composer_mesh.services.store.verification import verify_run
+
+
+def verify_command(run: Path, as_json: bool = False) -> int:
+    """Print the findings; the exit status is 1 where there is one."""
+    found = verify_run(run, live=goes_on(run))
+    if as_json:
+        findings = [asdict(one) for one in found]
+        sys.stdout.write(json.dumps({"run": str(run), "findings": findings}, indent=2) + "\n")
+        return int(bool(found))
+    for one in found:
+        sys.stdout.write(plain_text(str(one)) + "\n")
+    if not found:
+        sys.stdout.write(f"{run}: every file and row is as it was written\n")
+    return int(bool(found))

@@ -1,0 +1,41 @@
+"""Half a run, in real processes: generators alone, then a trainer alone on what they stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from live_run import launched
+
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import GroupState
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 2
+
+
+def test_what_generators_alone_have_stored_a_trainer_alone_can_train(
+    tmp_path: Path, policy_cache: Path
+) -> None:
+    settings = {"run.steps": STEPS}
+    with launched(tmp_path / "rolled", policy_cache, settings, options=["--rollout-only"]) as run:
+        assert run.wait() == 0, run.stderr
+    assert (
+        {"generator-0", "environment-0"}
+        <= run.pids().keys()
+        <= {"generator-0", "environment-0", "trainer"}
+    )
+    assert [event["fields"]["tokens"] > 0 for event in run.events("rollouts_sampled")] == [True] * 2
+    assert "tokens/s" in run.stdout.splitlines()[-1]
+    with RunReader(run.root) as reader:
+        assert [row.state for row in reader.groups()] == [GroupState.FINISHED] * 4
+        assert list(reader.steps()) == []
+
+    source = ["--from-traces", str(run.root)]
+    with launched(tmp_path / "replayed", policy_cache, settings, options=source) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.pids().keys() <= {"trainer", "sdpo_teacher"}
+    assert [step["step"] for step in run.objects("metrics.jsonl")] == [1, 2]
+    assert all(step["sdpo/tokens"] > 0 for step in run.objects("metrics.jsonl"))
+    assert (run.root / "checkpoints" / f"step-{STEPS}").is_dir()

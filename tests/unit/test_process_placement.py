@@ -1,0 +1,150 @@
+"""Processes are told the seats that the placement has for them; a run starts where it is placed."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from composer_mesh.configs.described import WrongHost
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.room import HostResources
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.process_resources import CORES, GPU_SHARE, GPUS
+from composer_mesh.services.inspection.placement_table import print_placement, ranges
+from composer_mesh.services.pool.process_placement import (
+    NoPlacement,
+    ProcessPlacements,
+    refuse_other_hosts,
+)
+
+GIB = 2**30
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+SERVER = HostResources("server", 16, 64 * GIB, 4, 24 * GIB)
+
+
+def run(*overrides: str) -> Config:
+    return load_config(QUICKSTART, overrides)
+
+
+def placements(*overrides: str, host: HostResources = SERVER) -> ProcessPlacements:
+    return ProcessPlacements.of(run(*overrides), found=lambda: host)
+
+
+def test_each_process_has_the_threads_of_its_kind() -> None:
+    found = placements("generator.threads=3")
+    assert found.env("generator")["OMP_NUM_THREADS"] == "3"
+    assert found.env("environment")["OMP_NUM_THREADS"] == "1"
+
+
+def test_each_rank_and_replica_is_told_its_own_gpu_and_cores() -> None:
+    found = placements(
+        "trainer.ranks=2",
+        "generator.replicas=2",
+        "placement.trainer.gpus=1",
+        "placement.trainer.cores=2",
+        "placement.generator.gpus=0.5",
+    )
+    told = [found.env(kind, number) for kind in ("trainer", "generator") for number in range(2)]
+    assert [env[GPUS] for env in told] == ["0", "1", "2", "2"]
+    assert [env[CORES] for env in told] == ["0,1", "2,3", *2 * [",".join(map(str, range(4, 16)))]]
+    assert [env.get(GPU_SHARE) for env in told] == [None, None, "0.5", "0.5"]
+
+
+def test_a_process_without_a_gpu_is_told_that_it_has_none() -> None:
+    assert placements("placement.trainer.gpus=1").env("environment")[GPUS] == ""
+
+
+def test_more_replicas_share_what_others_share_but_have_no_gpu_of_their_own() -> None:
+    assert placements().env("generator", 5) == placements().env("generator", 0)
+    found = placements("placement.generator.gpus=1")
+    assert found.env("generator", 0)[GPUS] == "0"
+    with pytest.raises(NoPlacement, match="generator-1 needs a GPU of its own"):
+        found.env("generator", 1)
+
+
+def test_what_was_found_is_said_and_what_is_described_is_not_looked_for() -> None:
+    assert placements().notes[0].startswith("found server: 16 cores, 64.0 GB, 4 GPUs of 24.0 GB")
+    described = run('placement.hosts=[{name="a", cores=2, memory_gb=8}]')
+
+    def nobody() -> HostResources:
+        raise AssertionError("a described host was looked for")
+
+    assert ProcessPlacements.of(described, found=nobody).notes == ()
+
+
+MODEL = (
+    "policy.path=models/none",
+    'policy.sizes={model_type="llama", hidden_size=4096, intermediate_size=14336,'
+    "vocab_size=128256, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8}",
+)
+
+
+def test_declared_sizes_stand_for_a_folder_that_is_not_there_and_that_is_said() -> None:
+    config = load_config(QUICKSTART, MODEL, model_later=True)
+    with pytest.raises(ConfigError, match=r"trainer needs of its host: .* master weights 29\.9 "):
+        ProcessPlacements.of(config, found=lambda: SERVER)
+    found = ProcessPlacements.of(config, found=lambda: HostResources("large", 16, 999 * GIB))
+    assert (
+        "models/none is not there: its sizes are policy.sizes, nothing else checked" in found.notes
+    )
+
+
+def test_a_folder_that_is_not_there_is_no_run() -> None:
+    with pytest.raises(ConfigError, match="must be a model folder"):
+        load_config(QUICKSTART, MODEL)
+    with pytest.raises(ConfigError, match="must be a model folder"):
+        load_config(QUICKSTART, MODEL[:1], model_later=True)
+
+
+def test_declared_sizes_must_be_those_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 9,'
+        '"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}'
+    )
+    config = load_config(QUICKSTART, (f"policy.path={tmp_path}", MODEL[1]))
+    with pytest.raises(ConfigError, match="declares vocab_size = 128256 but it is 9 of "):
+        ProcessPlacements.of(config, found=lambda: SERVER)
+
+
+def test_a_model_of_unknown_make_is_left_out_of_the_sums_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    found = ProcessPlacements.of(run(f"policy.path={tmp_path}"), found=lambda: SERVER)
+    assert any("memory of models is not in these sums" in note for note in found.notes)
+
+
+TWO = 'placement.hosts=[{name="a", count=2, cores=8, memory_gb=16}]'
+LARGE = 'placement.hosts=[{name="a", cores=8, memory_gb=16, gpus=8, gpu_memory_gb=24}]'
+
+
+@pytest.mark.parametrize(
+    ("described", "why"),
+    [
+        (TWO, "describes 2 hosts, but a run is started on this machine"),
+        (LARGE, "8 GPUs of 24.0 GB"),
+    ],
+)
+def test_a_run_starts_only_on_the_host_that_is_described(described: str, why: str) -> None:
+    with pytest.raises(WrongHost, match=why):
+        refuse_other_hosts(run(described), lambda: SERVER)
+
+
+def test_a_host_may_have_more_than_is_described() -> None:
+    refuse_other_hosts(run('placement.hosts=[{name="a", cores=8, memory_gb=64.5}]'), lambda: SERVER)
+    refuse_other_hosts(run(), lambda: SERVER)
+
+
+def test_the_table_has_every_process_uncut_also_where_a_terminal_is_narrow() -> None:
+    console = Console(width=40, record=True)
+    with console.capture() as shown:
+        print_placement(placements("placement.trainer.gpus=1", "replay.actors=12"), console)
+    text = shown.get()
+    for name in ("controller", "trainer", "teacher_replay-11", "expert_server"):
+        assert f" {name} " in text
+    assert "1 / 4" in text
+    assert "…" not in text
+
+
+def test_cores_are_written_as_ranges() -> None:
+    assert ranges([]) == ""
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"

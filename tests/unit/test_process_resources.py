@@ -1,0 +1,116 @@
+"""A process takes exactly the cores and GPUs that it was told, and computes on them."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from composer_mesh.mesh.device import NoGpuHere, own_device
+from composer_mesh.mesh.process_resources import (
+    ShareMissing,
+    bind,
+    own_gpu_share,
+    own_gpus,
+    share_env,
+    take_share,
+)
+
+
+@pytest.fixture
+def cores() -> Iterator[list[int]]:
+    """The cores of this process, given back afterwards."""
+    before = os.sched_getaffinity(0)
+    yield sorted(before)
+    bind(before)
+
+
+def test_threads_bound_every_library_that_counts_them() -> None:
+    env = share_env(3)
+    assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "3"
+
+
+def test_a_process_is_bound_to_its_cores_by_the_count_of_what_it_may_use(cores: list[int]) -> None:
+    began = threading.Event()
+    ended = threading.Event()
+    other = threading.Thread(target=lambda: (began.set(), ended.wait()))
+    other.start()
+    began.wait()
+    take_share(share_env(1, cores=[len(cores) - 1]))
+    found = [os.sched_getaffinity(one) for one in (0, other.native_id or 0)]
+    ended.set()
+    other.join()
+    assert found == 2 * [{cores[-1]}]
+
+
+def test_a_process_without_cores_of_its_own_may_use_all(cores: list[int]) -> None:
+    take_share(share_env(1))
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+def test_a_core_that_is_not_there_is_refused(cores: list[int]) -> None:
+    with pytest.raises(ShareMissing, match=f"core {len(cores)} was given .* use {len(cores)}, "):
+        take_share(share_env(1, cores=[len(cores)]))
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+@pytest.mark.parametrize(
+    ("before", "gpus", "seen"),
+    [
+        (None, [], ""),
+        (None, [1, 3], "1,3"),
+        ("4,5,6", [0, 2], "4,6"),
+        ("GPU-aa, MIG-bb", [1], "MIG-bb"),
+        ("4,5", [], ""),
+    ],
+)
+def test_a_process_sees_its_own_gpus_by_the_names_that_its_host_has_for_them(
+    before: str | None, gpus: list[int], seen: str
+) -> None:
+    environ = share_env(1, gpus=gpus) | ({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+    take_share(environ)
+    assert environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ShareMissing, match=r"GPU 2 was given to this process, but .* use 2, "):
+        take_share(share_env(1, gpus=[2]) | {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_outside_of_a_placement_nothing_changes() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "7"}
+    take_share(environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert own_gpus(environ) == []
+
+
+def test_the_share_of_a_gpu_arrives() -> None:
+    assert own_gpu_share(share_env(1, gpus=[0], gpu_share=0.35)) == 0.35
+    assert own_gpu_share(share_env(1, gpus=[0])) == 1
+    assert own_gpus(share_env(1, gpus=[0, 2])) == [0, 2]
+
+
+def test_without_gpus_the_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMPOSER_MESH_GPUS", raising=False)
+    assert own_device() == torch.device("cpu")
+    monkeypatch.setenv("COMPOSER_MESH_GPUS", "")
+    assert own_device() == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_torch_does_not_find_is_no_reason_to_take_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMPOSER_MESH_GPUS", "5")
+    with pytest.raises(NoGpuHere, match=r"gives this process GPU 5 .* torch finds no CUDA device"):
+        own_device()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_a_process_with_a_gpu_computes_on_the_first_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMPOSER_MESH_GPUS", "0")
+    assert own_device() == torch.device("cuda", 0)

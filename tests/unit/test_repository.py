@@ -1,0 +1,106 @@
+"""The layout of the repository is what the decisions say it is."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("configs", "losses", "rollouts", "mesh", "actors", "services", "integrations")
+SOURCES = sorted(path for layer in FLOORS for path in (ROOT / layer).rglob("*.py"))
+LAUNCHERS = {"subprocess", "multiprocessing"}
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("layer", FLOORS)
+def test_each_part_of_the_package_is_a_relative_link_to_its_folder(layer: str) -> None:
+    link = ROOT / "src" / "composer_mesh" / layer
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", "..", layer)
+    assert (link / "__init__.py").is_file()
+
+
+def test_init_files_hold_a_docstring_and_nothing_else() -> None:
+    inits = [path for path in SOURCES if path.name == "__init__.py"]
+    for path in [ROOT / "src" / "composer_mesh" / "__init__.py", *inits]:
+        module = parsed(path)
+        assert ast.get_docstring(module), path
+        assert len(module.body) == 1, path
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [path for path in SOURCES if not ast.get_docstring(parsed(path))] == []
+
+
+def test_only_three_places_start_processes() -> None:
+    """Actors of a run, the agent of each of its hosts, and programs that are no actors."""
+    starters = [path for path in SOURCES if starts_processes(parsed(path))]
+    places = ("hosts/remote.py", "programs.py", "spawn.py")
+    assert starters == [ROOT / "mesh" / place for place in places]
+
+
+def starts_processes(module: ast.Module) -> bool:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and node.attr in ("spawn_procs", "fork", "Popen"):
+            return True
+        if isinstance(node, ast.Import) and LAUNCHERS & {alias.name for alias in node.names}:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module in LAUNCHERS:
+            return True
+    return False
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run(
+        [str(command), "--no-cache", "--config", str(ROOT / "pyproject.toml")],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package alone, to break."""
+    for layer in FLOORS:
+        shutil.copytree(ROOT / layer, tmp_path / layer, ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copytree(
+        ROOT / "src" / "composer_mesh", tmp_path / "src" / "composer_mesh", symlinks=True
+    )
+    return tmp_path
+
+
+def test_the_import_layers_hold(copy: Path) -> None:
+    report = lint_imports(copy)
+    assert report.returncode == 0, report.stdout + report.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("configs/layout.py", "import composer_mesh.losses", "A layer imports only"),
+        ("losses/__init__.py", "import composer_mesh.rollouts", "A layer imports only"),
+        ("services/pool/routing.py", "import composer_mesh.services.run.mesh", "A package of"),
+        ("actors/models/lora.py", "import composer_mesh.actors.learning.step", "A package of"),
+        ("actors/trainer.py", "import composer_mesh.actors.generator", "do not import each other"),
+        ("rollouts/__init__.py", "import monarch.actor", "never import Monarch"),
+        ("configs/base.py", "import torch", "Configs never import torch"),
+        ("services/cli.py", "import subprocess", "Processes start in mesh.spawn"),
+    ],
+)
+def test_a_broken_import_layer_is_found(copy: Path, file: str, line: str, contract: str) -> None:
+    path = copy / file
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    report = lint_imports(copy)
+    assert report.returncode == 1, report.stdout + report.stderr
+    broken = [row for row in report.stdout.splitlines() if " BROKEN" in row]
+    assert any(contract in row for row in broken), report.stdout

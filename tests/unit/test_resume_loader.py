@@ -1,0 +1,262 @@
+"""A run directory read back: what is whole is taken, what is damaged is set aside and said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.actors.checkpoints.folder import folder_of
+from composer_mesh.actors.checkpoints.manifest import write_manifest, written
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.replay.late_rewards import Corrections
+from composer_mesh.services.replay.teacher_query_record import (
+    TeacherQueryRecord,
+    query_record_to_json,
+)
+from composer_mesh.services.run.resume_loader import (
+    Past,
+    load_resume_state,
+    restore_teacher_queries,
+    trained_steps,
+)
+from composer_mesh.services.schedule.step_builder import Group, PlannedStep
+from composer_mesh.services.steps.hint_writing import WordedHints, worded_to_json
+from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import StepManifest, manifest_to_json
+from composer_mesh.services.store.group_files import path_of
+from composer_mesh.services.store.writing import RunStore
+
+PROMPTS, DONE, AHEAD = 2, 3, 2
+Events = list[tuple[str, str]]
+
+
+@pytest.fixture
+def config(build_config: Any) -> Config:
+    return build_config(run={"name": "unit", "seed": 3, "steps": 9}, late_rewards={"max_age": 2})
+
+
+def group_of(group: int, version: int) -> list[Trace]:
+    turn = Turn([1, 2], [3], [-0.5], [version], "stop")
+    name = f"train-{group:06d}-000"
+    return [Trace(name, group, 0, "toolbox", "train", group, [turn], [], 1.0, True, [])]
+
+
+@contextmanager
+def opened(root: Path, config: Config) -> Iterator[RunStore]:
+    with RunStore(root, config) as store:
+        yield store
+
+
+async def filled(store: RunStore, planned: bool = False) -> None:
+    """A run of some steps, whose rollouts of two steps more are there but for one group."""
+    for step in range(DONE + AHEAD):
+        groups = range(step * PROMPTS, (step + 1) * PROMPTS)
+        for group in groups:
+            store.enter(group, max(0, step - 1))
+            if group < (DONE + AHEAD) * PROMPTS - 1:
+                await store.add_group(group, group_of(group, max(0, step - 1)))
+        if step < DONE + planned:
+            manifest = StepManifest(step, tuple(groups))
+            await store.plan_step(step, list(groups), manifest_to_json(manifest))
+        if step < DONE:
+            await store.end_step(step, {"step": step + 1})
+
+
+async def looked(root: Path, config: Config) -> tuple[Past, Events]:
+    events: Events = []
+
+    def record(kind: str, actor: str, detail: str, /, **_: Any) -> None:
+        events.append((kind, detail))
+
+    with opened(root, config) as store:
+        past = await load_resume_state(store, config, record)
+    return past, events
+
+
+def flip(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(body)
+
+
+async def test_done_steps_the_planned_one_and_finished_groups_are_there(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled(store, planned=True)
+        await store.add_worded(8, worded_to_json(WordedHints({}, 2, 0.5)))
+    past, events = await looked(tmp_path, config)
+    assert (past.steps, past.checkpoint, events) == (DONE, None, [])
+    assert [(manifest.step, metrics["step"]) for manifest, metrics in past.again] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
+    assert past.planned is not None
+    assert past.planned.groups == (6, 7)
+    assert sorted(past.waiting) == [8]
+    assert past.waiting[8].traces == group_of(8, 3)
+    assert past.waiting[8].worded == WordedHints({}, 2, 0.5)
+    assert [group.traces for group in past.groups_of(past.planned)] == [
+        group_of(6, 2),
+        group_of(7, 2),
+    ]
+
+
+async def test_a_run_that_has_not_done_anything_has_no_past(tmp_path: Path, config: Config) -> None:
+    with opened(tmp_path, config):
+        pass
+    assert await looked(tmp_path, config) == (Past(), [])
+
+
+async def test_a_damaged_group_that_no_step_has_taken_is_set_aside_and_nothing_else(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled(store)
+    flip(path_of(tmp_path, 7))
+    past, _ = await looked(tmp_path, config)
+    assert sorted(past.waiting) == [6, 8]
+    assert past.steps == DONE
+    assert not path_of(tmp_path, 7).exists()
+    assert list((tmp_path / "quarantine").rglob("*000007*"))
+
+
+async def test_a_damaged_group_that_must_be_trained_again_takes_the_run_back_before_its_step(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled(store)
+    flip(path_of(tmp_path, 3))
+    past, events = await looked(tmp_path, config)
+    assert past.steps == 1
+    assert [manifest.step for manifest, _ in past.again] == [0]
+    assert any(kind == "steps_superseded" and "step 2" in detail for kind, detail in events)
+    # Group 3 is lost; those of versions above 1 do not count any more.
+    assert sorted(past.waiting) == [2, 4, 5]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+async def test_steps_are_read_once_and_in_order_or_the_run_is_refused(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled(store)
+        manifest = manifest_to_json(StepManifest(7, ()))
+        await store.plan_step(7, [], manifest)
+    with pytest.raises(RunDirectoryError, match="must have each once, in order"):
+        await looked(tmp_path, config)
+
+
+async def test_what_the_hint_writer_has_spent_counts_on(tmp_path: Path, build_config: Any) -> None:
+    hints = {"writer": "llm", "llm": {"kind": "builtin"}}
+    config = build_config(sdpo={"alpha": 0.1, "hints": hints})
+    with opened(tmp_path, config) as store:
+        await filled(store)
+        for group in (0, 3, 8):
+            await store.add_worded(group, worded_to_json(WordedHints({}, 2, 0.25)))
+    past, _ = await looked(tmp_path, config)
+    assert past.words_spent == (6, 0.75)
+
+
+async def test_a_damaged_checkpoint_is_set_aside_and_more_steps_are_trained_again(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled(store)
+    for step in (1, 3):
+        folder = folder_of(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"12345678")
+        write_manifest(folder, step, written(folder, [folder / "weights"]))
+    flip(folder_of(tmp_path, 3) / "weights")
+    past, events = await looked(tmp_path, config)
+    assert past.checkpoint is not None
+    assert past.checkpoint.step == 1
+    assert [manifest.step for manifest, _ in past.again] == [1, 2]
+    assert [manifest.step for manifest in past.known] == [0]
+    assert any(kind == "quarantined" and "checkpoint of step 3" in told for kind, told in events)
+
+
+class Stream:
+    """A pair stream that is told what was asked, and of the groups that were not."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.entered: list[tuple[str, int]] = []
+
+    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int, unknown: int = 0) -> int:
+        self.asked = [group.group_id for group in asked]
+        return len(self.asked)
+
+    def begin(self, group: Sequence[Trace]) -> None:
+        self.entered.append(("begin", group[0].group_id))
+
+    def skip(self, group_id: int) -> None:
+        self.entered.append(("skip", group_id))
+
+
+async def test_teachers_are_asked_about_trained_groups_that_they_were_not_asked_about(
+    tmp_path: Path, config: Config
+) -> None:
+    stream: Any = Stream()
+    with opened(tmp_path, config) as store:
+        await filled(store)
+        for group in range(2):
+            asked = TeacherQueryRecord(group, [], ReplayOutcome(), [])
+            await store.add_teacher_queries(group, query_record_to_json(asked, []), [])
+        flip(path_of(tmp_path, 4))
+        restore_teacher_queries(Past(), stream, store.reading, DONE * PROMPTS)
+    assert stream.asked == [0, 1]
+    assert stream.entered == [("begin", 2), ("begin", 3), ("skip", 4), ("begin", 5)]
+
+
+class Composing:
+    """Stands for a composer: what it was told to remember, and to make again, of which rollouts."""
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+
+    def remember(self, manifest: StepManifest, groups: Sequence[Group]) -> None:
+        del groups
+        self.known.append(manifest.step)
+
+    def again(
+        self, manifest: StepManifest, groups: Sequence[Group], pairs: Sequence[PreferencePair]
+    ) -> PlannedStep:
+        del pairs
+        traces = [trace for group in groups for trace in group.traces]
+        return PlannedStep(StepBatch(manifest.step, [], [], []), traces, None, Corrections())
+
+
+@pytest.mark.parametrize(("first", "until", "known"), [(0, 3, []), (1, 2, [0]), (2, 3, [0, 1])])
+async def test_done_steps_are_made_again_for_a_trainer_that_lost_a_checkpoint(
+    tmp_path: Path, config: Config, first: int, until: int, known: list[int]
+) -> None:
+    step_builder: Any = Composing()
+    with opened(tmp_path, config) as store:
+        await filled(store, planned=True)
+        found = trained_steps(store.reading, config, step_builder, first, until)
+    steps = [(one.batch.step, one.metrics["step"]) for one in found]
+    assert steps == [(step, step + 1) for step in range(first, until)]
+    assert step_builder.known == known
+
+
+async def test_a_done_step_whose_rollouts_are_damaged_is_not_made_again(
+    tmp_path: Path, config: Config
+) -> None:
+    step_builder: Any = Composing()
+    with opened(tmp_path, config) as store:
+        await filled(store)
+        flip(path_of(tmp_path, 3))
+        with pytest.raises(RunDirectoryError, match=r"step 2 cannot be trained again .*--resume"):
+            trained_steps(store.reading, config, step_builder, 0, 3)
+        assert len(trained_steps(store.reading, config, step_builder, 2, 3)) == 1
