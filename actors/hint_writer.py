@@ -1,7 +1,7 @@
 """The hint-writer actor: error sites' data goes to a language model, a sentence comes back.
 
-What is asked is `rollouts.hint_prompts`; cache, budget and requests are `hints.hint_service`. Nothing here
-decides whether words may be shown. Neither this module nor what it imports loads torch.
+Prompts are in `rollouts.hint_prompts`; cache, budget and requests in `hints.hint_service`. Whether
+a hint may be shown is decided elsewhere. Neither this module nor what it imports loads torch.
 """
 
 from dataclasses import replace

@@ -186,7 +186,7 @@ def _opened(place: str) -> sqlite3.Connection:
     rows = sqlite3.connect(
         place, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
     )
-    rows.create_function("checksum_of", -1, checksum_of, deterministic=True)
+    rows.create_function("seal_of", -1, checksum_of, deterministic=True)
     rows.text_factory = _text
     return rows
 
@@ -197,12 +197,12 @@ def _text(value: bytes) -> str:
 
 
 def checksum_of(*values: object) -> int:
-    """The CRC-32 of a row's values, for tables that keep one beside them; a function in SQL too."""
-    row_checksum = 0
+    """The CRC-32 of a row's values; in SQL it is the function `seal_of`."""
+    crc = 0
     for value in values:
         content = value if isinstance(value, bytes) else repr(value).encode()
-        row_checksum = zlib.crc32(content, zlib.crc32(b"%d," % len(content), row_checksum))
-    return row_checksum
+        crc = zlib.crc32(content, zlib.crc32(b"%d," % len(content), crc))
+    return crc
 
 
 def damage_of(path: Path) -> str:

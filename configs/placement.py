@@ -1,6 +1,6 @@
 """Which process may use which cores, GPUs and memory of which host: the section `[placement]`.
 
-Says what is wanted. Who gets what is decided by `placement_solver`, and found on a machine by the mesh.
+Describes what is wanted; `placement_solver` decides which process gets what.
 """
 
 from typing import Annotated, Self

@@ -1,7 +1,7 @@
 """Every process of a run: its name, what it is given, and the memory that it needs.
 
-Puts together the plan of the mesh, the section `[placement]` and the estimates of `memory_estimate`. Which
-host a process comes to is decided by `placement_solver`.
+Combines the mesh layout, the section `[placement]` and `memory_estimate`. `placement_solver`
+decides which host a process runs on.
 """
 
 from dataclasses import dataclass

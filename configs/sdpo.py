@@ -72,13 +72,15 @@ class SdpoConfig(Section):
     def _teacher_output_fits_the_loss(self) -> Self:
         if self.objective != "none" and self.teacher_output not in ("hidden", "full"):
             raise ValueError(
-                f"objective is {self.objective!r} but teacher_output is {self.teacher_output!r}, and it "
-                "needs the teacher's whole distribution: set teacher_output to 'hidden' or 'full'"
+                f"objective is {self.objective!r} but teacher_output is {self.teacher_output!r}, "
+                "and it needs the teacher's whole distribution: "
+                "set teacher_output to 'hidden' or 'full'"
             )
         if self.entropy_opd_h_max is not None and self.objective != "entropy_opd":
             raise ValueError(
-                f"entropy_opd_h_max is {self.entropy_opd_h_max} but objective is {self.objective!r}, "
-                "which does not read it: remove it or set objective to 'entropy_opd'"
+                f"entropy_opd_h_max is {self.entropy_opd_h_max} but objective is "
+                f"{self.objective!r}, which does not read it: "
+                "remove it or set objective to 'entropy_opd'"
             )
         if self.placement == "inline" and self.replicas > 1:
             raise ValueError(

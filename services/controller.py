@@ -9,7 +9,7 @@ be; steps take groups in the order in which they entered. Everything it touches 
                               +-> pair stream --+   teachers, filters, reference: beside the steps
 
 Everything is written before it is used, so a run that was stopped anywhere goes on as if it had not
-been: what it `resume_state` with are the steps that are done, one that was planned, and finished groups.
+been: `resume_state` holds the steps that are done, one that was planned, and finished groups.
 
 Where rollouts may lag, the sync of a version runs beside the next step. The window opens when all
 have pulled, and what needs the new version everywhere waits for it: evaluations, checkpoints, the
@@ -47,8 +47,8 @@ class Ports:
     """The world, as far as a run needs it; `replay` is None when the channel is off.
 
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
-    None where templates alone word the hints, `logprob_mismatch` where nobody watches how far trainer and
-    generators agree.
+    None where templates alone word the hints, `logprob_mismatch` where nobody monitors how far the
+    log-probs of trainer and generators differ.
     """
 
     rollouts: Rollouts

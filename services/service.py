@@ -218,8 +218,8 @@ async def spawn(
     replica is the service's own business where calls have several `attempts`, and ends the run
     where they have one, unless `policy` says otherwise.
 
-    `env` is added to the environment of each process, or what it gives for the process's slot;
-    a `placement`, asked for the slot at each start, says the host too and stands instead of it. With
+    `env` is added to the environment of each process, or what it gives for the process's slot; a
+    `placement`, called with the slot at each start, gives the host too and replaces `env`. With
     `restart` the dead are replaced by its rules, and that is told to `record`; without, a
     resize replaces them. Where replicas are not `numbered`, the first has the service's name.
     """

@@ -112,7 +112,7 @@ class PolicyChannel:
         self._logprob_mismatch = LogprobMismatch(self._bound)
 
     def finish_step(self, ranks: Ranks) -> Figures:
-        """What was measured in this step, on all ranks: `logprob_mismatch/…` and `policy/custom/…`."""
+        """Metrics of this step over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
         measured = Sums.joined(ranks.gather(self._logprob_mismatch.sums.on_cpu()))
         return figures(measured) | self._custom_means(ranks)
 

@@ -101,9 +101,9 @@ class ThreeChannelStep:
     ) -> dict[str, float | None]:
         """One update; returns the step's `loss/…`, `policy/…` and `tokens/…` metrics.
 
-        `source` gives the teacher's signal for the views of each microbatch. When it raises
-        `TeacherOutputsLost`, on any rank, the step begins again without the SDPO channel. The weights do
-        not change before `before_update` has returned.
+        `source` gives the teacher's output for the views of each microbatch. When it raises
+        `TeacherOutputsLost`, on any rank, the step begins again without the SDPO channel. The
+        weights do not change before `before_update` has returned.
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")

@@ -1,7 +1,8 @@
 """The client of teachers' providers: one question at a time, retried within bounds.
 
 Speaks the OpenAI chat protocol, and OpenRouter's additions where an endpoint is OpenRouter's.
-Fates of failures are in `errors`, limits in `limiter`, money in `bill`, bytes in `transport` and `reply`.
+Failure handling is in `errors`, rate limits in `request_limiter`, cost in `bill`, bytes in
+`http_transport` and `reply`.
 It knows no ceiling, no votes and no actors.
 """
 

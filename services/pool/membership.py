@@ -1,8 +1,8 @@
 """The replicas of a service over time: they come, are made ready, die, leave and stop.
 
-Which of them takes a call is `routing`, when a dead one is replaced, `restart_manager`. A replica comes in
-at one place, `Membership._come`: its process starts, hears what all replicas were told to set up,
-and only then gets calls.
+`routing` decides which of them takes a call, `restart_manager` when a dead one is replaced. A
+replica comes in at one place, `Membership._come`: its process starts, receives the set-up calls
+that all replicas received, and only then gets calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Where the processes of a run are: the placement of a config on its hosts, and what each is told.
 
-The decision is `configs.placement_solver`'s. Here is which hosts it is about, what could not be known, what
-becomes of those whose host is lost, and the environment that brings its part to a process
-(`mesh.share`).
+`placement_solver` decides. This module knows the hosts of the run, moves processes whose host is
+lost, and builds the environment that tells a process its resources (`mesh.process_resources`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +166,8 @@ class ProcessPlacements:
     def env(self, kind: str, number: int = 0) -> dict[str, str]:
         """What the process of this number is told, whichever of its place's processes it is.
 
-        Beyond the placement it shares what others share; raises `NoPlacement` where the kind does not.
+        Processes beyond the placement share what others share; raises `NoPlacement` where the
+        kind has no place at all.
         """
         placements = self.placement.of_kind(kind)
         if number >= len(placements) and (own := _own(placements[0].process)):

@@ -2,8 +2,8 @@
 
     wait before restart k of a window = uniform(0, min(backoff_max_s, backoff_s * 2^k))
 
-Who starts what is `restart_manager` and `teaching`. Full jitter keeps those that died together from coming
-back together.
+`restart_manager` and `teaching` do the starting. Full jitter keeps processes that died together
+from restarting together.
 """
 
 from __future__ import annotations

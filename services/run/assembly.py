@@ -213,8 +213,8 @@ class Run:
         self.event(
             "run_resumed",
             "",
-            f"{past.steps} steps are done; begins from {resumed_from}, {len(past.again)} of them are "
-            f"trained again, {len(past.waiting)} finished groups wait",
+            f"{past.steps} steps are done; resumes from {resumed_from}, {len(past.again)} of them "
+            f"are trained again, {len(past.waiting)} finished groups wait",
         )
 
     async def _run_on(self, host: MeshHost, config: Config, weights: Transport) -> None:
@@ -265,7 +265,7 @@ class Run:
         if self.resumed is not None:
             self.view.phase("training the steps since the checkpoint again")
             await trainer.catch_up(controller.resume_state.past)
-            controller.resume_state.past.clear()  # the trainer keeps them as long as it may need them
+            controller.resume_state.past.clear()  # the trainer keeps what it may need
         await controller.run()
 
     def _progress(self) -> tuple[int, int]:

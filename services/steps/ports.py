@@ -66,9 +66,8 @@ class Training(Protocol):
 class WeightSync(Protocol):
     """Brings the trainer's newest version to everyone who serves it; returns that version.
 
-    With `on_snapshot` the next step may be trained beside it, once that was called: nothing that the
-    step does can touch the version's copy then, and whoever the step needs has it. Without, nobody
-    trains meanwhile.
+    `on_snapshot` is called once the version is copied: the next step may then be trained while the
+    weights are still being transferred. Without it, nothing is trained meanwhile.
     """
 
     async def sync(self, on_snapshot: MayTrain | None = None) -> int: ...

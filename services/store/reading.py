@@ -176,7 +176,7 @@ def _intact(table: str, row: Values) -> Values:
     *values, intact = row
     if not intact:
         where = f"{STORE_FILE}, table {table}, row {values[0]}"
-        raise DamagedRecord(where, "its seal is that of another row", REPAIR)
+        raise DamagedRecord(where, "its checksum is that of another row", REPAIR)
     return tuple(values)
 
 

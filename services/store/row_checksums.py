@@ -17,7 +17,7 @@ from composer_mesh.services.store.quarantine import FOLDER
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE, whole
 
-WHY = "its seal is that of another row"
+WHY = "its checksum is that of another row"
 SCHEMA = "its tables are not those that were made"
 REPAIR = "take run.sqlite from a copy of the run, or begin a new run from one of its checkpoints"
 ROWS_FILE = "rows.jsonl"

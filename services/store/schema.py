@@ -1,8 +1,8 @@
-"""The tables of `run.sqlite`, and the seal of each row.
+"""The tables of `run.sqlite`, and the checksum of each row.
 
-SQLite checks the structure of its pages, but not what a row says. So each row has a CRC-32 of all
-its columns in `row_checksum`, which triggers keep, and whoever reads a row compares it. What the rows mean
-is `rows`.
+SQLite checks the structure of its pages, but not the contents of a row. So each row has a CRC-32 of
+its columns in the column `seal`, which triggers maintain and every reader compares. The names on
+disk are those of version 1 and stay. The rows as Python values are in `rows`.
 """
 
 from composer_mesh.actors.sqlite_file import FileKind
@@ -20,7 +20,7 @@ COLUMNS = {
     "evaluations": "place, step, state, body",
     "poisoned": "place, body",
 }
-"""The columns of each table but its seal."""
+"""The columns of each table except its checksum."""
 
 TABLES = (
     "CREATE TABLE groups (group_id INTEGER PRIMARY KEY, state TEXT NOT NULL "
@@ -66,20 +66,18 @@ def whole(table: str) -> str:
 
 
 def _checksum_of(table: str) -> str:
-    """The seal of a row. Texts are taken as bytes: damaged ones may be no texts."""
+    """The checksum of a row. Text is read as bytes: damaged text may not be valid UTF-8."""
     names = COLUMNS[table].split(", ")
     values = [f"CAST({table}.{n} AS BLOB)" if n in TEXT else f"{table}.{n}" for n in names]
     return f"seal_of({', '.join(values)})"
 
 
-def _checksums(table: str) -> tuple[str, str]:
-    """The triggers that keep a table's seals."""
-    row_checksum = (
-        f"BEGIN UPDATE {table} SET seal = {_checksum_of(table)} WHERE rowid = new.rowid; END"
-    )
+def _triggers(table: str) -> tuple[str, str]:
+    """The triggers that maintain a table's checksums."""
+    update = f"BEGIN UPDATE {table} SET seal = {_checksum_of(table)} WHERE rowid = new.rowid; END"
     return (
-        f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} {row_checksum}",
-        f"CREATE TRIGGER {table}_changed AFTER UPDATE OF {COLUMNS[table]} ON {table} {row_checksum}",
+        f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} {update}",
+        f"CREATE TRIGGER {table}_changed AFTER UPDATE OF {COLUMNS[table]} ON {table} {update}",
     )
 
 
@@ -88,6 +86,6 @@ KIND = FileKind(
     repair="free the disk or correct its permissions, then go on with train --resume",
     application_id=0x434D5255,
     version=1,
-    tables=(*TABLES, *(trigger for table in COLUMNS for trigger in _checksums(table))),
+    tables=(*TABLES, *(trigger for table in COLUMNS for trigger in _triggers(table))),
     synchronous="FULL",
 )
