@@ -16,6 +16,7 @@ from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
 from composer_mesh.services.commands import clusters, inspection, training
 from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.commands.retired import refuse_retired
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.directory.live import RunUnavailable
@@ -58,8 +59,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = make_parser().parse_args(words)
     try:
+        refuse_retired(words)
+        arguments = make_parser().parse_args(words)
         status = reached(arguments, words)
         return int(COMMANDS[arguments.command](arguments) if status is None else status)
     except REFUSALS as error:

@@ -103,7 +103,7 @@ class PolicyChannel:
     def skip(self) -> None:
         """Run the reference with ranks that have samples, where this one has none."""
         if self._reference is not None:
-            self._reference.nothing()
+            self._reference.dummy_forward()
             release(self._reference.model)
 
     def begin_step(self) -> None:

@@ -133,7 +133,7 @@ class ThreeChannelStep:
             for group in groups:
                 self._train_pairs(group, one)
             for _ in range(rounds.pairs - len(groups)):
-                self._model.nothing().backward()
+                self._model.dummy_forward().backward()
         return one
 
     def _metrics(
@@ -191,7 +191,7 @@ class ThreeChannelStep:
 
     def _dummy_forward(self, index: int, one: _Pass) -> None:
         """Run all models as often as the ranks that have a microbatch of this index."""
-        loss = self._model.nothing()
+        loss = self._model.dummy_forward()
         self._policy.skip()
         if one.source is not None:
             one.source.skip(index)

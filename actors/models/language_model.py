@@ -116,7 +116,7 @@ class LanguageModel:
             return self._packed(sequences)
         return self._padded(sequences)
 
-    def nothing(self) -> Tensor:
+    def dummy_forward(self) -> Tensor:
         """A zero that depends on every weight: what a rank without data contributes."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         return 0 * self.logprobs(self.hidden(ids.tolist()), ids, ids[:, 1:] == 0).sum()

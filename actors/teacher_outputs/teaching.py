@@ -165,5 +165,5 @@ def hinted_states(
         for row, index in enumerate(indices):
             rows[index] = states[row, views[index].teacher_rows]
     for _ in range(forwards - len(groups)):
-        language_model.nothing()
+        language_model.dummy_forward()
     return torch.cat(rows) if rows else torch.empty(0)
