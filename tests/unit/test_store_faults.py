@@ -176,7 +176,7 @@ def test_a_torn_page_of_the_database_is_refused_with_the_repair(run: Path, confi
 @contextmanager
 def database(run: Path) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(run / "run.sqlite", isolation_level=None)) as rows:
-        rows.create_function("checksum_of", -1, checksum_of)
+        rows.create_function("seal_of", -1, checksum_of)
         yield rows
 
 
