@@ -31,7 +31,7 @@ def run(tmp_path: Path, build_config: Any) -> Path:
 def change(run: Path, statement: str) -> None:
     """A change that is sealed: what a fault of a program would do, and none of the disk."""
     with closing(sqlite3.connect(run / "run.sqlite", isolation_level=None)) as rows:
-        rows.create_function("checksum_of", -1, checksum_of)
+        rows.create_function("seal_of", -1, checksum_of)
         rows.execute(statement)
 
 

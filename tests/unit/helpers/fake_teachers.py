@@ -91,11 +91,13 @@ class FakeTeacher(FakeActor):
         self.version = handle.version
         return self.version
 
-    async def signal(self, step: int, views: list[HintedView], choice: Any) -> TeacherOutputHandle:
+    async def teacher_output(
+        self, step: int, views: list[HintedView], choice: Any
+    ) -> TeacherOutputHandle:
         if self.error is not None:
-            raise self.error from RemoteError(self.name, "signal", "traceback")
+            raise self.error from RemoteError(self.name, "teacher_output", "traceback")
         place, self.served = self.served, self.served + 1
-        self.log.append(("signal", self.name, view_keys(views), choice))
+        self.log.append(("teacher_output", self.name, view_keys(views), choice))
         await self.pass_gate(place)
         self.tickets += 1
         self.held.add(self.tickets)
