@@ -1,6 +1,6 @@
 """Which process may use which cores, GPUs and memory of which host: the section `[placement]`.
 
-Describes what is wanted; `placement_solver` decides which process gets what.
+Describes what is wanted; `planning.placement_solver` decides which process gets what.
 """
 
 from typing import Annotated, Self

@@ -1,15 +1,14 @@
 """The model that is trained: its size or its folder, and its supervised warm start.
 
-Builds nothing; whether a folder exists is the loader's question.
+Builds nothing and counts nothing; whether a folder exists is the loader's question.
 """
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import Count, FilePath, Positive, Section, Share
-from composer_mesh.configs.model_sizes import ModelSizes
 
 # 256 byte tokens, the chat and tool tokens, and room to learn a few merges.
 SMALLEST_VOCABULARY = 300
@@ -41,6 +40,52 @@ class WarmStartConfig(Section):
 
     hinted_share: Share = 0.25
     """Share of demonstrations that show a hint at an error, so that the model can read hints."""
+
+
+Decoder = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
+class ModelSizes(Section):
+    """Sizes of a decoder, under the names that its config.json has for them."""
+
+    model_type: Decoder
+    """Which decoder it is: "llama", "mistral", "qwen2" or "qwen3"."""
+
+    hidden_size: Count
+    """Width of the residual stream."""
+
+    intermediate_size: Count
+    """Width of the gated feed-forward layer."""
+
+    num_hidden_layers: Count
+    """Decoder layers."""
+
+    num_attention_heads: Count
+    """Query heads."""
+
+    num_key_value_heads: Count
+    """Key and value heads, which several query heads may share."""
+
+    head_dim: Annotated[int, Field(ge=0)] = 0
+    """Width of one head; 0 is hidden_size / num_attention_heads."""
+
+    vocab_size: Count
+    """Rows of the embedding."""
+
+    tie_word_embeddings: bool = False
+    """Whether the output head is the embedding."""
+
+    attention_bias: bool = False
+    """Whether attention's projections have biases; qwen2 always has those of q, k and v."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if not self.head_dim and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} but num_attention_heads is "
+                f"{self.num_attention_heads}, which does not divide it: write head_dim too"
+            )
+        return self
 
 
 class PolicyConfig(Section):

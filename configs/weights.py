@@ -22,11 +22,3 @@ class WeightsConfig(Section):
 
     folder: FilePath | None = None
     """Where "disk" puts its files, on every host the same; the run's directory by default."""
-
-    def chosen(self, hosts: int = 1) -> tuple[WeightTransport, str]:
-        """The transport of a run on so many hosts, and why it is this one."""
-        if self.transport != "auto":
-            return self.transport, "as weights.transport says"
-        if hosts == 1:
-            return "shm", "trainer and receivers share one host"
-        return "rdma", f"the run has {hosts} hosts"

@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from composer_mesh.configs.room import HostResources
 from composer_mesh.mesh.process_resources import VISIBLE
+from composer_mesh.planning.host_capacity import HostResources
 
 NAME = "localhost"
 NVML = "libnvidia-ml.so.1"

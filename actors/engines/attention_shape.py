@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.planning.model_sizes import head_width
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class AttentionShape:
         if sizes is None or (path / "config.json").is_file():
             return cls.of_folder(path)
         heads = (sizes.num_attention_heads, sizes.num_key_value_heads)
-        return cls(sizes.num_hidden_layers, *heads, sizes.head_width)
+        return cls(sizes.num_hidden_layers, *heads, head_width(sizes))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:

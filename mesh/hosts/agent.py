@@ -16,7 +16,6 @@ from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.configs.room import HostResources
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
@@ -24,6 +23,7 @@ from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
 from composer_mesh.mesh.machine import this_machine
+from composer_mesh.planning.host_capacity import HostResources
 
 LONGEST_LINE = 200
 TELL_S = 1.0

@@ -42,7 +42,16 @@ def _version(name: str) -> str:
 
 def _digest() -> str:
     package = Path(__file__).resolve().parents[2]
-    floors = ("configs", "losses", "rollouts", "mesh", "actors", "services", "integrations")
+    floors = (
+        "configs",
+        "planning",
+        "losses",
+        "rollouts",
+        "mesh",
+        "actors",
+        "services",
+        "integrations",
+    )
     found = hashlib.sha256()
     for floor in floors:
         for file in sorted((package / floor).rglob("*.py")):

@@ -18,6 +18,7 @@ from composer_mesh.mesh.weights.transports import shm, torchstore
 from composer_mesh.mesh.weights.transports.disk import DiskReceiver, DiskSender
 from composer_mesh.mesh.weights.transports.port import Shape, TransportReceiver, TransportSender
 from composer_mesh.mesh.weights.transports.rdma import RdmaReceiver, RdmaSender
+from composer_mesh.planning.mesh_layout import weight_transport
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Transport:
 
 def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
     """The transport of a run on so many hosts. Raises `TransportUnavailable` with the repair."""
-    name, reason = config.chosen(hosts)
+    name, reason = weight_transport(config, hosts)
     lacks = shm.why_not()
     if config.transport == "auto" and name == "shm" and lacks is not None:
         name, reason = "rdma", lacks

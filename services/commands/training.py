@@ -13,10 +13,10 @@ from rich.console import Console
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_installed
 from composer_mesh.configs.changes import Change
-from composer_mesh.configs.layout import plan_mesh
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.planning.mesh_layout import plan_mesh
 from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
 from composer_mesh.services.checks.accepting import (
     UsageError,

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from composer_mesh.configs.memory import SHARED_CODE, in_gb, total
-from composer_mesh.configs.placing import Placed, Placement
-from composer_mesh.configs.processes import WHOLE
-from composer_mesh.configs.room import HostResources
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.memory import SHARED_CODE, in_gb, total
+from composer_mesh.planning.placement_solver import Placed, Placement
+from composer_mesh.planning.process_specs import WHOLE
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 
 WIDEST = 200

@@ -1,13 +1,13 @@
 """The mesh of a run as tables to print: its actors, channels and transports.
 
-What they are is `configs.layout`; where they run, `placement_table`.
+What they are is `planning.mesh_layout`; where they run, `placement_table`.
 """
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from composer_mesh.configs.layout import MeshPlan
+from composer_mesh.planning.mesh_layout import MeshPlan
 
 
 def print_plan(plan: MeshPlan, console: Console) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer_mesh.configs.paths import with_whole_paths
-from composer_mesh.configs.placing import described_hosts
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
 from composer_mesh.mesh.programs import ProgramFailed
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.checks.accepting import accepted
 from composer_mesh.services.directory.claim import (
     RUNS,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from composer_mesh.configs.cluster import ClusterKind
-from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.host_capacity import HostResources
 
 State = Literal["waiting", "running", "ended", "unknown"]
 

@@ -7,7 +7,12 @@ lost, and builds the environment that tells a process its resources (`mesh.proce
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from composer_mesh.configs.described import (
+from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.machine import this_machine
+from composer_mesh.mesh.process_resources import share_env
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.host_checks import (
     WrongHost,
     about,
     check_described,
@@ -15,8 +20,8 @@ from composer_mesh.configs.described import (
     check_has,
     check_together,
 )
-from composer_mesh.configs.model_sizes import ModelSizes, UnknownSizes
-from composer_mesh.configs.placing import (
+from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of
+from composer_mesh.planning.placement_solver import (
     Placed,
     Placement,
     aliases_of,
@@ -25,11 +30,7 @@ from composer_mesh.configs.placing import (
     place_again,
     stay_with_controller,
 )
-from composer_mesh.configs.processes import Process, processes_of, sizes_of
-from composer_mesh.configs.room import HostResources
-from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.machine import this_machine
-from composer_mesh.mesh.process_resources import share_env
+from composer_mesh.planning.process_specs import Process, processes_of
 
 FOUND_LATER = (
     "the hosts of the run are found when it is launched: whether it fits is not known before; "

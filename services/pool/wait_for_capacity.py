@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from composer_mesh.configs.placing import NoCapacity
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy
+from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 
 T = TypeVar("T")

@@ -25,13 +25,13 @@ from composer_mesh.actors.models.policy import load_tokenizer
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.placing import NoCapacity
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.task_choice import make_task

@@ -16,8 +16,6 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch.actor import enable_transport
 
-from composer_mesh.configs.placing import described_hosts
-from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
@@ -29,6 +27,8 @@ from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.launch.orders import AUTHORITY
 from composer_mesh.services.pool.process_placement import ProcessPlacements

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer_mesh.configs.layout import host_count
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.weights.choice import Transport, choose
+from composer_mesh.planning.mesh_layout import host_count
 
 FOLDER = "weights"
 

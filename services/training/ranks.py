@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.models.rendezvous import Meeting
 from composer_mesh.actors.trainer import TrainerActor
-from composer_mesh.configs.described import check_together
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.planning.host_checks import check_together
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.wait_for_capacity import LOOK_S, spawn_on, wait_for_capacity
 

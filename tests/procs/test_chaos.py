@@ -159,7 +159,16 @@ def test_processes_are_found_by_the_marker_that_they_inherit() -> None:
 
 def test_the_package_knows_nothing_of_the_hook() -> None:
     root = Path(chaos_run.HOOK).parents[1]
-    folders = ("configs", "losses", "rollouts", "mesh", "actors", "services", "integrations")
+    folders = (
+        "configs",
+        "planning",
+        "losses",
+        "rollouts",
+        "mesh",
+        "actors",
+        "services",
+        "integrations",
+    )
     sources = [path for folder in folders for path in (root / folder).rglob("*.py")]
     assert sources
     assert not [path for path in sources if "COMPOSER_MESH_CHAOS" in path.read_text()]

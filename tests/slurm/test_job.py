@@ -16,8 +16,8 @@ import tomli_w
 from cluster import NODE_LOSS_S, SlurmCluster
 
 from composer_mesh.configs.load import read_table, resolve_config
-from composer_mesh.configs.placing import described_hosts
 from composer_mesh.mesh.processes import is_alive
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.orders import config_file, write_files
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher

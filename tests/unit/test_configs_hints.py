@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.layout import plan_mesh
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.mesh_layout import plan_mesh
 from composer_mesh.services.cli import main
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from composer_mesh.configs.layout import MeshPlan, plan_mesh
 from composer_mesh.configs.load import load_config
+from composer_mesh.planning.mesh_layout import MeshPlan, plan_mesh
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

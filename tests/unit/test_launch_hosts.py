@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_programs import FakePrograms, fake_programs
 
-from composer_mesh.configs.placing import described_hosts
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.by_ssh import HostsLauncher
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused, Order

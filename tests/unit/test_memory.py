@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from composer_mesh.configs.memory import (
+from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.planning.memory import (
     FLOAT,
     GB,
     HALF,
@@ -19,7 +20,7 @@ from composer_mesh.configs.memory import (
     total,
     training_parts,
 )
-from composer_mesh.configs.model_sizes import ModelSizes
+from composer_mesh.planning.model_sizes import adapter_parameters, parameter_count
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -45,7 +46,7 @@ EIGHT_BILLION = ModelSizes(
 
 
 def training(sizes: ModelSizes = EIGHT_BILLION, **changes: Any) -> dict[str, int]:
-    how = replace(Training(ranks=4, tokens=16384, trainable=sizes.parameters), **changes)
+    how = replace(Training(ranks=4, tokens=16384, trainable=parameter_count(sizes)), **changes)
     return {part.what: part.bytes for part in training_parts(sizes, how)}
 
 
@@ -81,7 +82,7 @@ def test_a_layer_keeps_as_many_bytes_of_a_token_as_autograd_holds(
 def test_weights_gradients_and_moments_are_sixteen_bytes_of_a_parameter() -> None:
     parts = training(ranks=1, sharded=False)
     states = parts["master weights"] + parts["gradients"] + parts["Adam's moments"]
-    assert states == 16 * EIGHT_BILLION.parameters
+    assert states == 16 * parameter_count(EIGHT_BILLION)
 
 
 def test_ranks_share_states_but_not_activations() -> None:
@@ -93,7 +94,7 @@ def test_ranks_share_states_but_not_activations() -> None:
 
 
 def test_ranks_that_do_not_shard_hold_all_of_it() -> None:
-    assert training(sharded=False)["master weights"] == FLOAT * EIGHT_BILLION.parameters
+    assert training(sharded=False)["master weights"] == FLOAT * parameter_count(EIGHT_BILLION)
     assert training(sharded=False)["gathered for compute"] == 0
 
 
@@ -106,10 +107,10 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
 
 
 def test_adapters_need_no_gradients_of_the_rest() -> None:
-    adapters = EIGHT_BILLION.adapters(16, ("q_proj", "v_proj"))
+    adapters = adapter_parameters(EIGHT_BILLION, 16, ("q_proj", "v_proj"))
     parts = training(trainable=adapters)
     assert parts["gradients"] == FLOAT * adapters // 4
-    assert parts["master weights"] == FLOAT * EIGHT_BILLION.parameters // 4
+    assert parts["master weights"] == FLOAT * parameter_count(EIGHT_BILLION) // 4
 
 
 def test_a_mask_has_a_row_of_the_longest_sequence_for_each_token() -> None:

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.memory import GB, SHARED_CODE, Part, total
-from composer_mesh.configs.needs import Memory
-from composer_mesh.configs.placing import CannotPlace, Placed, Placement, place, place_processes
-from composer_mesh.configs.processes import WHOLE, Process, sizes_of
-from composer_mesh.configs.room import HostResources
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.memory import GB, SHARED_CODE, Part, total
+from composer_mesh.planning.memory_estimate import Memory
+from composer_mesh.planning.model_sizes import sizes_of
+from composer_mesh.planning.placement_errors import CannotPlace
+from composer_mesh.planning.placement_solver import Placed, Placement, place, place_processes
+from composer_mesh.planning.process_specs import WHOLE, Process
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 KINDS = ("trainer", "generator", "environment", "sdpo_teacher")

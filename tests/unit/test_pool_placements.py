@@ -10,9 +10,9 @@ from fake_host import FakeHost, serve, until
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.room import HostResources
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.run.pools import Pools, asking_env

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.processes import sizes_of
+from composer_mesh.planning.model_sizes import parameter_count, sizes_of
 from composer_mesh.services.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -51,7 +51,7 @@ def test_a_preset_declares_the_sizes_of_the_model_that_it_names(
     name: str, parameters: int, problems: Path
 ) -> None:
     config = load_config(preset(name), [f"data.path={problems}"], model_later=True)
-    assert sizes_of(config.policy).parameters == parameters
+    assert parameter_count(sizes_of(config.policy)) == parameters
 
 
 @pytest.mark.parametrize("name", REAL)

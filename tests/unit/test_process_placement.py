@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from composer_mesh.configs.described import WrongHost
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.process_resources import CORES, GPU_SHARE, GPUS
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.host_checks import WrongHost
 from composer_mesh.services.inspection.placement_table import print_placement, ranges
 from composer_mesh.services.pool.process_placement import (
     NoPlacement,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("configs", "losses", "rollouts", "mesh", "actors", "services", "integrations")
+FLOORS = ("configs", "planning", "losses", "rollouts", "mesh", "actors", "services", "integrations")
 SOURCES = sorted(path for layer in FLOORS for path in (ROOT / layer).rglob("*.py"))
 LAUNCHERS = {"subprocess", "multiprocessing"}
 
@@ -87,13 +87,16 @@ def test_the_import_layers_hold(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("configs/layout.py", "import composer_mesh.losses", "A layer imports only"),
+        ("configs/load.py", "import composer_mesh.planning", "A layer imports only"),
+        ("planning/mesh_layout.py", "import composer_mesh.losses", "A layer imports only"),
         ("losses/__init__.py", "import composer_mesh.rollouts", "A layer imports only"),
         ("services/pool/routing.py", "import composer_mesh.services.run.mesh", "A package of"),
         ("actors/models/lora.py", "import composer_mesh.actors.learning.step", "A package of"),
         ("actors/trainer.py", "import composer_mesh.actors.generator", "do not import each other"),
         ("rollouts/__init__.py", "import monarch.actor", "never import Monarch"),
-        ("configs/base.py", "import torch", "Configs never import torch"),
+        ("configs/base.py", "import torch", "Configs and planning never import torch"),
+        ("planning/memory.py", "import torch", "Configs and planning never import torch"),
+        ("planning/memory.py", "import monarch.actor", "never import Monarch"),
         ("services/cli.py", "import subprocess", "Processes start in mesh.spawn"),
     ],
 )

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from composer_mesh.configs.room import HostResources
 from composer_mesh.mesh.hosts.agent import HostAbout
 from composer_mesh.mesh.hosts.remote import HostRefused
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce
+from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.run import hosts as run_hosts
 from composer_mesh.services.run.hosts import RunHosts

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.models.rendezvous import Address
-from composer_mesh.configs.placing import NoCapacity
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
+from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.ranks import TrainerRanks
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_mesh.configs.memory import GB, MB, SHARED_CODE
-from composer_mesh.configs.placing import WITH_CONTROLLER
-from composer_mesh.configs.processes import processes_of
+from composer_mesh.planning.memory import GB, MB, SHARED_CODE
+from composer_mesh.planning.placement_solver import WITH_CONTROLLER
+from composer_mesh.planning.process_specs import processes_of
 from composer_mesh.services.launch.kubernetes import places
 from composer_mesh.services.launch.kubernetes.names import (
     CLAIM,

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from composer_mesh.configs.cluster import SlurmConfig
-from composer_mesh.configs.memory import in_gb
-from composer_mesh.configs.room import HostResources
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.memory import in_gb
 from composer_mesh.services.launch.ports import LaunchRefused, Order
 from composer_mesh.services.launch.slurm.places import Places
 

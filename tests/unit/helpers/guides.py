@@ -14,7 +14,17 @@ from composer_mesh.configs.schema import Config
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-FOLDERS = ("configs", "losses", "rollouts", "mesh", "actors", "services", "examples", "benchmarks")
+FOLDERS = (
+    "configs",
+    "planning",
+    "losses",
+    "rollouts",
+    "mesh",
+    "actors",
+    "services",
+    "examples",
+    "benchmarks",
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import kubernetes_validate
 from kubernetes_validate.utils import all_versions
 
 from composer_mesh.configs.load import resolve_config
-from composer_mesh.configs.placing import described_hosts
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.kubernetes.manifests import manifests, secret
 from composer_mesh.services.launch.ports import Order
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fake_slurm import DEADLINE_S, FakeMesh, FakeSlurm
 
-from composer_mesh.configs.placing import described_hosts
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.configs.placing import described_hosts
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.ports import Order
 
 HOST = {"name": "gpu", "count": 2, "cores": 8, "memory_gb": 64.0}

@@ -11,7 +11,15 @@ Symbols: P parameters, R trainer ranks, T tokens of one pass, H hidden size, V v
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from composer_mesh.configs.model_sizes import ModelSizes
+from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.planning.model_sizes import (
+    cache_numbers,
+    embedding_parameters,
+    key_width,
+    layer_parameters,
+    parameter_count,
+    query_width,
+)
 
 MB, GB = 2**20, 2**30
 FLOAT, HALF = 4, 2
@@ -99,10 +107,10 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     states = FLOAT * how.trainable // shards
     passing = _passing(sizes, how)
     return (
-        Part("master weights", FLOAT * sizes.parameters // shards),
+        Part("master weights", FLOAT * parameter_count(sizes) // shards),
         Part("gradients", states),
         Part("Adam's moments", 2 * states),
-        Part("frozen copies", how.frozen_copies * FLOAT * sizes.parameters // shards),
+        Part("frozen copies", how.frozen_copies * FLOAT * parameter_count(sizes) // shards),
         Part("gathered for compute", _gathered(sizes, how)),
         # The optimizer's own temporaries come when activations are gone.
         Part("activations", max(passing, states)),
@@ -120,7 +128,7 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
     the rest is in bfloat16.
     """
     norms_of_heads = sizes.model_type == "qwen3"
-    heads = sizes.query_width + sizes.key_width
+    heads = query_width(sizes) + key_width(sizes)
     if number == FLOAT:
         widths = 6 * sizes.hidden_size + 4 * sizes.intermediate_size
         return FLOAT * (widths + (4 if norms_of_heads else 2) * heads)
@@ -140,13 +148,13 @@ def _gathered(sizes: ModelSizes, how: Training) -> int:
     """Whole weights, and their gradients, of the two layers at hand and of embedding and head."""
     if how.number == FLOAT and (how.ranks == 1 or not how.sharded):
         return 0
-    at_hand = sizes.embedding + 2 * sizes.layer
+    at_hand = embedding_parameters(sizes) + 2 * layer_parameters(sizes)
     return 2 * how.number * at_hand
 
 
 def weight_parts(sizes: ModelSizes, number: int, copies: int = 1, split: int = 1) -> Parts:
     """Weights that are only read: so many copies, each split over so many devices."""
-    return (Part("weights", copies * number * sizes.parameters // split),)
+    return (Part("weights", copies * number * parameter_count(sizes) // split),)
 
 
 def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> Parts:
@@ -162,4 +170,4 @@ def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> 
 
 def cache_bytes(sizes: ModelSizes, number: int, rows: int, context: int, split: int = 1) -> int:
     """A KV cache of so many conversations of so many tokens, on each of `split` devices."""
-    return number * sizes.cache_numbers * rows * context // split
+    return number * cache_numbers(sizes) * rows * context // split

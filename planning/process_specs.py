@@ -7,12 +7,11 @@ decides which host a process runs on.
 from dataclasses import dataclass
 
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.layout import ActorRow, plan_mesh
-from composer_mesh.configs.memory import CONTROLLER, GB, Part, in_gb, in_words, total
-from composer_mesh.configs.model_sizes import ModelSizes, read_sizes
-from composer_mesh.configs.needs import Memory, memory_of
-from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.memory import CONTROLLER, GB, Part, in_gb, in_words, total
+from composer_mesh.planning.memory_estimate import Memory, memory_of
+from composer_mesh.planning.mesh_layout import ActorRow, plan_mesh
 
 WHOLE = 1000
 """Thousandths of one GPU."""
@@ -46,46 +45,6 @@ class Process:
 
 class UnfitPlace(ConfigError):
     """What a process is given does not go with what it does."""
-
-
-def sizes_of(policy: PolicyConfig) -> ModelSizes:
-    """Sizes of the policy; raises `UnknownSizes` where nobody says them.
-
-    Those of a folder that is there must be those that the config declares.
-    """
-    if policy.path is None:
-        return _built_in(policy)
-    if policy.sizes is not None and not (policy.path / "config.json").is_file():
-        return policy.sizes
-    found = read_sizes(policy.path)
-    if policy.sizes not in (None, found):
-        raise UnfitPlace(
-            f"policy.sizes declares {_difference(policy.sizes, found)} of {policy.path}: correct "
-            "policy.sizes, or policy.path"
-        )
-    return found
-
-
-def _built_in(policy: PolicyConfig) -> ModelSizes:
-    return ModelSizes(
-        model_type="qwen3",
-        hidden_size=policy.hidden_size,
-        intermediate_size=policy.intermediate_size,
-        num_hidden_layers=policy.layers,
-        num_attention_heads=policy.heads,
-        num_key_value_heads=policy.kv_heads,
-        head_dim=policy.head_dim,
-        vocab_size=policy.vocab_size,
-        tie_word_embeddings=True,
-    )
-
-
-def _difference(declared: ModelSizes | None, found: ModelSizes) -> str:
-    assert declared is not None
-    pairs = zip(declared, found, strict=True)
-    return ", ".join(
-        f"{key} = {said} but it is {one}" for (key, said), (_, one) in pairs if said != one
-    )
 
 
 def processes_of(config: Config, sizes: ModelSizes | None) -> tuple[Process, ...]:

@@ -1,16 +1,16 @@
 """What a config must say of its hosts before a run on several of them can begin.
 
-Which hosts there really are is found by the mesh; what has room where, by `placement_solver`.
+Which hosts there really are is found by the mesh; what fits where, by `placement_solver`.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.memory import in_gb
-from composer_mesh.configs.placing import described_hosts, stay_with_controller
-from composer_mesh.configs.room import HostResources
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.memory import in_gb
+from composer_mesh.planning.placement_solver import described_hosts, stay_with_controller
 
 SLACK = 0.98
 """What a kernel leaves of a machine's memory is a little less than what its owner counts."""

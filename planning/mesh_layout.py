@@ -9,6 +9,7 @@ from typing import Literal
 
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.weights import WeightsConfig, WeightTransport
 
 ActorKind = Literal[
     "trainer",
@@ -178,9 +179,18 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
 
 def _weights(config: Config) -> str:
     """The transport of the weights, and why it is this one."""
-    name, reason = config.weights.chosen(host_count(config))
+    name, reason = weight_transport(config.weights, host_count(config))
     how = {"shm": "shared memory", "rdma": RDMA, "disk": "files"}.get(name, name)
     return f"{how}: {reason}"
+
+
+def weight_transport(weights: WeightsConfig, hosts: int = 1) -> tuple[WeightTransport, str]:
+    """The weight transport of a run on so many hosts, and why it is this one."""
+    if weights.transport != "auto":
+        return weights.transport, "as weights.transport says"
+    if hosts == 1:
+        return "shm", "trainer and receivers share one host"
+    return "rdma", f"the run has {hosts} hosts"
 
 
 def host_count(config: Config) -> int:

@@ -1,13 +1,13 @@
-"""One host: what it has, what is left of it, and whether a process finds room there.
+"""One host: what it has, what is free of it, and whether a process fits.
 
-Which host a process tries first is `placement_solver`'s; nothing here looks at a machine.
+Which host a process tries first is decided in `placement_solver`; no machine is examined here.
 """
 
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from composer_mesh.configs.memory import SHARED_CODE, in_gb, total
-from composer_mesh.configs.processes import WHOLE, Process
+from composer_mesh.planning.memory import SHARED_CODE, in_gb, total
+from composer_mesh.planning.process_specs import WHOLE, Process
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Placed:
 
 @dataclass
 class HostCapacity:
-    """What is left of a host; `aliases` are further names that a config may call it by."""
+    """Free capacity of one host; `aliases` are further names that a config may call it by."""
 
     host: HostResources
     aliases: frozenset[str] = frozenset()
@@ -72,20 +72,20 @@ class HostCapacity:
         return self._unowned() if self.owned else ()
 
     def why_not(self, process: Process) -> str:
-        """Why a process cannot come here; empty where it can."""
+        """Why a process does not fit on this host; empty where it does."""
         if process.hosts and not {self.host.name, *self.aliases} & set(process.hosts):
             return f"is not among placement.{process.kind}.hosts"
         return self._no_gpus(process) or self._no_cores(process) or self._no_memory(process)
 
     def take(self, process: Process) -> Placed:
-        """Give a process what it needs of this host."""
+        """Allocate what a process needs on this host."""
         cores, gpus = self._unowned()[: process.cores], self._gpus_for(process)
         placed = Placed(process, self.host.name, cores, gpus, self._gpu_bytes(process))
         self.hold(placed)
         return placed
 
     def hold(self, placed: Placed) -> None:
-        """Leave a process what it was given of this host before."""
+        """Account for a process that was allocated on this host before."""
         process = placed.process
         self.owned.update(placed.cores if process.cores else ())
         self.floating += not process.cores
@@ -128,7 +128,7 @@ class HostCapacity:
         return max(taken, total(process.memory.gpu)) if process.gpus else 0
 
     def _gpus_for(self, process: Process) -> tuple[int, ...]:
-        """The first GPUs with room; several ranks of one kind of trainer never share one."""
+        """The first GPUs with enough free; several ranks of one kind of trainer never share one."""
         count, share = max(1, process.gpus // WHOLE), min(process.gpus, WHOLE)
         if not share:
             return ()

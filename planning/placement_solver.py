@@ -3,22 +3,26 @@
     place(config, hosts, sizes) -> Placement         or CannotPlace, with the sum that shows why
     place_again(process, placed, hosts) -> Placed    beside others that stay; or NoRoom, in one line
 
-Largest first, each to the first host that has room: the same run on the same hosts always comes out
-the same. Not every combination is tried; where one exists that this does not find, naming hosts in
-the config helps. Starts nothing and looks at no machine.
+First-fit decreasing: the largest process first, each to the first host that it fits on, so the same
+run on the same hosts is always placed alike. Not every combination is tried; where one exists that
+this does not find, naming hosts in the config helps. Starts nothing and examines no machine.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.memory import GB, total
-from composer_mesh.configs.model_sizes import ModelSizes
 from composer_mesh.configs.placement import KINDS, PlacementConfig
-from composer_mesh.configs.processes import Process, processes_of
-from composer_mesh.configs.refusal import no_capacity, no_place
-from composer_mesh.configs.room import HostCapacity, HostResources, Placed
+from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.host_capacity import HostCapacity, HostResources, Placed
+from composer_mesh.planning.memory import GB, total
+from composer_mesh.planning.placement_errors import (
+    CannotPlace,
+    NoCapacity,
+    cannot_place,
+    no_capacity,
+)
+from composer_mesh.planning.process_specs import Process, processes_of
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,6 @@ class Placement:
     def of_kind(self, kind: str) -> tuple[Placed, ...]:
         """The processes of one kind, in the order of their numbers."""
         return tuple(one for one in self.placed if one.process.kind == kind)
-
-
-class CannotPlace(ConfigError):
-    """A run that the hosts have no room for."""
-
-
-class NoCapacity(Exception):
-    """A process that none of the hosts which a run has now has room for: why, in one line."""
-
-    failure_class = "infrastructure"
 
 
 WITH_CONTROLLER = ("controller", "expert_server")
@@ -127,7 +121,7 @@ def place_processes(
             (one for one in _preferred(process, capacities) if not one.why_not(process)), None
         )
         if capacity is None:
-            raise CannotPlace(no_place(process, processes, capacities))
+            raise CannotPlace(cannot_place(process, processes, capacities))
         found[index] = capacity.take(process)
     left = {capacity.host.name: capacity.shared_cores for capacity in capacities}
     return Placement(
@@ -172,7 +166,7 @@ def _on_what_is_left(placed: Placed, shared: tuple[int, ...]) -> Placed:
 
 
 def _preferred(process: Process, capacities: Sequence[HostCapacity]) -> list[HostCapacity]:
-    """The rooms in the order in which a process tries them."""
+    """The hosts in the order in which a process tries them."""
     if process.gpus:
         return sorted(capacities, key=lambda capacity: capacity.host.gpu_memory)
     if process.together or process.kind == "controller":

@@ -1,14 +1,25 @@
-"""Why a process finds no host, the sums that show it, what would help: text, no decision."""
+"""Errors of placement: why a process fits on no host, the sums that show it, and the repair."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from composer_mesh.configs.memory import GB, SHARED_CODE, in_gb, in_words
-from composer_mesh.configs.processes import WHOLE, Process
-from composer_mesh.configs.room import HostCapacity, HostResources
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.planning.host_capacity import HostCapacity, HostResources
+from composer_mesh.planning.memory import GB, SHARED_CODE, in_gb, in_words
+from composer_mesh.planning.process_specs import WHOLE, Process
 
 
-def no_place(
+class CannotPlace(ConfigError):
+    """A run that does not fit on its hosts."""
+
+
+class NoCapacity(Exception):
+    """A process that fits on none of the hosts which a run has now: why, in one line."""
+
+    failure_class = "infrastructure"
+
+
+def cannot_place(
     process: Process, processes: Sequence[Process], capacities: Sequence[HostCapacity]
 ) -> str:
     """Every host's reason, the sums and a repair."""

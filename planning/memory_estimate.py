@@ -7,7 +7,9 @@ asked, nor where they are.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from composer_mesh.configs.memory import (
+from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.configs.schema import Config
+from composer_mesh.planning.memory import (
     CUDA_CONTEXT,
     CUDA_PROCESS,
     FLOAT,
@@ -25,8 +27,7 @@ from composer_mesh.configs.memory import (
     training_parts,
     weight_parts,
 )
-from composer_mesh.configs.model_sizes import ModelSizes
-from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_sizes import adapter_parameters, parameter_count
 
 BATCH_CPU, BATCH_GPU = 512, 8192
 """Tokens of one pass after which engines admit no further prompt."""
@@ -80,7 +81,7 @@ def served_bytes(config: Config) -> int:
 def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
     """Bytes of one version on its way, or of a part of it: half precision if all serve that."""
     number = FLOAT if config.sdpo.has_own_actors else served_bytes(config)
-    return number * sizes.parameters // parts
+    return number * parameter_count(sizes) // parts
 
 
 def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
@@ -88,10 +89,11 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
     inline = config.sdpo.on and config.sdpo.placement == "inline"
     copies = int(_step_needs_reference(config)) + int(inline and config.sdpo.teacher != "live")
     lora = trainer.lora
+    whole = parameter_count(sizes)
     how = Training(
         ranks=trainer.ranks,
         tokens=trainer.microbatch_tokens,
-        trainable=sizes.adapters(lora.rank, lora.targets) if lora else sizes.parameters,
+        trainable=adapter_parameters(sizes, lora.rank, lora.targets) if lora else whole,
         number=HALF if trainer.compute_dtype == "bfloat16" else FLOAT,
         sharded=trainer.sharded,
         checkpointing=trainer.activation_checkpointing,
@@ -103,7 +105,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
-    saved = FLOAT * (sizes.parameters + 2 * how.trainable) // spread
+    saved = FLOAT * (whole + 2 * how.trainable) // spread
     copied = Part("a checkpoint's copy", saved)
     return _Model(parts, (offered, copied, _reading(sizes, how, parts, rank, saved)))
 
@@ -113,8 +115,8 @@ def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: i
     reads = rank == 0 or not how.sharded
     later = 0 if how.on_gpu else sum(one.bytes for one in parts if one.what != "master weights")
     later += saved
-    kept = 0 if how.on_gpu or how.sharded else FLOAT * sizes.parameters
-    return Part("while it loads", max(0, FLOAT * sizes.parameters - kept - later) * reads)
+    kept = 0 if how.on_gpu or how.sharded else FLOAT * parameter_count(sizes)
+    return Part("while it loads", max(0, FLOAT * parameter_count(sizes) - kept - later) * reads)
 
 
 def _step_needs_reference(config: Config) -> bool:
@@ -141,7 +143,7 @@ def _generator(config: Config, sizes: ModelSizes) -> _Model:
 
 def _loading(sizes: ModelSizes, elsewhere: bool) -> Parts:
     """A model is read into its host's memory in float32, before it goes elsewhere."""
-    return (Part("while it loads", FLOAT * sizes.parameters),) if elsewhere else ()
+    return (Part("while it loads", FLOAT * parameter_count(sizes)),) if elsewhere else ()
 
 
 def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:

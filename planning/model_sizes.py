@@ -1,0 +1,142 @@
+"""The sizes of a decoder model and the parameters that follow from them.
+
+Sizes come from the built-in model's section, from a Hugging Face config.json, or from a config that
+declares them before the model's folder is there. Only the decoders named in `KNOWN` are counted.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.policy import Decoder, ModelSizes, PolicyConfig
+
+KNOWN: tuple[str, ...] = get_args(Decoder)
+
+
+class UnknownSizes(Exception):
+    """A model whose parameters cannot be counted: where it is described, and why."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(where, why)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+def sizes_of(policy: PolicyConfig) -> ModelSizes:
+    """Sizes of the policy; raises `UnknownSizes` where nobody says them.
+
+    Those of a folder that is there must be those that the config declares.
+    """
+    if policy.path is None:
+        return _built_in(policy)
+    if policy.sizes is not None and not (policy.path / "config.json").is_file():
+        return policy.sizes
+    found = read_sizes(policy.path)
+    if policy.sizes not in (None, found):
+        raise ConfigError(
+            f"policy.sizes declares {_difference(policy.sizes, found)} of {policy.path}: correct "
+            "policy.sizes, or policy.path"
+        )
+    return found
+
+
+def _built_in(policy: PolicyConfig) -> ModelSizes:
+    return ModelSizes(
+        model_type="qwen3",
+        hidden_size=policy.hidden_size,
+        intermediate_size=policy.intermediate_size,
+        num_hidden_layers=policy.layers,
+        num_attention_heads=policy.heads,
+        num_key_value_heads=policy.kv_heads,
+        head_dim=policy.head_dim,
+        vocab_size=policy.vocab_size,
+        tie_word_embeddings=True,
+    )
+
+
+def _difference(declared: ModelSizes | None, found: ModelSizes) -> str:
+    assert declared is not None
+    pairs = zip(declared, found, strict=True)
+    return ", ".join(
+        f"{key} = {said} but it is {one}" for (key, said), (_, one) in pairs if said != one
+    )
+
+
+def read_sizes(folder: Path) -> ModelSizes:
+    """The sizes of the model in a Hugging Face folder; raises `UnknownSizes`."""
+    file = folder / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnknownSizes(str(file), f"cannot be read: {error}") from None
+    if found.get("model_type") not in KNOWN:
+        raise UnknownSizes(
+            str(file), f"model_type is {found.get('model_type')!r}, counted are {', '.join(KNOWN)}"
+        )
+    found = {"num_key_value_heads": found.get("num_attention_heads")} | found
+    given = {key: found[key] for key in ModelSizes.model_fields if found.get(key) is not None}
+    try:
+        return ModelSizes.model_validate(given)
+    except ValidationError as error:
+        raise UnknownSizes(str(file), f"has unfit sizes: {error.errors()[0]['msg']}") from None
+
+
+def head_width(sizes: ModelSizes) -> int:
+    """Width of one head."""
+    return sizes.head_dim or sizes.hidden_size // sizes.num_attention_heads
+
+
+def query_width(sizes: ModelSizes) -> int:
+    """Numbers of all query heads of one token."""
+    return sizes.num_attention_heads * head_width(sizes)
+
+
+def key_width(sizes: ModelSizes) -> int:
+    """Numbers of all key heads of one token; the values have as many."""
+    return sizes.num_key_value_heads * head_width(sizes)
+
+
+def parameter_count(sizes: ModelSizes) -> int:
+    """Parameters of the model; a head that is the embedding is counted once."""
+    layers = sizes.num_hidden_layers * layer_parameters(sizes)
+    return embedding_parameters(sizes) + layers + sizes.hidden_size
+
+
+def embedding_parameters(sizes: ModelSizes) -> int:
+    """Parameters of the embedding, and of the head where it is another matrix."""
+    return sizes.vocab_size * sizes.hidden_size * (1 if sizes.tie_word_embeddings else 2)
+
+
+def layer_parameters(sizes: ModelSizes) -> int:
+    """Parameters of one decoder layer."""
+    hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
+    attention = hidden * queries + 2 * hidden * keys + queries * hidden + _biases(sizes)
+    feed_forward = 3 * hidden * sizes.intermediate_size
+    norms = 2 * hidden + (2 * head_width(sizes) if sizes.model_type == "qwen3" else 0)
+    return attention + feed_forward + norms
+
+
+def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> int:
+    """Parameters of low-rank adapters on these linear layers of every decoder layer."""
+    hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
+    ends = {"q_proj": hidden + queries, "o_proj": queries + hidden}
+    ends |= dict.fromkeys(("k_proj", "v_proj"), hidden + keys)
+    ends |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + sizes.intermediate_size)
+    return sizes.num_hidden_layers * rank * sum(ends.get(name, 0) for name in targets)
+
+
+def cache_numbers(sizes: ModelSizes) -> int:
+    """Numbers that a KV cache keeps of one token."""
+    return 2 * sizes.num_hidden_layers * key_width(sizes)
+
+
+def _biases(sizes: ModelSizes) -> int:
+    of_inputs = query_width(sizes) + 2 * key_width(sizes)
+    if sizes.model_type == "qwen2":
+        return of_inputs
+    return (of_inputs + sizes.hidden_size) if sizes.attention_bias else 0
