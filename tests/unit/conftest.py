@@ -16,6 +16,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.toolbox import ToolboxTask
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 # An example that takes long on a busy machine is no failure: no test here is about time.
 settings.register_profile("untimed", deadline=None)

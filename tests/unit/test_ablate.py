@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from rich.console import Console
 
 from composer_mesh.configs.errors import ConfigError
@@ -25,7 +26,7 @@ from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import RunStatus, newest_live_run, write_status
 from composer_mesh.services.store.writing import RunStore
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 Settings = dict[str, Any]
 
 

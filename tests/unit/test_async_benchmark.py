@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from composer_mesh.services.controller import Controller
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from async_orders import windowed
 from async_world import Durations, World, play, simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from simulated_time import SimulatedLoop
+
+from composer_mesh.services.controller import Controller
 
 SHORT = Durations(median=10, turns=2, busy=8, train=15)
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from controller_world import others
+from simulated_time import SimulatedLoop
 
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.steps.ports import MayTrain
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from simulated_time import SimulatedLoop
 
 T = TypeVar("T")
 HOLD_S, PULL_S = 1.0, 9.0

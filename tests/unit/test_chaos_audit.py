@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_mesh.rollouts.traces import Trace, Turn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 chaos: Any = importlib.import_module("chaos_audit")
 
 RULES = chaos.Rules(prompts_per_step=2, group_size=2, max_lag=1)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import signal
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 inject: Any = importlib.import_module("chaos_host_inject")
 schedule: Any = importlib.import_module("chaos_host_schedule")
 runs: Any = importlib.import_module("chaos_run")

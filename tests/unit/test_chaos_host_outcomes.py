@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 told: Any = importlib.import_module("chaos_host_outcomes")
 schedule: Any = importlib.import_module("chaos_host_schedule")
 

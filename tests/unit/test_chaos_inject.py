@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 inject: Any = importlib.import_module("chaos_inject")
 schedule: Any = importlib.import_module("chaos_schedule")
 runs: Any = importlib.import_module("chaos_run")

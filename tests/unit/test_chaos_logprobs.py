@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Trace, Turn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 chaos: Any = importlib.import_module("chaos_logprobs")
 
 TEMPERATURE = 0.7

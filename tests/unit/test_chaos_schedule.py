@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 chaos: Any = importlib.import_module("chaos_schedule")
 
 FULL, SEEDS = 60, range(8)

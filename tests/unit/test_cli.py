@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import (
@@ -15,7 +16,7 @@ from composer_mesh.services.directory.claim import (
     set_aside,
 )
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 def modules_after(*arguments: str) -> set[str]:

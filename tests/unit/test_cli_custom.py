@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.services.cli import main
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 GOOD = """
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 

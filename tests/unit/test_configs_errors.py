@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.services.cli import main
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 GSM8K = ROOT / "configs" / "gsm8k.toml"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, load_config
@@ -12,7 +13,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.planning.mesh_layout import plan_mesh
 from composer_mesh.services.cli import main
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 LLM = 'sdpo.hints.llm={kind="openai", base_url="https://x.test/v1", model="m"}'
 ASKING = ["sdpo.hints.writer=llm", LLM]
 BUILTIN = ["sdpo.hints.writer=llm", 'sdpo.hints.llm={kind="builtin"}']

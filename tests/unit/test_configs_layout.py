@@ -1,11 +1,11 @@
 """The plan of the mesh follows the channels and the counts of the config."""
 
-from pathlib import Path
+from repository import ROOT
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.planning.mesh_layout import MeshPlan, plan_mesh
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 def plan(*overrides: str) -> MeshPlan:

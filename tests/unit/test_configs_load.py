@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 
-ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from controller_world import Broken, MakeWorld, World, finished, others
+from simulated_time import SimulatedLoop
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.steps.ports import MayTrain
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from simulated_time import SimulatedLoop
 
 T = TypeVar("T")
 STEPS = 6

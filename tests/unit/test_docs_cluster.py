@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from pathlib import Path
+
+from repository import ROOT
 
 from composer_mesh.configs.cluster import (
     ClusterConfig,
@@ -12,7 +13,7 @@ from composer_mesh.configs.cluster import (
 )
 from composer_mesh.services.commands.parser import make_parser
 
-TEXT = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+TEXT = (ROOT / "docs" / "cluster.md").read_text()
 SECTIONS = {
     "cluster": ClusterConfig,
     "cluster.slurm": SlurmConfig,

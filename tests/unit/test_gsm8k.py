@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import ROOT
 
 from composer_mesh.configs.schema import DataConfig, EnvironmentConfig
 from composer_mesh.rollouts.arithmetic import NotArithmetic, append_steps
@@ -22,7 +23,7 @@ from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.tools import Number, calculator, execute, format_number
 from composer_mesh.rollouts.traces import Message, Split
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+REAL = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 TOOLS = {"calculator": calculator()}
 

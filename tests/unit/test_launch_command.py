@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
@@ -27,7 +28,7 @@ from composer_mesh.services.launch.local import LocalLauncher
 from composer_mesh.services.launch.orders import renamed_log, write_files
 from composer_mesh.services.launch.ports import Handle, Order, Plan, State
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 HOSTS = ["cluster.kind=hosts", "cluster.lease_s=9"]
 
 

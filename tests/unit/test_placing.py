@@ -1,11 +1,11 @@
 """Every process gets what it asked for and nobody else has, or the run is refused with its sum."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import ROOT
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
@@ -17,7 +17,7 @@ from composer_mesh.planning.placement_errors import CannotPlace
 from composer_mesh.planning.placement_solver import Placed, Placement, place, place_processes
 from composer_mesh.planning.process_specs import WHOLE, Process
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 KINDS = ("trainer", "generator", "environment", "sdpo_teacher")
 
 

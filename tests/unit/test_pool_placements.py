@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from fake_host import FakeHost, serve, until
+from repository import ROOT
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.configs.load import load_config
@@ -18,7 +18,7 @@ from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.run.pools import Pools, asking_env
 
 GIB = 2**30
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 AT_HOSTS = ('cluster.kind="hosts"', 'cluster.workers=["tcp://10.0.0.5:1", "tcp://10.0.0.6:1"]')
 TEACHER = (
     '{name="NAME", kind="openai", base_url="http://x/v1", model="m", api_key_env="KEY_NAME",'

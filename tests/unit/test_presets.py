@@ -4,12 +4,13 @@ the same run on hosts that are too small, with the sum."""
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.planning.model_sizes import parameter_count, sizes_of
 from composer_mesh.services.cli import main
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 REAL = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-8b": 8_190_735_360,

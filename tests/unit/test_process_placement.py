@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 from rich.console import Console
 
 from composer_mesh.configs.errors import ConfigError
@@ -19,7 +20,7 @@ from composer_mesh.services.pool.process_placement import (
 )
 
 GIB = 2**30
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SERVER = HostResources("server", 16, 64 * GIB, 4, 24 * GIB)
 
 

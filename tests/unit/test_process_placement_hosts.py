@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from rich.console import Console
 
 from composer_mesh.configs.errors import ConfigError
@@ -22,7 +22,7 @@ from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 
 GIB = 2**30
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 WORKERS = 'cluster.workers=["tcp://10.0.0.5:1", "tcp://10.0.0.6:1"]'
 AT_HOSTS = ('cluster.kind="hosts"', WORKERS)
 SMALL = HostResources("a", 8, 16 * GIB), HostResources("b", 8, 16 * GIB)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,6 @@ from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 faults: Any = importlib.import_module("fault_proxy")
 
 KEY = "sk-proxy-98f1c2d3e4a5b6"

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 FLOORS = ("configs", "planning", "losses", "rollouts", "mesh", "actors", "services", "integrations")
 SOURCES = sorted(path for layer in FLOORS for path in (ROOT / layer).rglob("*.py"))
 LAUNCHERS = {"subprocess", "multiprocessing"}

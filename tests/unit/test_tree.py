@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from rich.console import Console
 
 from composer_mesh.mesh.admin import ActorNode, HostNode, MeshTree, ProcNode
@@ -26,7 +27,7 @@ from composer_mesh.services.inspection.mesh_view import Usage, merge, pids_of
 from composer_mesh.services.inspection.tree import Viewer, tree_command
 from composer_mesh.services.inspection.tree_page import MeshPage
 
-GUIDE = Path(__file__).parents[2] / "docs" / "tree.md"
+GUIDE = ROOT / "docs" / "tree.md"
 STATUS = RunStatus(
     pid=os.getpid(),
     admin_url=None,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.episodes.rollout import Sample, Sampling
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 episodes_of: Any = importlib.import_module("vs_trl_episodes")
 runs: Any = importlib.import_module("vs_trl_run")
 

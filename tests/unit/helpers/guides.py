@@ -7,12 +7,12 @@ import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from repository import ROOT
 
 from composer_mesh.configs.schema import Config
 
-ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 FOLDERS = (
     "configs",
@@ -79,7 +79,7 @@ def merged(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 @cache
 def names_in_code() -> set[str]:
     """What the sources define, read or spell as a key; what they only write about is left out."""
-    found = {"composer_mesh", *(path.stem for path in (ROOT / "tests" / "unit").glob("*.py"))}
+    found = {"composer_mesh", *(path.stem for path in (ROOT / "tests" / "unit").rglob("*.py"))}
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         found.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

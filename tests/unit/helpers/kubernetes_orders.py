@@ -10,6 +10,7 @@ from typing import Any
 
 import kubernetes_validate
 from kubernetes_validate.utils import all_versions
+from repository import ROOT
 
 from composer_mesh.configs.load import resolve_config
 from composer_mesh.planning.placement_solver import described_hosts
@@ -18,7 +19,7 @@ from composer_mesh.services.launch.ports import Order
 
 Table = dict[str, Any]
 
-PRESET = Path(__file__).parents[3] / "configs/quickstart.toml"
+PRESET = ROOT / "configs/quickstart.toml"
 HOSTS = [
     {"name": "gpu", "count": 2, "cores": 8, "memory_gb": 64, "gpus": 4, "gpu_memory_gb": 80},
     {"name": "cpu", "cores": 4, "memory_gb": 16},
