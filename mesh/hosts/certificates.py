@@ -68,8 +68,8 @@ def tls_environment(authority: Path, own: Path, hosts: Sequence[str]) -> dict[st
     key = ec.generate_private_key(ec.SECP256R1())
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     own.chmod(0o700)
-    _write(own / KEY, _key_text(key))
-    _write(own / CERT, _text(_certificate(key, hosts, ca, ca_key)))
+    write_private(own / KEY, _key_text(key))
+    write_private(own / CERT, _text(_certificate(key, hosts, ca, ca_key)))
     return {
         "HYPERACTOR_TLS_CERT": str(own / CERT),
         "HYPERACTOR_TLS_KEY": str(own / KEY),
@@ -82,7 +82,7 @@ def _make(folder: Path) -> None:
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         for name, data in new_authority().items():
-            _write(made / name, data)
+            write_private(made / name, data)
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -211,7 +211,7 @@ def _key_text(key: Key) -> bytes:
     )
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes) -> None:
     """A file of the owner alone, from its first byte on; one there is replaced as a whole."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""A star of ssh tunnels through which hosts reach each other where every port is on loopback.
+"""The ssh tunnels through which hosts reach each other where every port is on loopback.
 
 The machine of the controller holds one ssh to each host. Every worker has the same address,
 127.0.0.1 and a port of its own, on all machines; a connection between two hosts passes through the
@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from composer_mesh.mesh.hosts.address import join
-
 LOOPBACK = "127.0.0.1"
-HERE = ""  # the destination of a host that is the controller's own machine
 PATIENCE = (
     "BatchMode=yes",  # asks nobody for a password
     "ExitOnForwardFailure=yes",  # a port that is taken ends it, instead of a tunnel without it
@@ -40,38 +37,20 @@ class Tunnel:
     command: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Star:
-    """The tunnels, and the addresses of all workers and of the controller: the same everywhere."""
+def tunnels(
+    destinations: Sequence[str], ports: Sequence[int], controller_port: int, options: Sequence[str]
+) -> tuple[Tunnel, ...]:
+    """The tunnels between hosts, in their order; one worker's port for each destination.
 
-    tunnels: tuple[Tunnel, ...]
-    workers: tuple[str, ...]
-    controller: str
-
-
-def star(
-    destinations: Sequence[str],
-    ports: Sequence[int],
-    controller_port: int,
-    *,
-    options: Sequence[str] = (),
-    scheme: str = "tls",
-) -> Star:
-    """The tunnels between hosts, in their order; an empty destination is the controller's machine.
-
-    ssh keeps strangers on the way out, but loopback is shared by all users of a machine: tls keeps
-    those out too. `options` are further arguments of ssh, before ours. Raises `TunnelRefused`.
+    `options` are further arguments of ssh, before ours. Raises `TunnelRefused`.
     """
-    _check(destinations, ports, controller_port)
-    tunnels = tuple(
+    _check(destinations, [*ports, controller_port])
+    return tuple(
         Tunnel(
             destination, _ssh(destination, port, [*_others(ports, port), controller_port], options)
         )
         for destination, port in zip(destinations, ports, strict=True)
-        if destination != HERE
     )
-    workers = tuple(join(scheme, LOOPBACK, port) for port in ports)
-    return Star(tunnels, workers, join(scheme, LOOPBACK, controller_port))
 
 
 def _others(ports: Sequence[int], own: int) -> Iterator[int]:
@@ -93,28 +72,13 @@ def _forward(port: int) -> str:
     return f"{LOOPBACK}:{port}:{LOOPBACK}:{port}"
 
 
-def _check(destinations: Sequence[str], ports: Sequence[int], controller_port: int) -> None:
-    if len(destinations) != len(ports):
-        raise TunnelRefused(
-            f"{len(destinations)} ssh destinations for {len(ports)} workers: name one for each, in "
-            "the order of cluster.workers (cluster.ssh.destinations)"
-        )
+def _check(destinations: Sequence[str], ports: Sequence[int]) -> None:
     for destination in destinations:
-        if destination.startswith("-") or not (destination == HERE or destination.strip()):
-            raise TunnelRefused(
-                f"{destination!r} is no ssh destination: write a host, user@host or an alias of "
-                "your ssh config in cluster.ssh.destinations"
-            )
         if destinations.count(destination) > 1:
             raise TunnelRefused(
-                f"{destination or 'the machine of the controller'} is the destination of "
-                f"{destinations.count(destination)} hosts, and one tunnel would take the "
-                "ports of the other: describe one host for each machine"
+                f"{destination} is the destination of {destinations.count(destination)} hosts, and "
+                "one tunnel would take the ports of the other: describe one host for each machine"
             )
-    _check_ports([*ports, controller_port])
-
-
-def _check_ports(ports: Sequence[int]) -> None:
     for port in ports:
         if not 1 <= port <= 65535:
             raise TunnelRefused(

@@ -7,9 +7,11 @@ markup or as a control code.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,9 @@ class Lines:
     def new(self) -> Iterator[str]:
         """Those that were not read yet; all of them again where the file was made anew."""
         try:
-            if self._path.stat().st_size < self._read:
-                self._read = 0
-            with self._path.open("rb") as file:
+            with self._path.open("rb") as file:  # anew, because only so NFS shows what is new
+                if file.seek(0, os.SEEK_END) < self._read:
+                    self._read = 0
                 file.seek(self._read)
                 for line in file:
                     if not line.endswith(b"\n"):
@@ -61,6 +63,13 @@ class Lines:
                     yield line[:-1].decode(errors="replace")
         except FileNotFoundError:
             return
+
+    def rest(self) -> Iterator[str]:
+        """All that is left, also a last line without an end."""
+        yield from self.new()
+        with suppress(FileNotFoundError):
+            if part := self._path.read_bytes()[self._read :]:
+                yield part.decode(errors="replace")
 
     def until_the_end(self, more: Callable[[], bool], wait: Callable[[], None]) -> Iterator[str]:
         """All lines there are, and those to come as long as there may be `more`."""

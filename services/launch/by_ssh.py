@@ -8,16 +8,15 @@ no ssh            the controller is here; workers on loopback too, others are ru
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.hosts.roster import ROSTER
 from composer_mesh.services.launch import detached
+from composer_mesh.services.launch.local import LocalLauncher, started_here
 from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
 from composer_mesh.services.launch.ports import (
     Handle,
     LaunchFailed,
-    OnlyTheController,
     Order,
     Plan,
     State,
@@ -30,8 +29,8 @@ ASK_S = 5.0
 """How often another host is asked whether the controller is there, while its log is followed."""
 
 
-class HostsLauncher(OnlyTheController):
-    """Brings a run to hosts whose addresses the config knows."""
+class HostsLauncher(LocalLauncher):
+    """Brings a run to hosts whose addresses the config knows; its controller may be here."""
 
     def plan(self, order: Order) -> Plan:
         before, after = _begun_by_us(order)
@@ -42,8 +41,7 @@ class HostsLauncher(OnlyTheController):
 
     def submit(self, order: Order, plan: Plan) -> Handle:
         before, after = _begun_by_us(order)
-        log = log_file(order.output)
-        renamed_log(log)
+        renamed_log(log_file(order.output))
         for one in (*before, *after):
             renamed_log(one.log(order))
             # Of an earlier start; a record that is there is taken for a worker.
@@ -53,7 +51,7 @@ class HostsLauncher(OnlyTheController):
             for one in before:
                 pid = _begin(order, one, next(commands))
                 started.append((one, pid))
-            handle = _begin_controller(order, next(commands), log)
+            handle = _begin_controller(order, next(commands))
         except programs.ProgramFailed as failed:
             _undo(order, started)
             raise LaunchFailed(f"{failed}; workers that had been started are ended") from None
@@ -65,9 +63,7 @@ class HostsLauncher(OnlyTheController):
 
     def state(self, handle: Handle) -> tuple[State, str]:
         if not handle.reach:
-            alive = detached.lives(handle.job)
-            pid = detached.pid_of(handle.job)
-            return ("running" if alive else "ended"), f"process {pid}"
+            return super().state(handle)
         text = inside(handle.folder, ["kill", "-0", handle.job])
         done = programs.run([*handle.reach, text], check=False, deadline_s=STATE_S)
         where = f"process {handle.job} on {_destination(handle)}"
@@ -76,14 +72,15 @@ class HostsLauncher(OnlyTheController):
         return ("ended" if done.status else "running"), where
 
     def follow(self, handle: Handle) -> Iterator[str]:
+        if not handle.reach:
+            return super().follow(handle)
         assert handle.log is not None
-        every_s = ASK_S if handle.reach else 0.0
-        goes_on = detached.Paced(lambda: self.state(handle)[0] != "ended", every_s)
+        goes_on = detached.Paced(lambda: self.state(handle)[0] != "ended", ASK_S)
         return detached.lines_of(handle.log, goes_on)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         if not handle.reach:
-            detached.end(handle.job, grace_s)
+            super().stop(handle, grace_s)
             return
         script = (
             'kill -TERM "$1" 2>/dev/null || exit 0; n=0; '
@@ -111,12 +108,10 @@ def _controller(order: Order) -> list[str]:
     return command
 
 
-def _begin_controller(order: Order, command: Sequence[str], log: Path) -> Handle:
-    reach = _reach(order)
-    if reach:
-        job = str(_pid(command, programs.run(command).stdout))
-    else:
-        job = detached.name_of(programs.detached(command, log, order.folder))
+def _begin_controller(order: Order, command: Sequence[str]) -> Handle:
+    if not (reach := _reach(order)):
+        return started_here(order, command)
+    job, log = str(_pid(command, programs.run(command).stdout)), log_file(order.output)
     return Handle("hosts", order.output, job, order.python, order.folder, reach, log)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from composer_mesh.mesh import programs
 from composer_mesh.services.launch import detached
@@ -19,10 +19,8 @@ class LocalLauncher(OnlyTheController):
 
     def submit(self, order: Order, plan: Plan) -> Handle:
         (command,) = plan.commands
-        log = log_file(order.output)
-        renamed_log(log)
-        job = detached.name_of(programs.detached(command, log, order.folder))
-        return Handle("local", order.output, job, order.python, order.folder, log=log)
+        renamed_log(log_file(order.output))
+        return started_here(order, command)
 
     def state(self, handle: Handle) -> tuple[State, str]:
         if detached.lives(handle.job):
@@ -35,3 +33,11 @@ class LocalLauncher(OnlyTheController):
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         detached.end(handle.job, grace_s)
+
+
+def started_here(order: Order, command: Sequence[str]) -> Handle:
+    """Start the controller of a run on this machine; it outlives this process."""
+    log = log_file(order.output)
+    job = detached.name_of(programs.detached(command, log, order.folder))
+    kind = order.config.cluster.kind
+    return Handle(kind, order.output, job, order.python, order.folder, log=log)

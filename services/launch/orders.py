@@ -5,25 +5,21 @@ Nothing here knows a kind of cluster.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.load import dump_toml
+from composer_mesh.mesh.hosts.certificates import write_private
 from composer_mesh.services.launch.ports import Order, Plan
 from composer_mesh.services.store.whole_files import write_whole
 
-FOLDER = "launch"
+FOLDER, CONFIG_FILE = "launch", "config.toml"
 AUTHORITY = ".tls"
 
 
 def config_file(run: Path) -> Path:
     """The resolved config that a launched run begins with."""
-    return run / FOLDER / "config.toml"
-
-
-def config_text(order: Order) -> str:
-    """That config; its paths mean the same on all hosts."""
-    return dump_toml(order.config)
+    return run / FOLDER / CONFIG_FILE
 
 
 def log_file(run: Path) -> Path:
@@ -31,10 +27,31 @@ def log_file(run: Path) -> Path:
     return run / FOLDER / "controller.log"
 
 
-def controller_command(python: str, run: Path, *how: str) -> list[str]:
+def controller_command(
+    python: str, run: PurePath, *how: str, config: PurePath | None = None
+) -> list[str]:
     """What runs where the controller is; `how` is --resume, --auto-resume, or nothing."""
-    config = str(config_file(run))
-    return [python, "-m", "composer_mesh", "train", config, "--output", str(run), *how]
+    file = run / FOLDER / CONFIG_FILE if config is None else config
+    return [python, "-m", "composer_mesh", "train", str(file), "--output", str(run), *how]
+
+
+def worker_command(
+    python: str,
+    cluster: ClusterConfig,
+    roster: PurePath,
+    authority: PurePath | None,
+    *where: str,
+    wait_s: float | None = None,
+) -> list[str]:
+    """What runs on a host; `where` says its name and its address. Without TLS, no authority."""
+    words = [python, "-m", "composer_mesh", "worker", *where, "--roster", str(roster)]
+    if authority is not None:
+        words += ["--authority", str(authority)]
+    wait_s = cluster.attach_s if wait_s is None else wait_s
+    words += ["--lease", f"{cluster.lease_s:g}", "--wait", f"{wait_s:g}"]
+    for subnet in cluster.subnets:
+        words += ["--subnet", subnet]
+    return words
 
 
 def authority_of(order: Order) -> Path:
@@ -44,7 +61,7 @@ def authority_of(order: Order) -> Path:
 
 def with_config(order: Order, plan: Plan) -> Plan:
     """A plan with the file that all have in common, before its own."""
-    files = {config_file(order.output): config_text(order), **plan.files}
+    files = {config_file(order.output): dump_toml(order.config), **plan.files}
     return Plan(files, plan.commands, plan.secret)
 
 
@@ -53,18 +70,9 @@ def write_files(plan: Plan) -> None:
     for path, text in plan.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in plan.secret:
-            _write_secret(path, text)
+            write_private(path, text.encode())
         else:
             write_whole(path, text.encode())
-
-
-def _write_secret(path: Path, text: str) -> None:
-    """Nobody else can read it, from its first byte on."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    draft.replace(path)
 
 
 def renamed_log(log: Path) -> None:

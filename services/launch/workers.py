@@ -16,8 +16,8 @@ from pathlib import Path
 from composer_mesh.configs.cluster import SshConfig
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.roster import ROSTER
-from composer_mesh.mesh.hosts.tunnel import TunnelRefused, star
-from composer_mesh.services.launch.orders import FOLDER, authority_of
+from composer_mesh.mesh.hosts.tunnel import TunnelRefused, tunnels
+from composer_mesh.services.launch.orders import FOLDER, authority_of, worker_command
 from composer_mesh.services.launch.ports import LaunchRefused, Order
 
 CONTROLLER = "CONTROLLER"
@@ -40,14 +40,10 @@ class WorkerCommand:
 
     def command(self, order: Order) -> list[str]:
         """What runs on the host."""
-        cluster = order.config.cluster
-        words = [order.python, "-m", "composer_mesh", "worker", "--listen", self.address]
-        words += ["--name", self.name, "--roster", str(order.output / ROSTER)]
-        if self.address.startswith("tls:"):
-            words += ["--authority", str(authority_of(order))]
-        words += ["--lease", f"{cluster.lease_s:g}", "--wait", f"{cluster.attach_s:g}"]
-        for subnet in cluster.subnets:
-            words += ["--subnet", subnet]
+        authority = authority_of(order) if self.address.startswith("tls:") else None
+        where = ("--listen", self.address, "--name", self.name)
+        roster, cluster = order.output / ROSTER, order.config.cluster
+        words = worker_command(order.python, cluster, roster, authority, *where)
         if not self.destination and not self.expected:
             words += ["--with-process", CONTROLLER]
         return words
@@ -109,12 +105,12 @@ def _tunnelled(
                 "reached without the tunnel: write 127.0.0.1 with a port of its own for each"
             )
     ports = [addresses.split(address)[2] for address in cluster.workers]
-    scheme, _, own = addresses.split(cluster.address)
+    own = addresses.split(cluster.address)[2]
     try:
-        made = star(destinations, ports, own, options=cluster.ssh.options, scheme=scheme)
+        made = tunnels(destinations, ports, own, cluster.ssh.options)
     except TunnelRefused as refused:
         raise LaunchRefused(str(refused)) from None
-    for (name, address), tunnel in zip(pairs, made.tunnels, strict=True):
+    for (name, address), tunnel in zip(pairs, made, strict=True):
         # The worker runs in the connection that carries it, so neither outlives the other.
         command = tuple(word for word in tunnel.command if word != "-N")
         yield WorkerCommand(name, address, tunnel.destination, tunnel=command)

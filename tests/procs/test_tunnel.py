@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh.hosts.certificates import make_authority, tls_environment
-from composer_mesh.mesh.hosts.tunnel import Star, star
+from composer_mesh.mesh.hosts.tunnel import tunnels
 
 PORTS, CONTROLLER = (22301, 22302), 22300
 TAG = f"cm{os.getpid() % 100000}"
@@ -144,9 +144,9 @@ def listening(where: str) -> set[str]:
     return {place for place in places if not place.startswith("0100007F:")}
 
 
-def attach(made: Star, env: dict[str, str]) -> Sequence[str]:
+def attach(addresses: Sequence[str], env: dict[str, str]) -> Sequence[str]:
     done = subprocess.run(
-        ["ip", "netns", "exec", CENTRE, sys.executable, "-c", CALL, made.controller, *made.workers],
+        ["ip", "netns", "exec", CENTRE, sys.executable, "-c", CALL, *addresses],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -160,14 +160,14 @@ def attach(made: Star, env: dict[str, str]) -> Sequence[str]:
 def test_actors_on_hosts_that_see_each_other_by_ssh_alone_call_each_other(
     programs: Programs, ssh_options: list[str], tmp_path: Path, scheme: str
 ) -> None:
-    made = star(ADDRESSES, PORTS, CONTROLLER, options=ssh_options, scheme=scheme)
+    controller, *workers = (f"{scheme}://127.0.0.1:{port}" for port in (CONTROLLER, *PORTS))
     make_authority(tmp_path / ".tls")
     env = tls_environment(tmp_path / ".tls", tmp_path / "own", ["127.0.0.1"])
-    for name, worker in zip(HOSTS, made.workers, strict=True):
+    for name, worker in zip(HOSTS, workers, strict=True):
         programs.start(name, sys.executable, "-c", SERVE, worker, env=env)
-    for tunnel in made.tunnels:
+    for tunnel in tunnels(ADDRESSES, PORTS, CONTROLLER, ssh_options):
         programs.start(CENTRE, *tunnel.command)
-    assert attach(made, env) == ["host 0 heard host 1", "host 1 heard host 0"]
+    assert attach([controller, *workers], env) == ["host 0 heard host 1", "host 1 heard host 0"]
     port = f"{22:04X}"
     assert {place.rpartition(":")[2] for name in HOSTS for place in listening(name)} == {port}
     assert listening(CENTRE) == set()

@@ -1,4 +1,4 @@
-"""The ssh commands of a star of tunnels: who binds what, and what is refused."""
+"""The ssh commands of the tunnels: who binds what, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.mesh.hosts.tunnel import HERE, Tunnel, TunnelRefused, star
+from composer_mesh.mesh.hosts.tunnel import Tunnel, TunnelRefused, tunnels
 
 
 def forwards(tunnel: Tunnel, flag: str) -> list[str]:
@@ -15,35 +15,33 @@ def forwards(tunnel: Tunnel, flag: str) -> list[str]:
 
 
 def test_each_host_gives_its_own_port_and_gets_all_others() -> None:
-    made = star(["ada@a", "b", "c"], [22301, 22302, 22303], 22300)
-    assert [tunnel.destination for tunnel in made.tunnels] == ["ada@a", "b", "c"]
-    first = made.tunnels[0]
+    made = tunnels(["ada@a", "b", "c"], [22301, 22302, 22303], 22300, ())
+    assert [tunnel.destination for tunnel in made] == ["ada@a", "b", "c"]
+    first = made[0]
     assert forwards(first, "-L") == ["127.0.0.1:22301:127.0.0.1:22301"]
     assert forwards(first, "-R") == [
         f"127.0.0.1:{port}:127.0.0.1:{port}" for port in (22302, 22303, 22300)
     ]
-    assert made.workers == tuple(f"tls://127.0.0.1:{port}" for port in (22301, 22302, 22303))
-    assert made.controller == "tls://127.0.0.1:22300"
 
 
 @given(st.lists(st.integers(1, 65535), min_size=2, max_size=7, unique=True))
 def test_on_every_machine_every_port_leads_to_its_owner(ports: list[int]) -> None:
     """Follow the forwards: a dial of any port, from any machine, ends where that port listens."""
     *workers, controller = ports
-    made = star([f"host{number}" for number in range(len(workers))], workers, controller)
+    made = tunnels([f"host{number}" for number in range(len(workers))], workers, controller, ())
     centre = {controller: "centre"}  # where a dial on the controller's machine ends
-    for tunnel, port in zip(made.tunnels, workers, strict=True):
+    for tunnel, port in zip(made, workers, strict=True):
         assert forwards(tunnel, "-L") == [f"127.0.0.1:{port}:127.0.0.1:{port}"]
         centre[port] = tunnel.destination
     assert len(centre) == len(ports)
-    for tunnel, port in zip(made.tunnels, workers, strict=True):
+    for tunnel, port in zip(made, workers, strict=True):
         carried = {int(forward.split(":")[1]) for forward in forwards(tunnel, "-R")}
         assert carried | {port} == set(centre)
         assert port not in carried
 
 
 def test_nothing_is_bound_but_loopback_and_nothing_waits_for_a_person() -> None:
-    for tunnel in star(["a", "b"], [1, 2], 3, options=["-i", "/k"]).tunnels:
+    for tunnel in tunnels(["a", "b"], [1, 2], 3, ["-i", "/k"]):
         bound = [*forwards(tunnel, "-L"), *forwards(tunnel, "-R")]
         assert {forward.partition(":")[0] for forward in bound} == {"127.0.0.1"}
         assert {"BatchMode=yes", "ExitOnForwardFailure=yes"} <= set(forwards(tunnel, "-o"))
@@ -54,25 +52,10 @@ def test_nothing_is_bound_but_loopback_and_nothing_waits_for_a_person() -> None:
         assert "-g" not in tunnel.command
 
 
-def test_the_controllers_own_machine_needs_no_ssh() -> None:
-    made = star([HERE, "b"], [22301, 22302], 22300)
-    assert [tunnel.destination for tunnel in made.tunnels] == ["b"]
-    assert len(made.workers) == 2
-    assert "127.0.0.1:22301:127.0.0.1:22301" in forwards(made.tunnels[0], "-R")
-
-
-def test_the_scheme_is_that_of_the_run() -> None:
-    assert star(["a"], [5], 6, scheme="tcp").workers == ("tcp://127.0.0.1:5",)
-
-
 @pytest.mark.parametrize(
     ("destinations", "ports", "controller", "said"),
     [
-        (["a"], [1, 2], 3, "1 ssh destinations for 2 workers"),
-        (["-oProxyCommand=x"], [1], 3, "is no ssh destination"),
-        ([" "], [1], 3, "is no ssh destination"),
         (["a", "a"], [1, 2], 3, "a is the destination of 2 hosts"),
-        ([HERE, HERE], [1, 2], 3, "machine of the controller is the destination of 2"),
         (["a", "b"], [22300, 22300], 3, "port 22300 is there 2 times.*such as 22301"),
         (["a"], [22300], 22300, "port 22300 is there 2 times"),
         (["a"], [0], 3, "port 0 cannot be tunnelled: write a fixed one"),
@@ -82,4 +65,4 @@ def test_what_cannot_be_tunnelled_is_refused_with_the_repair(
     destinations: list[str], ports: list[int], controller: int, said: str
 ) -> None:
     with pytest.raises(TunnelRefused, match=said):
-        star(destinations, ports, controller)
+        tunnels(destinations, ports, controller, ())

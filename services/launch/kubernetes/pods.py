@@ -20,6 +20,7 @@ from composer_mesh.services.launch.kubernetes.names import (
     Group,
     labels,
 )
+from composer_mesh.services.launch.orders import controller_command, worker_command
 from composer_mesh.services.launch.ports import Order
 
 Table = dict[str, Any]
@@ -89,34 +90,23 @@ def authority_name(run: str) -> str:
 
 
 def _worker_command(order: Order) -> list[str]:
+    # A port that was used before cannot be attached to again.
+    where = ("--listen", "tls://auto:0", "--name", f"$({NAME})")
+    python, roster = places.python_there(order), places.roster_there(order)
     cluster = order.config.cluster
-    subnets = [part for subnet in cluster.subnets for part in ("--subnet", subnet)]
-    return [
-        *_program(order, "worker"),
-        *("--listen", "tls://auto:0"),  # a port that was used before cannot be attached to again
-        *("--name", f"$({NAME})"),
-        *("--roster", str(places.roster_there(order))),
-        *("--authority", str(places.AUTHORITY)),
-        *("--lease", f"{cluster.lease_s:g}"),
-        *("--wait", str(WAIT_S)),
-        *subnets,
-    ]
+    return worker_command(python, cluster, roster, places.AUTHORITY, *where, wait_s=WAIT_S)
 
 
 def _controller_command(order: Order) -> list[str]:
-    config = str(places.CONFIG / places.CONFIG_FILE)
-    run = str(places.run_there(order))
-    return [*_program(order, "train"), config, "--output", run, "--auto-resume"]
+    python, run = places.python_there(order), places.run_there(order)
+    config = places.CONFIG / places.CONFIG_FILE
+    return controller_command(python, run, "--auto-resume", config=config)
 
 
 def _claim_command(order: Order, launch: str) -> list[str]:
     module = "composer_mesh.services.launch.kubernetes.claim"
     command = [places.python_there(order), "-m", module, str(places.run_there(order)), launch]
     return [*command, "--resume"] if order.resume else command
-
-
-def _program(order: Order, name: str) -> list[str]:
-    return [places.python_there(order), "-m", "composer_mesh", name]
 
 
 def _spec(order: Order, run: str, grace_s: int) -> Table:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from composer_mesh.services.inspection.events_command import Lines
 from composer_mesh.services.launch.orders import renamed_log
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
 from composer_mesh.services.launch.slurm import queue
@@ -64,7 +64,7 @@ class SlurmLauncher:
 
     def follow(self, handle: Handle) -> Iterator[str]:
         """What the controller prints until the job has ended, queued again or not."""
-        tail, said = _Tail(Places(handle.run).log), ""
+        tail, said = Lines(Places(handle.run).log), ""
         while True:
             job = _job(handle)
             found = queue.ask(job)
@@ -102,10 +102,10 @@ class SlurmLauncher:
                 "its nodes, where a process may hang in the kernel"
             )
 
-    def _lines_until_asked_again(self, tail: _Tail) -> Iterator[str]:
+    def _lines_until_asked_again(self, tail: Lines) -> Iterator[str]:
         end = self.clock() + self.ask_s
         while True:
-            yield from tail.lines()
+            yield from tail.new()
             self.sleep(self.look_s)
             if self.clock() >= end:
                 return
@@ -141,30 +141,3 @@ def _waits(job: str, found: JobState) -> str:
     if found.state == "unknown":
         return f"job {job}: {found}"
     return ""
-
-
-@dataclass
-class _Tail:
-    """The complete lines of a file that grows, written on another machine."""
-
-    path: Path
-    begin: int = 0
-    _part: bytes = b""
-
-    def lines(self) -> Iterator[str]:
-        """Those that have come since the last call."""
-        try:
-            with self.path.open("rb") as file:  # anew, because only so NFS shows what is new
-                file.seek(self.begin)
-                found = file.read()
-        except FileNotFoundError:
-            return
-        self.begin += len(found)
-        *whole, self._part = (self._part + found).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-
-    def rest(self) -> Iterator[str]:
-        """All that is left, a line without an end too."""
-        yield from self.lines()
-        if self._part:
-            yield self._part.decode(errors="replace")

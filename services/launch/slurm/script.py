@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from composer_mesh.configs.cluster import SlurmConfig
 from composer_mesh.mesh.hosts.roster import ROSTER
-from composer_mesh.services.launch.orders import authority_of, controller_command
+from composer_mesh.services.launch.orders import authority_of, controller_command, worker_command
 from composer_mesh.services.launch.ports import LaunchRefused, Order
 from composer_mesh.services.launch.slurm.bodies import JOB, REACH
 from composer_mesh.services.launch.slurm.places import Places
@@ -26,12 +26,14 @@ MARGIN_S = 15
 def job_script(order: Order) -> str:
     """The batch job of a run; raises `LaunchRefused`."""
     slurm, places = order.config.cluster.slurm, Places(order.output)
+    roster, authority = order.output / ROSTER, authority_of(order)
+    worker = worker_command(order.python, order.config.cluster, roster, authority)
     directives = [f"#SBATCH {shlex.quote(option)}" for option in options_of(order)]
     head = [
         _set("RUN", order.output),
         _set("LAUNCH", places.folder),
         _list("HOSTS", (host.name for host in order.hosts)),
-        _list("WORKER", _worker(order)),
+        _list("WORKER", worker),  # and its name, which each node knows
         _list("CONTROLLER", controller_command(order.python, order.output, "--auto-resume")),
         _set("PATIENCE_S", _patience_s(slurm)),
         _set("RESUBMIT", "yes" if slurm.resubmit else "no"),
@@ -48,16 +50,6 @@ def reach_script(order: Order) -> str:
         _set("SETUP", "\n".join(_checked(slurm))),
     ]
     return "\n".join(["#!/bin/bash", *head, REACH])
-
-
-def _worker(order: Order) -> Iterable[str]:
-    """What runs on each node, but for its name."""
-    cluster = order.config.cluster
-    yield from (order.python, "-m", "composer_mesh", "worker")
-    yield from ("--roster", str(order.output / ROSTER), "--authority", str(authority_of(order)))
-    yield from ("--lease", f"{cluster.lease_s:g}", "--wait", f"{cluster.attach_s:g}")
-    for subnet in cluster.subnets:
-        yield from ("--subnet", subnet)
 
 
 def _patience_s(slurm: SlurmConfig) -> int:
