@@ -32,7 +32,8 @@ from report import Report, arguments  # noqa: E402
 from composer_mesh.actors.engines.vllm_settings import process_environment  # noqa: E402
 from composer_mesh.actors.generator import GeneratorActor  # noqa: E402
 from composer_mesh.actors.models import policy  # noqa: E402
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor  # noqa: E402
+from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
+from composer_mesh.mesh.spawned import SpawnedActor  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 
 DEADLINE_S = 600.0

@@ -37,7 +37,8 @@ from sdpo_actors import (  # noqa: E402
 
 from composer_mesh.configs.load import load_config  # noqa: E402
 from composer_mesh.configs.schema import Config  # noqa: E402
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor  # noqa: E402
+from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
+from composer_mesh.mesh.spawned import SpawnedActor  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.mesh.transport import BufferHandle, transport_name  # noqa: E402
 from composer_mesh.rollouts.alignment import HintedView  # noqa: E402

@@ -30,7 +30,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 from report import Report, arguments  # noqa: E402
 from weight_sync_actors import Source, Target, use_async_controller  # noqa: E402
 
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor  # noqa: E402
+from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
+from composer_mesh.mesh.spawned import SpawnedActor  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.mesh.transport import transport_name  # noqa: E402
 from composer_mesh.mesh.weights.choice import Transport  # noqa: E402

@@ -11,7 +11,7 @@ from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.process_resources import share_env
-from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.host_capacity import HostResources, Placed
 from composer_mesh.planning.host_checks import (
     WrongHost,
     about,
@@ -22,7 +22,6 @@ from composer_mesh.planning.host_checks import (
 )
 from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of
 from composer_mesh.planning.placement_solver import (
-    Placed,
     Placement,
     aliases_of,
     described_hosts,

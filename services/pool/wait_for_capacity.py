@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.spawn import MeshHost, SpawnedActor
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy
 from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement

@@ -20,7 +20,6 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.run.mesh_ports import MeshReference, MeshTeachers
 from composer_mesh.services.run.resume_loader import (
     Past,
     restore_teacher_queries,
@@ -116,10 +115,10 @@ class RunParts:
         mesh, waiting = self.mesh, self.store.reading.waiting_pairs
         if mesh.replay is None:
             return None
-        reference: MeshReference | None = None
-        if mesh.reference is not None:
-            reference = MeshReference(mesh.reference, self.config.run.deadline_s)
-        teachers = MeshTeachers(mesh.replay)
+        reference: Any = mesh.reference
+        if reference is not None:
+            reference = reference.options(deadline_s=self.config.run.deadline_s)
+        teachers: Any = mesh.replay  # a service answers to the endpoints of its actor
         return make_pair_stream(self.config, teachers, reference, self.chat, self.store, waiting)
 
     def _hint_writing(self) -> HintWriting | None:

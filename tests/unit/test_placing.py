@@ -9,12 +9,12 @@ from repository import ROOT
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
-from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.host_capacity import HostResources, Placed
 from composer_mesh.planning.memory import GB, SHARED_CODE, Part, total
 from composer_mesh.planning.memory_estimate import Memory
 from composer_mesh.planning.model_sizes import sizes_of
 from composer_mesh.planning.placement_errors import CannotPlace
-from composer_mesh.planning.placement_solver import Placed, Placement, place, place_processes
+from composer_mesh.planning.placement_solver import Placement, place, place_processes
 from composer_mesh.planning.process_specs import WHOLE, Process
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from composer_mesh.rollouts.hints import render_hint
+from composer_mesh.rollouts.plans import Reference, Step
 from composer_mesh.rollouts.session import ToolSession
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import StepResult
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
-from composer_mesh.rollouts.toolbox import Reference, Step, ToolboxTask, plan, split_of
+from composer_mesh.rollouts.toolbox import ToolboxTask, plan, split_of
 from composer_mesh.rollouts.tools import format_number
 from composer_mesh.rollouts.traces import Message, Split
 
