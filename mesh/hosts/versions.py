@@ -12,6 +12,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import composer_mesh
+
 PACKAGES = ("torch", "torchmonarch", "composer-mesh")
 SOURCES = "composer-mesh sources"
 
@@ -41,20 +43,9 @@ def _version(name: str) -> str:
 
 
 def _digest() -> str:
-    package = Path(__file__).resolve().parents[2]
-    floors = (
-        "configs",
-        "planning",
-        "losses",
-        "rollouts",
-        "mesh",
-        "actors",
-        "services",
-        "integrations",
-    )
-    found = hashlib.sha256()
-    for floor in floors:
-        for file in sorted((package / floor).rglob("*.py")):
+    package, found = Path(composer_mesh.__path__[0]), hashlib.sha256()
+    for folder in sorted(path for path in package.iterdir() if path.is_dir()):
+        for file in sorted(folder.rglob("*.py")):
             found.update(f"{file.relative_to(package)}\n".encode())
             found.update(file.read_bytes())
     return found.hexdigest()[:12]

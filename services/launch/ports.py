@@ -29,6 +29,7 @@ class LaunchFailed(RuntimeError):
 class Order:
     """What is to be launched: the resolved config, its hosts, and where things are.
 
+    The config has been accepted, so a scheduler has hosts to ask for (`planning.host_checks`).
     `output` and `folder` are absolute; `folder` is where the user stands, against which paths of
     the config are meant. `python` is the interpreter on the hosts.
     """

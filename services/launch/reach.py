@@ -31,7 +31,7 @@ ABOUT_A_RUN = frozenset(
 NEWEST_BY_DEFAULT = frozenset({"tree", "events", "stacks", "tui"})
 ENTER = 'cd "$1" && shift && exec "$@"'
 SSH_FAILED = 255
-ON_A_TERMINAL = {"ssh": (1, "-t"), "srun": (1, "--pty"), "kubectl": (2, "-it")}
+ON_A_TERMINAL = {"ssh": (1, "-t"), "kubectl": (2, "-it")}
 """Where a program that reaches takes the word for a terminal, and which."""
 
 

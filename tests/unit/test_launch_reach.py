@@ -169,7 +169,6 @@ def test_a_stop_falls_back_on_whoever_started_the_run(
     ("reach", "begins"),
     [
         (("ssh", "-x", "far", "--"), ["ssh", "-t", "-x", "far", "--"]),
-        (("srun", "--overlap", "--jobid=7"), ["srun", "--pty", "--overlap", "--jobid=7", "sh"]),
         (("kubectl", "exec", "pod", "--"), ["kubectl", "exec", "-it", "pod", "--", "sh"]),
         (("bash", "reach.sh"), ["bash", "reach.sh", "sh", "-c"]),
     ],

@@ -47,11 +47,6 @@ def groups_of(order: Order) -> tuple[Group, ...]:
     """The described hosts with names for their objects; raises `LaunchRefused`."""
     run, mesh = run_name(order.output), _is_mesh(order)
     described = order.config.placement.hosts
-    if not described:
-        raise LaunchRefused(
-            "placement.hosts describes no host, and Kubernetes is asked for pods of these sizes: "
-            "write [[placement.hosts]] with name, count, cores and memory_gb"
-        )
     groups = tuple(Group(host, _object(run, host.name, mesh)) for host in described)
     _check(run, groups)
     return groups

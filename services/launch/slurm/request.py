@@ -116,11 +116,6 @@ def _size(slurm: SlurmConfig, host: HostResources) -> Iterator[str]:
 
 
 def _check_hosts(hosts: Sequence[HostResources]) -> None:
-    if not hosts:
-        raise LaunchRefused(
-            "placement.hosts describes no host, and a batch job must say how many nodes it wants: "
-            "write [[placement.hosts]] with name, count, cores and memory_gb"
-        )
     first = hosts[0]
     for other in hosts[1:]:
         if _shape(other) != _shape(first):
