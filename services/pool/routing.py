@@ -49,11 +49,6 @@ class RoutingTarget:
         """Whether it takes the calls of what is bound to it."""
         return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
 
-    @property
-    def quiet(self) -> bool:
-        """Whether it can leave without taking anything from anybody."""
-        return self.outstanding == 0 and self.tied == 0
-
 
 S = TypeVar("S", bound=RoutingTarget)
 
