@@ -10,30 +10,31 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from composer_mesh.configs.base import NotNegative, Positive, Section, by_type
 
-Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
 ImportPath = Annotated[str, Field(min_length=1)]
 
 
-class _RatioLoss(Section):
-    """What losses on the ratio of the policy to the one that sampled have in common."""
+class _Loss(Section):
+    """What every loss can be asked."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return False
+
+
+class _CorrectedLoss(_Loss):
+    """What losses have in common whose terms may be weighted by trainer over generator."""
 
     aggregation: Aggregation = "dapo"
     """How token losses are summed: TRL's loss types."""
 
-    ratio_level: Literal["token", "sequence"] = "token"
-    """"token": a ratio for each token; "sequence": one for all tokens of a rollout, as in GSPO."""
-
-    kl_beta: NotNegative = 0.0
-    """Weight of the k3 KL to the frozen initial policy; 0 loads no reference for it."""
-
-    kl_importance: bool = False
-    """Whether the k3 KL is multiplied by the ratio, which makes its gradient unbiased."""
-
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
-    """Sampler-mismatch correction. "none": the ratio is to the generator's own log-probs; else it
-    is to the trainer's, and tokens are weighted by trainer over generator."""
+    """Sampler-mismatch correction: tokens are weighted by trainer over generator, and a loss with a
+    ratio takes it to the trainer; with "none" it is to the generator's own log-probs."""
 
     correction_maximum: Positive = 3.0
     """Largest weight of the correction."""
@@ -42,25 +43,51 @@ class _RatioLoss(Section):
     """Smallest weight of the correction; not set means none."""
 
     @model_validator(mode="after")
-    def _options_have_an_effect(self) -> Self:
-        if self.kl_importance and self.kl_beta == 0:
-            raise ValueError(
-                "kl_importance is true but kl_beta is 0, so there is no KL to multiply: set "
-                "kl_beta above 0 or remove kl_importance"
-            )
-        if self.correction_minimum is not None and self.correction == "none":
+    def _correction_makes_sense(self) -> Self:
+        if self.correction_minimum is None:
+            return self
+        if self.correction == "none":
             raise ValueError(
                 f"correction_minimum is {self.correction_minimum} but correction is 'none', which "
                 "has no weights: set correction or remove correction_minimum"
             )
-        if (
-            self.correction_minimum is not None
-            and self.correction_minimum > self.correction_maximum
-        ):
+        if self.correction_minimum > self.correction_maximum:
             raise ValueError(
                 f"correction_minimum is {self.correction_minimum} but correction_maximum is "
                 f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
             )
+        return self
+
+
+class _RatioLoss(_CorrectedLoss):
+    """What losses on the ratio of the policy to the one that sampled have in common."""
+
+    ratio_level: RatioLevel = "token"
+    """"token": a ratio for each token; "sequence": one for all tokens of a rollout, as in GSPO;
+    "sequence_token": the same ratio with a gradient for each token, as in GSPO-token."""
+
+    kl_beta: NotNegative = 0.0
+    """Weight of the KL to the frozen initial policy; 0 loads no reference for it."""
+
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl"] = "k3"
+    """How the KL is estimated from sampled tokens."""
+
+    kl_importance: bool = False
+    """Whether the KL is multiplied by the ratio, which makes the gradient of k3 unbiased."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return self.kl_beta > 0
+
+    @model_validator(mode="after")
+    def _kl_options_have_an_effect(self) -> Self:
+        for name, default in (("kl_importance", False), ("kl_estimator", "k3")):
+            if self.kl_beta == 0 and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is {str(getattr(self, name)).lower()} but kl_beta is 0, so there is "
+                    f"no KL for it: set kl_beta above 0 or remove {name}"
+                )
         return self
 
 
@@ -95,11 +122,11 @@ class CispoLoss(_RatioLoss):
     type: Literal["cispo"]
     """The loss."""
 
-    clip_high: Annotated[float, Field(ge=1)] = 5.0
-    """Largest ratio; an absolute cap, so not below 1."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How far a ratio may fall below 1; 1 is no lower bound."""
 
-    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Smallest ratio; not set means none."""
+    clip_high: Positive = 4.0
+    """How far a ratio may rise above 1."""
 
 
 class SapoLoss(_RatioLoss):
@@ -118,7 +145,51 @@ class SapoLoss(_RatioLoss):
     """Steepness of the gate elsewhere."""
 
 
-class PrimeRlLoss(Section):
+class GmpoLoss(_CorrectedLoss):
+    """GMPO: the geometric mean of a rollout's token ratios, each clipped."""
+
+    type: Literal["gmpo"]
+    """The loss."""
+
+    aggregation: Aggregation = "grpo"
+    """How token losses are summed: TRL's loss types."""
+
+    log_clip_low: Positive = 0.4
+    """How far a log-ratio may fall below 0 where the advantage is negative."""
+
+    log_clip_high: Positive = 0.4
+    """How far a log-ratio may rise above 0 where the advantage is positive."""
+
+
+class VespoLoss(_CorrectedLoss):
+    """VESPO: REINFORCE with a smooth weight of a rollout's whole importance ratio."""
+
+    type: Literal["vespo"]
+    """The loss."""
+
+    k_positive: NotNegative = 2.0
+    """Power of the ratio where the advantage is not negative."""
+
+    lambda_positive: NotNegative = 3.0
+    """Exponential decay in the ratio where the advantage is not negative."""
+
+    k_negative: NotNegative = 3.0
+    """Power of the ratio where the advantage is negative."""
+
+    lambda_negative: NotNegative = 2.0
+    """Exponential decay in the ratio where the advantage is negative."""
+
+    @model_validator(mode="after")
+    def _correction_is_of_tokens(self) -> Self:
+        if self.correction.startswith("sequence"):
+            raise ValueError(
+                f"correction is {self.correction!r} but vespo multiplies the weights of the "
+                "tokens itself: use 'token_truncate', 'token_mask' or 'none'"
+            )
+        return self
+
+
+class PrimeRlLoss(_Loss):
     """PRIME-RL's default: tokens whose probability moved too far are masked, and a squared KL."""
 
     type: Literal["prime_rl"]
@@ -136,9 +207,34 @@ class PrimeRlLoss(Section):
     kl_tau: NotNegative = 1e-3
     """Weight of the squared log-ratio."""
 
+    teacher_tau: NotNegative = 0.0
+    """Weight of the reverse KL to the frozen initial policy as an advantage of each token; 0 loads
+    no reference for it."""
 
-class DppoLoss(Section):
-    """DPPO: tokens outside a trust region by total variation or KL are masked."""
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return self.teacher_tau > 0
+
+
+class PrimeRlIpoLoss(_Loss):
+    """PRIME-RL's loss type ipo: tokens whose probability moved too far either way are masked."""
+
+    type: Literal["prime_rl_ipo"]
+    """The loss."""
+
+    threshold: Positive = 0.1
+    """Largest move of a token's probability."""
+
+    adv_tau: NotNegative = 1.0
+    """Weight of the policy gradient."""
+
+    kl_tau: NotNegative = 1e-3
+    """Weight of the squared log-ratio."""
+
+
+class DppoLoss(_Loss):
+    """DPPO: tokens outside a trust region by total variation, KL or ratio are masked."""
 
     type: Literal["dppo"]
     """The loss."""
@@ -146,11 +242,14 @@ class DppoLoss(Section):
     aggregation: Aggregation = "dapo"
     """How token losses are summed: TRL's loss types."""
 
-    divergence: Literal["tv", "kl"] = "tv"
-    """Binary total variation or binary KL."""
+    divergence: Literal["tv", "kl", "ratio"] = "tv"
+    """Binary total variation, binary KL, or the distance of the ratio from 1 as in PPO."""
 
     threshold: Positive | None = None
-    """Largest divergence of a token; 0.15 for tv and 0.05 for kl where not set."""
+    """Largest divergence of a token; 0.15 for tv, 0.05 for kl and 0.2 for ratio where not set."""
+
+    threshold_high: Positive | None = None
+    """The same where the advantage is positive; threshold where not set."""
 
     ratio_cap: Positive = 10.0
     """Largest weight of a token."""
@@ -201,7 +300,7 @@ class RejectionConfig(Section):
         return self
 
 
-class DecoupledPpoLoss(Section):
+class DecoupledPpoLoss(_Loss):
     """AReaL's decoupled PPO: clipped against the trainer, weighted against the generator."""
 
     type: Literal["decoupled_ppo"]
@@ -216,24 +315,22 @@ class DecoupledPpoLoss(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss where the advantage is negative; not set means none."""
 
-    ratio_level: Literal["token", "sequence"] = "token"
-    """"token": a ratio for each token; "sequence": one for all tokens of a rollout."""
+    ratio_level: RatioLevel = "token"
+    """"token": a ratio for each token; "sequence": one for all tokens of a rollout;
+    "sequence_token": the same ratio with a gradient for each token."""
 
     rejection: RejectionConfig = Field(default_factory=RejectionConfig)
     """Which tokens the trainer's weight over the generator drops or bounds."""
 
 
-class ReinforceLoss(Section):
-    """REINFORCE: advantage times log-prob, for runs without lag."""
+class ReinforceLoss(_CorrectedLoss):
+    """REINFORCE: advantage times log-prob, for runs without lag or with a correction."""
 
     type: Literal["reinforce"]
     """The loss."""
 
-    aggregation: Aggregation = "dapo"
-    """How token losses are summed: TRL's loss types."""
 
-
-class CustomLoss(Section):
+class CustomLoss(_Loss):
     """A function of yours, called once for each rollout with PRIME-RL's fields."""
 
     type: Literal["custom"]
@@ -248,12 +345,20 @@ class CustomLoss(Section):
     reference: bool = False
     """Whether it reads ref_logprobs: the frozen initial policy's."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return self.reference
+
 
 LossConfig = Annotated[
     Annotated[GrpoLoss, Tag("grpo")]
     | Annotated[CispoLoss, Tag("cispo")]
     | Annotated[SapoLoss, Tag("sapo")]
+    | Annotated[GmpoLoss, Tag("gmpo")]
+    | Annotated[VespoLoss, Tag("vespo")]
     | Annotated[PrimeRlLoss, Tag("prime_rl")]
+    | Annotated[PrimeRlIpoLoss, Tag("prime_rl_ipo")]
     | Annotated[DppoLoss, Tag("dppo")]
     | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")]
     | Annotated[ReinforceLoss, Tag("reinforce")]

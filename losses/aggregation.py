@@ -6,6 +6,7 @@ takes a mean over each row.
 Nothing here counts for the caller or knows how a step is cut into microbatches and ranks.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,8 +17,38 @@ from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.logprobs import PolicyLoss, masked_mean
 from composer_mesh.losses.reductions import Number, masked_sum, normalized_sum
 
-Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
-AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo")
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+Reduction = Literal["sum", "none"]
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How a loss makes what it returns of its values per token, with the caller's settings.
+
+    "sum" aggregates them to one scalar; "none" returns them [*B T] as they are, 0 under no mask and
+    not divided by anything, so that `aggregate` of them is what "sum" returns.
+    """
+
+    mask: Bool[Tensor, "*B T"]
+    aggregation: Aggregation
+    normalizer: Number | None
+    reduction: Reduction
+
+    def __post_init__(self) -> None:
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("reduction", self.reduction, ("sum", "none"))
+        if self.reduction == "sum" and self.normalizer is None:
+            raise ValueError(
+                "normalizer is None but reduction 'sum' divides by it: pass the count of the whole"
+                " step, `aggregation_normalizer(aggregation, ...)`, or reduction='none'"
+            )
+
+    def __call__(self, values: Float[Tensor, "*B T"]) -> Float[Tensor, "..."]:
+        """The values aggregated, or the values under the mask."""
+        if self.reduction == "none" or self.normalizer is None:
+            return torch.where(self.mask, values, 0.0)
+        return aggregate(values, self.mask, self.aggregation, self.normalizer)
 
 
 def aggregate(
@@ -28,8 +59,8 @@ def aggregate(
 ) -> Float[Tensor, ""]:
     """Terms of tokens to one scalar, in the units of the terms; an empty mask gives 0.
 
-        grpo                 sum over sequences of (the mean over the tokens of each) / normalizer
-        bnpo, dr_grpo, dapo  sum over all tokens / normalizer
+        grpo        sum over sequences of (the mean over the tokens of each) / normalizer
+        all others  sum over all tokens / normalizer
 
     `aggregation_normalizer` gives each kind's normalizer for a whole step. A sequence without a
     token under the mask adds 0 to any of them. Aggregation types are TRL's `loss_type`
@@ -37,11 +68,12 @@ def aggregate(
 
         token-mean               dapo, normalizer = tokens of the step
         seq-mean-token-mean      grpo, normalizer = sequences with a token
-        seq-mean-token-sum       dr_grpo, normalizer = sequences with a token
+        seq-mean-token-sum       luspo, normalizer = sequences with a token
         seq-mean-token-sum-norm  dr_grpo, normalizer = sequences * horizon (older: horizon)
 
-    Raises ValueError for an unknown kind or a normalizer that is no count. Differs from upstream
-    where the mask is empty: verl gives NaN.
+    Raises ValueError for an unknown kind or a normalizer that is no count. Differs from verl where
+    the mask is empty, which is NaN there, and in "grpo": verl divides the sum of a sequence by its
+    n + 1e-8 tokens, here by n.
     """
     check_choice("aggregation", kind, AGGREGATIONS)
     if kind == "grpo":
@@ -61,20 +93,23 @@ def aggregation_normalizer(
         grpo        sequences                          DeepSeekMath, arXiv 2402.03300
         bnpo, dapo  tokens                             DAPO, arXiv 2503.14476
         dr_grpo     sequences * max_completion_length  Dr. GRPO, arXiv 2503.20783
+        luspo       sequences                          LUSPO, arXiv 2602.05261
 
     `tokens` counts those under the mask, `sequences` all rows, also those without a token. The
     losses of all microbatches and ranks then sum (not average) to the loss of the step.
 
-    TRL means the same for grpo, dr_grpo and dapo, in other words: its grpo, bnpo and dr_grpo take
-    the microbatch's own counts, divide by gradient_accumulation_steps and average over ranks,
-    and its dapo divides by num_items_in_batch / num_processes and averages over ranks. With equal
-    numbers of sequences in all microbatches these are the numbers above. TRL's bnpo differs
+    LUSPO is GSPO (ratio_level "sequence") with each sequence weighted by its length.
+
+    TRL means the same for grpo, dr_grpo, luspo and dapo, in other words: its grpo, bnpo, luspo and
+    dr_grpo take the microbatch's own counts, divide by gradient_accumulation_steps and average over
+    ranks, and its dapo divides by num_items_in_batch / num_processes and averages over ranks. With
+    equal numbers of sequences in all microbatches these are the numbers above. TRL's bnpo differs
     where microbatches differ in tokens: it averages their means, so that a token's weight depends
     on its company. To get that, pass tokens of the microbatch * gradient_accumulation_steps (*
     ranks) as normalizer of each.
     """
     check_choice("aggregation", kind, AGGREGATIONS)
-    if kind == "grpo":
+    if kind in ("grpo", "luspo"):
         return sequences
     if kind != "dr_grpo":
         return tokens
@@ -87,24 +122,22 @@ def aggregation_normalizer(
 
 
 def policy_loss(
+    reduce: Reducer,
     terms: Float[Tensor, "*B T"],
     *,
     clipped: Bool[Tensor, "*B T"],
     ratio: Float[Tensor, "*B T"],
     log_ratio: Float[Tensor, "*B T"],
-    mask: Bool[Tensor, "*B T"],
-    normalizer: Number,
-    kind: Aggregation,
+    kl: Float[Tensor, "*B T"] | None = None,
+    kl_beta: Number = 0.0,
 ) -> PolicyLoss:
-    """A loss from its terms, with its figures aggregated alike."""
+    """A loss from its terms and its KL penalty, with its figures reduced alike."""
     log_ratio = log_ratio.detach()
-
-    def mean(values: Tensor) -> Tensor:
-        return aggregate(values, mask, kind, normalizer)
-
+    loss, penalty = reduce(terms), None if kl is None else reduce(kl)
     return PolicyLoss(
-        loss=mean(terms),
-        clipped_fraction=mean(clipped.to(log_ratio.dtype)),
-        ratio_mean=mean(ratio.detach()),
-        kl_k3=mean(torch.expm1(log_ratio) - log_ratio),
+        loss=loss if penalty is None else loss + kl_beta * penalty,
+        clipped_fraction=reduce(clipped.to(log_ratio.dtype)),
+        ratio_mean=reduce(ratio.detach()),
+        kl_k3=reduce(torch.expm1(log_ratio) - log_ratio),
+        kl_reference=None if penalty is None else penalty.detach(),
     )

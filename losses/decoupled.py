@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import aggregate, policy_loss
+from composer_mesh.losses.aggregation import Reducer, Reduction, policy_loss
 from composer_mesh.losses.checks import check_choice, check_clip
 from composer_mesh.losses.grpo import clip_binds
+from composer_mesh.losses.kl import KlEstimator, estimate_kl
 from composer_mesh.losses.logprobs import (
     PolicyLoss,
     RatioLevel,
@@ -24,6 +25,7 @@ from composer_mesh.losses.logprobs import (
     masked_advantages,
     masked_log_ratio,
     masked_mean,
+    mean_advantages,
 )
 from composer_mesh.losses.reductions import Number
 
@@ -96,7 +98,8 @@ def decoupled_ppo_loss(
     advantages: Float[Tensor, "..."],
     mask: Bool[Tensor, "*B T"],
     *,
-    normalizer: Number,
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
     clip_low: Number = 0.2,
     clip_high: Number = 0.2,
     dual_clip: Number | None = None,
@@ -114,7 +117,9 @@ def decoupled_ppo_loss(
     `advantages` is one number per sequence [*B] or per token [*B T]; only `logprobs` gets a
     gradient. `normalizer` counts the tokens of the step *before* rejection, which therefore makes
     updates smaller and not the remaining tokens heavier. ratio_level "sequence" is GSPO: the
-    geometric mean of r over the tokens that rejection leaves, with their mean advantage.
+    geometric mean of r over the tokens that rejection leaves, with their mean advantage;
+    "sequence_token" has the gradient of GSPO-token, with each token's own advantage. `reduction`
+    "none" returns w l per token and reads no normalizer.
 
     Two generations of the weight w, of which one can be chosen:
 
@@ -139,23 +144,20 @@ def decoupled_ppo_loss(
     kept = _filtered(proximal_logprobs, sampling_logprobs, mask, rejection)
     log_ratio = masked_log_ratio(logprobs, proximal_logprobs, kept.mask)
     ratio = importance_ratio(log_ratio, kept.mask, ratio_level)
-    advantage = masked_advantages(advantages, logprobs, kept.mask)
-    if ratio_level == "sequence":
-        advantage = masked_mean(advantage, kept.mask).expand_as(advantage)
+    spread = mean_advantages if ratio_level == "sequence" else masked_advantages
+    advantage = spread(advantages, logprobs, kept.mask)
     held = ratio.clamp(1 - clip_low, 1 + clip_high)
     terms = torch.maximum(-advantage * ratio, -advantage * held)
     if dual_clip is not None:
         terms = torch.minimum(terms, dual_clip * advantage.abs())
     found = policy_loss(
+        Reducer(kept.mask, "dapo", normalizer, reduction),
         terms * kept.weights,
         clipped=clip_binds(ratio, advantage, clip_low, clip_high),
         ratio=ratio,
         log_ratio=log_ratio,
-        mask=kept.mask,
-        normalizer=normalizer,
-        kind="dapo",
     )
-    touched = aggregate(kept.touched.to(terms.dtype), mask, "dapo", normalizer)
+    touched = Reducer(mask, "dapo", normalizer, reduction)(kept.touched.to(terms.dtype))
     return replace(found, filtered_fraction=touched)
 
 
@@ -196,9 +198,8 @@ def _outside(
 
 def _metric(gap: Float[Tensor, "*B T"], name: str) -> Float[Tensor, "*B T"]:
     """The metric of each token; of the ratio its logarithm."""
-    if name == "kl_k2":
-        return gap.square() / 2
-    return torch.expm1(-gap) + gap if name == "kl_k3" else gap
+    estimators: dict[str, KlEstimator] = {"kl_k2": "k2", "kl_k3": "k3"}
+    return estimate_kl(gap, estimators.get(name, "k1"))
 
 
 def _per_sequence(

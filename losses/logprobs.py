@@ -15,7 +15,8 @@ from torch import Tensor
 from composer_mesh.losses.checks import check_choice, check_temperature
 from composer_mesh.losses.reductions import Number, at_least_float32
 
-RatioLevel = Literal["token", "sequence"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+RATIO_LEVELS = ("token", "sequence", "sequence_token")
 
 # exp(80) is finite in float32 and exp(89) is not; an infinite ratio has a NaN gradient even where
 # the clip discards it. In float64 exp(709) is the last finite one.
@@ -25,9 +26,10 @@ _LOG_RATIO_LIMIT_FLOAT64 = 700.0
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and what it saw; every figure is aggregated as the loss is.
+    """A policy loss and what it saw; every figure is reduced as the loss is.
 
-    With the token count of the step as normalizer the figures of microbatches add up to the
+    With reduction "none" all of them are per token [*B T], `ratio_mean` the ratio itself. With the
+    token count of the step as normalizer the figures of microbatches add up to the
     means of the batch. All but `loss` are detached. `kl_k3` is r - 1 - log r of the loss' own
     ratio r = policy / denominator and so estimates KL(denominator || policy), in nats.
 
@@ -36,12 +38,12 @@ class PolicyLoss:
     loss knows no rejection.
     """
 
-    loss: Float[Tensor, ""]
-    clipped_fraction: Float[Tensor, ""]
-    ratio_mean: Float[Tensor, ""]
-    kl_k3: Float[Tensor, ""]
-    kl_reference: Float[Tensor, ""] | None = None
-    filtered_fraction: Float[Tensor, ""] | None = None
+    loss: Float[Tensor, "..."]
+    clipped_fraction: Float[Tensor, "..."]
+    ratio_mean: Float[Tensor, "..."]
+    kl_k3: Float[Tensor, "..."]
+    kl_reference: Float[Tensor, "..."] | None = None
+    filtered_fraction: Float[Tensor, "..."] | None = None
 
 
 def token_logprobs(
@@ -76,6 +78,16 @@ def masked_log_ratio(
     return bounded(selected(logprobs, mask) - selected(old_logprobs.detach(), mask))
 
 
+def probability_gap(
+    logprobs: Float[Tensor, "*B T"],
+    other_logprobs: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+) -> Float[Tensor, "*B T"]:
+    """One policy's less the other's probability of each token, detached; 0 under no mask."""
+    one, other = selected(logprobs.detach(), mask), selected(other_logprobs.detach(), mask)
+    return one.exp() - other.exp()
+
+
 def bounded(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
     """Log-ratios whose exponential is finite in their own precision."""
     double = log_ratio.dtype == torch.float64
@@ -94,13 +106,18 @@ def importance_ratio(
 ) -> Float[Tensor, "*B T"]:
     """exp of each token's log-ratio, or of their mean over the sequence on each of its tokens.
 
-    The sequence's ratio is GSPO's (arXiv 2507.18071), a geometric mean over the masked tokens; its
-    gradient reaches all of them.
+    The sequence's ratio s is GSPO's (arXiv 2507.18071), a geometric mean over the masked tokens.
+    "sequence" differentiates s itself, through all tokens (TRL); "sequence_token" is GSPO-token,
+    the same value with a gradient through each token's own log-prob: sg(s) exp(lp - sg(lp))
+    (verl, TRL's experimental gspo_token).
     """
-    check_choice("ratio_level", level, ("token", "sequence"))
-    if level == "sequence":
-        log_ratio = masked_mean(log_ratio, mask).expand_as(log_ratio)
-    return log_ratio.exp()
+    check_choice("ratio_level", level, RATIO_LEVELS)
+    if level == "token":
+        return log_ratio.exp()
+    mean = masked_mean(log_ratio, mask).expand_as(log_ratio)
+    if level == "sequence_token":
+        mean = mean.detach() + log_ratio - log_ratio.detach()
+    return mean.exp()
 
 
 def per_token(
@@ -126,3 +143,33 @@ def masked_advantages(
 ) -> Float[Tensor, "*B T"]:
     """Advantages of the tokens under the mask, 0 elsewhere; detached."""
     return torch.where(mask, per_token(advantages, logprobs), 0.0)
+
+
+def mean_advantages(
+    advantages: Float[Tensor, "..."], logprobs: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """The mean advantage of each sequence's masked tokens on each of them; detached."""
+    advantage = masked_advantages(advantages, logprobs, mask)
+    return torch.where(mask, masked_mean(advantage, mask), 0.0)
+
+
+def check_one_per_sequence(
+    advantages: Float[Tensor, "..."], logprobs: Float[Tensor, "*B T"], what: str
+) -> None:
+    """Refuse one advantage per token where `what` is defined for one per sequence only."""
+    if advantages.shape == logprobs.shape and logprobs.shape[-1] != 1:
+        raise ValueError(
+            f"advantages have shape {tuple(advantages.shape)}, one per token, but {what} is defined"
+            " for one per sequence: pass shape [*B]"
+        )
+
+
+def weighted_terms(
+    terms: Float[Tensor, "*B T"],
+    weights: Float[Tensor, "..."] | None,
+    mask: Bool[Tensor, "*B T"],
+) -> Float[Tensor, "*B T"]:
+    """The terms times weights of 0 or more, one per token or sequence; None weighs 1."""
+    if weights is None:
+        return terms
+    return terms * torch.where(mask, per_token(weights, terms, "sampling_weights"), 0.0)

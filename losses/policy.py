@@ -1,32 +1,50 @@
 """Policy losses, the table of contents: every name is defined in the file of its family."""
 
-from composer_mesh.losses.aggregation import Aggregation, aggregate, aggregation_normalizer
+from composer_mesh.losses.aggregation import (
+    Aggregation,
+    Reduction,
+    aggregate,
+    aggregation_normalizer,
+)
 from composer_mesh.losses.correction import CorrectionMode, off_policy_weights, sampling_weights
 from composer_mesh.losses.decoupled import Rejection, decoupled_ppo_loss
-from composer_mesh.losses.dppo import dppo_loss, prime_rl_ipo_loss, prime_rl_loss
+from composer_mesh.losses.dppo import dppo_loss, topk_divergences
 from composer_mesh.losses.grpo import cispo_loss, grpo_loss, sapo_loss
+from composer_mesh.losses.kl import KlEstimator, token_kl
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT, PolicyLoss, RatioLevel, token_logprobs
-from composer_mesh.losses.reinforce import reinforce_loss, weighted_reinforce_loss
+from composer_mesh.losses.prime_rl import (
+    prime_rl_ipo_loss,
+    prime_rl_loss,
+    prime_rl_ref_kl_loss,
+)
+from composer_mesh.losses.reinforce import reinforce_loss
+from composer_mesh.losses.sequence_losses import gmpo_loss, vespo_loss
 
 __all__ = [
     "LOG_RATIO_LIMIT",
     "Aggregation",
     "CorrectionMode",
+    "KlEstimator",
     "PolicyLoss",
     "RatioLevel",
+    "Reduction",
     "Rejection",
     "aggregate",
     "aggregation_normalizer",
     "cispo_loss",
     "decoupled_ppo_loss",
     "dppo_loss",
+    "gmpo_loss",
     "grpo_loss",
     "off_policy_weights",
     "prime_rl_ipo_loss",
     "prime_rl_loss",
+    "prime_rl_ref_kl_loss",
     "reinforce_loss",
     "sampling_weights",
     "sapo_loss",
+    "token_kl",
     "token_logprobs",
-    "weighted_reinforce_loss",
+    "topk_divergences",
+    "vespo_loss",
 ]

@@ -87,7 +87,7 @@ def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
 def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
     trainer = config.trainer
     inline = config.sdpo.on and config.sdpo.placement == "inline"
-    copies = int(_step_needs_reference(config)) + int(inline and config.sdpo.teacher != "live")
+    copies = int(config.loss.needs_reference) + int(inline and config.sdpo.teacher != "live")
     lora = trainer.lora
     whole = parameter_count(sizes)
     how = Training(
@@ -117,11 +117,6 @@ def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: i
     later += saved
     kept = 0 if how.on_gpu or how.sharded else FLOAT * parameter_count(sizes)
     return Part("while it loads", max(0, FLOAT * parameter_count(sizes) - kept - later) * reads)
-
-
-def _step_needs_reference(config: Config) -> bool:
-    own = getattr(config.loss, "reference", False)
-    return own is True or getattr(config.loss, "kl_beta", 0.0) > 0
 
 
 def _generator(config: Config, sizes: ModelSizes) -> _Model:

@@ -35,17 +35,31 @@ from composer_mesh.losses.policy import (
     cispo_loss,
     decoupled_ppo_loss,
     dppo_loss,
+    gmpo_loss,
     grpo_loss,
+    prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
     sampling_weights,
     sapo_loss,
+    vespo_loss,
 )
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 
 Loss = Callable[..., PolicyLoss]
-Corrected = configs.GrpoLoss | configs.CispoLoss | configs.SapoLoss
-"""Losses on a ratio, which may be relative to the trainer and corrected for the generator."""
+RatioLoss = (
+    configs.GrpoLoss | configs.CispoLoss | configs.SapoLoss | configs.GmpoLoss | configs.VespoLoss
+)
+"""Losses on a ratio, which is relative to the trainer where they are corrected."""
+RATIO_LOSSES: dict[str, Loss] = {
+    "grpo": grpo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "gmpo": gmpo_loss,
+    "vespo": vespo_loss,
+}
+Corrected = RatioLoss | configs.ReinforceLoss
+"""Losses whose terms may be weighted by trainer over generator."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,8 @@ class PolicyChannel:
     def __init__(self, config: Config, reference: LanguageModel | None) -> None:
         self._loss, self._temperature = config.loss, config.generator.temperature
         self._longest = config.environment.max_turns * config.generator.max_new_tokens
-        self._reference = reference if needs_reference(config.loss) else None
-        if needs_reference(config.loss) and reference is None:
+        self._reference = reference if config.loss.needs_reference else None
+        if config.loss.needs_reference and reference is None:
             raise ValueError(f"loss {config.loss.type!r} needs a reference model: load one")
         self._bound = config.logprob_mismatch.bound
         self.begin_step()
@@ -181,32 +195,32 @@ class PolicyChannel:
         return found
 
 
-def needs_reference(loss: configs.LossConfig) -> bool:
-    """Whether a loss reads the log-probs of the frozen initial policy."""
-    if isinstance(loss, configs.CustomLoss):
-        return loss.reference
-    return getattr(loss, "kl_beta", 0.0) > 0
-
-
 def policy_loss(
     loss: configs.LossConfig, tokens: Tokens, normalizer: int, weights: Tensor | None
 ) -> PolicyLoss:
     """The loss that a section of the config describes, with the weights of its correction."""
     now, then, advantages, mask = tokens.logprobs, tokens.sampling, tokens.advantages, tokens.mask
+    options = _options(loss) | {"normalizer": normalizer}
     match loss:
         case configs.GrpoLoss() | configs.CispoLoss() | configs.SapoLoss():
-            return _ratio_loss(loss, tokens, normalizer, weights)
-        case configs.PrimeRlLoss() | configs.DppoLoss():
-            masked: Loss = dppo_loss if isinstance(loss, configs.DppoLoss) else prime_rl_loss
-            return masked(now, then, advantages, mask, normalizer=normalizer, **_options(loss))
+            options |= {"reference_logprobs": tokens.reference}
+            return _ratio_loss(loss, tokens, options, weights)
+        case configs.GmpoLoss() | configs.VespoLoss():
+            return _ratio_loss(loss, tokens, options, weights)
+        case configs.PrimeRlLoss():
+            return prime_rl_loss(
+                now, then, advantages, mask, reference_logprobs=tokens.reference, **options
+            )
+        case configs.PrimeRlIpoLoss():
+            return prime_rl_ipo_loss(now, then, advantages, mask, **options)
+        case configs.DppoLoss():
+            return dppo_loss(now, then, advantages, mask, **options)
         case configs.DecoupledPpoLoss():
             # One update a batch: the policy at its start, which is now, is the proximal one.
-            options = _options(loss) | {"rejection": Rejection(**loss.rejection.model_dump())}
-            return decoupled_ppo_loss(
-                now, now.detach(), then, advantages, mask, normalizer=normalizer, **options
-            )
+            options |= {"rejection": Rejection(**loss.rejection.model_dump())}
+            return decoupled_ppo_loss(now, now.detach(), then, advantages, mask, **options)
         case configs.ReinforceLoss():
-            return reinforce_loss(now, advantages, mask, normalizer=normalizer, **_options(loss))
+            return reinforce_loss(now, advantages, mask, sampling_weights=weights, **options)
     raise AssertionError(f"the config has a loss that nobody computes: {loss.type}")
 
 
@@ -227,28 +241,22 @@ def correction_weights(
 
 
 def _ratio_loss(
-    loss: Corrected, tokens: Tokens, normalizer: int, weights: Tensor | None
+    loss: RatioLoss, tokens: Tokens, options: dict[str, Any], weights: Tensor | None
 ) -> PolicyLoss:
-    functions: dict[str, Loss] = {"grpo": grpo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
-    old = tokens.sampling if weights is None else tokens.logprobs.detach()
-    options = _options(loss)
-    for name in ("correction", "correction_maximum", "correction_minimum"):
-        del options[name]
-    return functions[loss.type](
+    return RATIO_LOSSES[loss.type](
         tokens.logprobs,
-        old,
+        tokens.sampling if weights is None else tokens.logprobs.detach(),
         tokens.advantages,
         tokens.mask,
-        normalizer=normalizer,
-        reference_logprobs=tokens.reference,
         sampling_weights=weights,
         **options,
     )
 
 
 def _options(loss: configs.LossConfig) -> dict[str, Any]:
-    """The section's keys, which are the function's keywords."""
-    return loss.model_dump(exclude={"type"})
+    """The section's keys that are the function's keywords."""
+    others = {"type", "correction", "correction_maximum", "correction_minimum"}
+    return loss.model_dump(exclude=others)
 
 
 def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:

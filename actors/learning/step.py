@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_mesh.actors.learning import policy_channel
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
@@ -46,7 +45,7 @@ class _Pass:
 
 def needs_reference(config: Config) -> bool:
     """Whether the step itself computes the log-probs of the frozen initial policy."""
-    return policy_channel.needs_reference(config.loss)
+    return config.loss.needs_reference
 
 
 class ThreeChannelStep:

@@ -33,8 +33,8 @@ BROKEN = {
         ["type must be one of 'grpo', 'cispo'", "write one of these"],
     ),
     "bound of a chosen loss": (
-        ["loss.type=cispo", "loss.clip_high=0.2"],
-        ["loss.clip_high = 0.2", "at least 1", "raise it to 1"],
+        ["loss.type=cispo", "loss.clip_low=1.5"],
+        ["loss.clip_low = 1.5", "at most 1", "lower it to 1"],
     ),
     "custom loss without a path": (
         ["loss.type=custom"],
@@ -52,6 +52,10 @@ BROKEN = {
         ["loss.correction=token_mask", "loss.correction_minimum=4.0"],
         ["correction_minimum is 4.0", "correction_maximum is 3.0", "lower correction_minimum"],
     ),
+    "correction of whole rollouts by tokens": (
+        ["loss.type=vespo", "loss.correction=sequence_mask"],
+        ["correction is 'sequence_mask'", "vespo multiplies", "use 'token_truncate'"],
+    ),
     "cap below the clip": (
         ["loss.ratio_cap=1.1"],
         ["ratio_cap is 1.1", "grow to 1.28", "raise ratio_cap"],
@@ -59,6 +63,10 @@ BROKEN = {
     "KL weight of nothing": (
         ["loss.kl_importance=true"],
         ["kl_importance is true", "kl_beta is 0", "set kl_beta"],
+    ),
+    "estimator of no KL": (
+        ["loss.type=sapo", "loss.kl_estimator=k2"],
+        ["kl_estimator is k2", "kl_beta is 0", "remove kl_estimator"],
     ),
     "smoothed IPO": (
         ["replay.loss=ipo", "replay.label_smoothing=0.1"],

@@ -55,7 +55,7 @@ def test_a_dumped_run_reads_back_the_same(path: Path, problems: Path, tmp_path: 
         ("policy.warm_start.steps=0", lambda c: c.policy.warm_start.steps == 0),
         ("replay.teachers.1.error_rate=0.5", lambda c: c.replay.teachers[1].error_rate == 0.5),
         ("advantage.scale=none", lambda c: c.advantage.scale == "none"),
-        ("loss.type=cispo", lambda c: c.loss.clip_high == 5.0),
+        ("loss.type=cispo", lambda c: c.loss.clip_high == 4.0),
         ("sdpo.temperature=0.5", lambda c: c.sdpo.temperature == 0.5),
     ],
 )

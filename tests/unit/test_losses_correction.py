@@ -14,7 +14,6 @@ from composer_mesh.losses.policy import (
     off_policy_weights,
     reinforce_loss,
     sampling_weights,
-    weighted_reinforce_loss,
 )
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -143,17 +142,24 @@ def test_reinforce_has_the_gradient_of_the_ratio_on_policy() -> None:
     logprobs.requires_grad_()
     losses = (
         reinforce_loss(logprobs, advantages, mask, normalizer=7),
-        weighted_reinforce_loss(logprobs, logprobs, advantages, mask, normalizer=7),
         cispo_loss(logprobs, logprobs, advantages, mask, normalizer=7),
     )
     slopes = [torch.autograd.grad(found.loss, logprobs)[0] for found in losses]
     assert torch.equal(slopes[0], slopes[1])
-    assert torch.equal(slopes[0], slopes[2])
 
 
-def test_the_weight_of_off_policy_reinforce_is_a_constant_within_its_bounds() -> None:
+def test_reinforce_weighted_by_its_held_ratio_is_cispo() -> None:
     logprobs = torch.tensor([[-1.0, -5.0, -1.0]], requires_grad=True)
     sampling, mask = torch.tensor([[-1.5, -1.0, -9.0]]), torch.ones(1, 3).bool()
-    weighted_reinforce_loss(logprobs, sampling, torch.ones(1), mask, normalizer=1).loss.backward()
+    bounds: dict[str, Any] = {"mode": "token_truncate", "maximum": 10.0, "minimum": 0.1}
+    weights = sampling_weights(logprobs, sampling, mask, **bounds)
+    losses = (
+        reinforce_loss(logprobs, torch.ones(1), mask, normalizer=1, sampling_weights=weights),
+        cispo_loss(
+            logprobs, sampling, torch.ones(1), mask, normalizer=1, clip_low=0.9, clip_high=9.0
+        ),
+    )
     expected = torch.tensor([[-math.exp(0.5), -0.1, -10.0]])
-    torch.testing.assert_close(logprobs.grad, expected)
+    for found in losses:
+        (slope,) = torch.autograd.grad(found.loss, logprobs)
+        torch.testing.assert_close(slope, expected)

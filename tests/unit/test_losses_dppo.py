@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_mesh.losses.policy import PolicyLoss, dppo_loss, prime_rl_ipo_loss, prime_rl_loss
+from composer_mesh.losses.policy import (
+    PolicyLoss,
+    dppo_loss,
+    prime_rl_ipo_loss,
+    prime_rl_loss,
+    topk_divergences,
+)
 
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
 Drop = Callable[[float, float, float], bool]
@@ -91,7 +97,7 @@ def test_the_prime_rl_loss_agrees_with_its_definition(
 ) -> None:
     options = {"mask_low": low, "mask_high": high, "adv_tau": 0.7, "kl_tau": 0.01}
     agrees(
-        lambda v: prime_rl_loss(*v[:3], v[4], normalizer=7, loss_weights=v[3], **options),
+        lambda v: prime_rl_loss(*v[:3], v[4], normalizer=7, sampling_weights=v[3], **options),
         lambda v: prime_by_hand(
             v, lambda p, q, a: p - q > high if a > 0 else p - q < -low, 0.7, 0.01
         ),
@@ -104,7 +110,7 @@ def test_the_prime_rl_loss_agrees_with_its_definition(
 @every_scale
 def test_the_symmetric_variant_drops_in_both_directions(dtype: torch.dtype, scale: float) -> None:
     agrees(
-        lambda v: prime_rl_ipo_loss(*v[:3], v[4], normalizer=7, loss_weights=v[3]),
+        lambda v: prime_rl_ipo_loss(*v[:3], v[4], normalizer=7, sampling_weights=v[3]),
         lambda v: prime_by_hand(v, lambda p, q, a: abs(p - q) > 0.1, 1.0, 1e-3),
         dtype,
         batch(2, scale),
@@ -141,7 +147,100 @@ def test_dppo_agrees_with_its_definition(
     )
 
 
-@pytest.mark.parametrize(("kind", "threshold"), [("tv", 0.15), ("kl", 0.05)])
+def ratio_distance(p: float, c: float) -> float:
+    return abs(p / c - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "bound"),
+    [("tv", binary_tv, 0.1), ("kl", binary_kl, 0.02), ("ratio", ratio_distance, 0.2)],
+)
+def test_recomputed_log_probs_move_the_trust_region_and_not_the_ratio(
+    kind: Any, size: Any, bound: float
+) -> None:
+    policy, sampling, advantages, weights, mask = batch(6, 1.0)
+    old = batch(7, 1.0)[1]
+    total = policy.sum() * 0
+    for b, t in mask.nonzero().tolist():
+        p, q, c = (x[b, t].exp().item() for x in (policy, sampling, old))
+        a = advantages[b, t].item()
+        if not (size(p, c) > bound and moves_away(p, c, a)):
+            total = total - weights[b, t] * min(p / q, 10.0) * a * policy[b, t]
+    (slope,) = torch.autograd.grad(total / 7, policy)
+    found = dppo_loss(
+        policy,
+        sampling,
+        advantages,
+        mask,
+        normalizer=7,
+        divergence=kind,
+        threshold=bound,
+        old_logprobs=old,
+        sampling_weights=weights,
+    ).loss
+    torch.testing.assert_close(found, total / 7, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(torch.autograd.grad(found, policy)[0], slope, rtol=1e-9, atol=1e-11)
+
+
+def test_an_infinite_threshold_drops_nothing() -> None:
+    policy, sampling, advantages, _, mask = batch(6, 50.0)
+    options: dict[str, Any] = {"normalizer": 7, "threshold": math.inf}
+    found = dppo_loss(policy, sampling, advantages, mask, divergence="ratio", **options)
+    assert found.clipped_fraction.item() == 0
+
+
+def topk_by_hand(p: list[float], q: list[float], kind: str) -> float:
+    p, q = [*p, 1 - sum(p)], [*q, 1 - sum(q)]
+    if kind == "topk_tv":
+        return sum(abs(x - y) for x, y in zip(p, q, strict=True)) / 2
+    return sum(y * math.log(y / x) for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
+def test_the_divergence_of_the_top_k_counts_all_other_tokens_as_one(kind: Any) -> None:
+    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 3, 4, 9, generator=rng, dtype=torch.float64)
+    policy, sampler = logits.log_softmax(-1).unbind()
+    chosen = sampler.topk(3).indices
+    rows = [x.gather(-1, chosen) for x in (policy, sampler)]
+    found = topk_divergences(*rows, divergence=kind)
+    for b, t in torch.ones(3, 4).nonzero().tolist():
+        p, q = (row[b, t].exp().tolist() for row in rows)
+        assert found[b, t].item() == pytest.approx(topk_by_hand(p, q, kind), rel=1e-9)
+
+
+def test_a_divergence_of_the_top_k_decides_what_is_dropped() -> None:
+    policy, sampling, advantages, _, mask = batch(6, 1.0)
+    far = torch.where(torch.arange(8) < 5, 0.9, 0.1).expand(5, 8)
+    options: dict[str, Any] = {"divergence": "topk_kl", "threshold": 0.5, "reduction": "none"}
+    found = dppo_loss(policy, sampling, advantages, mask, token_divergences=far, **options)
+    away = torch.where(advantages > 0, policy > sampling, policy < sampling)
+    expected = mask & away & (far > 0.5) & (advantages != 0)
+    assert torch.equal(found.clipped_fraction.bool(), expected)
+    assert expected.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"divergence": "topk_tv"}, "divergence is 'topk_tv' but token_divergences is None: pass"),
+        ({"token_divergences": "x"}, "token_divergences are given but divergence is 'tv'"),
+        (
+            {"divergence": "topk_kl", "token_divergences": "x", "old_logprobs": "x"},
+            "divergence is 'topk_kl', which is against the sampler, but old_logprobs are given",
+        ),
+    ],
+)
+def test_divergences_that_would_not_be_read_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    policy, sampling, advantages, _, mask = batch()
+    given = {key: sampling if value == "x" else value for key, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        dppo_loss(policy, sampling, advantages, mask, normalizer=5, **given)
+
+
+@pytest.mark.parametrize(("kind", "threshold"), [("tv", 0.15), ("kl", 0.05), ("ratio", 0.2)])
 def test_the_default_thresholds_are_those_of_the_paper(kind: Any, threshold: float) -> None:
     policy, sampling, advantages, _, mask = batch(4, 2.0)
     default = dppo_loss(policy, sampling, advantages, mask, normalizer=7, divergence=kind)
@@ -194,6 +293,8 @@ def test_a_token_at_the_threshold_stays() -> None:
         (prime_rl_loss, {"mask_high": math.nan}, "mask_high is nan but has to be >= 0"),
         (prime_rl_loss, {"adv_tau": -1}, "adv_tau is -1 but has to be >= 0: use 1.0"),
         (prime_rl_loss, {"kl_tau": -1}, "kl_tau is -1 but has to be >= 0: use 1e-3"),
+        (prime_rl_loss, {"teacher_tau": -1}, "teacher_tau is -1 but has to be >= 0: use 1.0"),
+        (prime_rl_loss, {"teacher_tau": 1}, "teacher_tau is 1 but reference_logprobs is None"),
         (prime_rl_ipo_loss, {"threshold": -1}, "threshold is -1 but has to be >= 0: use 0.1"),
         (dppo_loss, {"threshold": -1}, "threshold is -1 but has to be >= 0: use 0.15"),
         (dppo_loss, {"threshold_high": -1}, "threshold_high is -1 but has to be >= 0"),

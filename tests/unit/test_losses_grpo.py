@@ -22,7 +22,7 @@ from composer_mesh.losses.policy import (
     token_logprobs,
 )
 
-KINDS = ["grpo", "bnpo", "dr_grpo", "dapo"]
+KINDS = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
 Term = Callable[[Tensor, float, Tensor], Tensor]
 
@@ -146,8 +146,8 @@ def test_grpo_agrees_with_its_definition(
 @every_level
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_cispo_agrees_with_its_definition(dtype: torch.dtype, level: str, beta: float) -> None:
-    agrees(cispo_loss, truncated(1.3), dtype, "dapo", 3, beta, clip_high=1.3, ratio_level=level)
-    options = {"clip_low": 0.8, "clip_high": 1.2, "ratio_level": level}
+    agrees(cispo_loss, truncated(1.3), dtype, "dapo", 3, beta, clip_high=0.3, ratio_level=level)
+    options = {"clip_low": 0.2, "clip_high": 0.2, "ratio_level": level}
     agrees(cispo_loss, truncated(1.2, 0.8), dtype, "grpo", 4, beta, **options)
 
 
@@ -224,6 +224,7 @@ def test_an_aggregation_of_ones_is_the_share_of_what_it_counts(kind: str) -> Non
     )
     found = aggregate(torch.ones(5, 6, dtype=torch.float64), mask, kind, normalizer).item()
     share = {"grpo": int(mask.any(-1).sum()) / 5, "dr_grpo": int(mask.sum()) / 50}
+    share["luspo"] = int(mask.sum()) / 5
     assert found == pytest.approx(share.get(kind, 1.0))
 
 
@@ -250,8 +251,8 @@ def test_dr_grpo_needs_the_length_that_it_divides_by() -> None:
     [
         (grpo_loss, {"kl_beta": -0.1}, "kl_beta is -0.1 but has to be >= 0: use 0"),
         (grpo_loss, {"kl_beta": math.nan}, "kl_beta is nan"),
-        (cispo_loss, {"clip_high": 0.0}, "clip_high is 0.0 but has to be > 0: use 5.0"),
-        (cispo_loss, {"clip_low": -1.0}, "clip_low is -1.0 but has to be >= 0"),
+        (cispo_loss, {"clip_high": -0.5}, "clip_high is -0.5 but has to be >= 0: use 0.2"),
+        (cispo_loss, {"clip_low": 1.5}, r"clip_low is 1.5 but has to be in \[0, 1\]"),
         (sapo_loss, {"tau_positive": 0.0}, "tau_positive is 0.0 but has to be > 0: use 1.0"),
         (sapo_loss, {"tau_negative": -1.0}, "tau_negative is -1.0 but has to be > 0: use 1.05"),
         (

@@ -14,23 +14,26 @@ from composer_mesh.losses import policy
 from composer_mesh.losses.policy import (
     PolicyLoss,
     Rejection,
+    aggregate,
     cispo_loss,
     decoupled_ppo_loss,
     dppo_loss,
+    gmpo_loss,
     grpo_loss,
     off_policy_weights,
     prime_rl_ipo_loss,
     prime_rl_loss,
+    prime_rl_ref_kl_loss,
     reinforce_loss,
     sampling_weights,
     sapo_loss,
-    weighted_reinforce_loss,
+    vespo_loss,
 )
 
 Batch = dict[str, Tensor]
-Loss = Callable[[Batch, float], PolicyLoss]
-KINDS = ("grpo", "bnpo", "dr_grpo", "dapo")
-OTHERS = ("old", "sampling", "reference", "advantages", "weights")
+Loss = Callable[..., PolicyLoss]
+KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+OTHERS = ("old", "sampling", "reference", "advantages", "weights", "divergences")
 
 
 def batch(rows: int = 3, tokens: int = 5, seed: int = 0, scale: float = 0.5) -> Batch:
@@ -46,70 +49,90 @@ def batch(rows: int = 3, tokens: int = 5, seed: int = 0, scale: float = 0.5) -> 
         for name in ("logprobs", "old", "sampling", "reference")
     }
     found["advantages"] = torch.randn(rows, generator=rng, dtype=torch.float64)
-    found["weights"] = uniform(rows, tokens)
+    found["weights"], found["divergences"] = uniform(rows, tokens), uniform(rows, tokens)
     found["mask"] = torch.rand(rows, tokens, generator=rng) < 0.7
     found["mask"][:1] = False
     found["logprobs"].requires_grad_()
     return found
 
 
-def family(loss: Callable[..., PolicyLoss], **options: Any) -> Loss:
-    """One of the GRPO family with all that multiplies and adds to its terms."""
+def loss_of(
+    function: Callable[..., PolicyLoss], *arguments: str, tensors: str = "", **options: Any
+) -> Loss:
+    """A loss of a batch's named tensors; `tensors` are options, "reference_logprobs=reference"."""
+    named = [pair.split("=") for pair in tensors.split()]
 
-    def call(b: Batch, normalizer: float) -> PolicyLoss:
-        return loss(
-            b["logprobs"],
-            b["old"],
-            b["advantages"],
-            b["mask"],
-            normalizer=normalizer,
-            kl_beta=0.1,
-            reference_logprobs=b["reference"],
-            sampling_weights=b["weights"],
-            **options,
-        )
+    def call(b: Batch, normalizer: float | None, **more: Any) -> PolicyLoss:
+        given = {key: b[name] for key, name in named}
+        values = [b[name] for name in arguments]
+        return function(*values, normalizer=normalizer, **given, **options, **more)
 
     return call
 
 
-def against_sampler(loss: Callable[..., PolicyLoss], **options: Any) -> Loss:
-    return lambda b, n: loss(
-        b["logprobs"], b["sampling"], b["advantages"], b["mask"], normalizer=n, **options
-    )
+def against(function: Callable[..., PolicyLoss], past: str, tensors: str = "", **o: Any) -> Loss:
+    return loss_of(function, "logprobs", past, "advantages", "mask", tensors=tensors, **o)
+
+
+def family(function: Callable[..., PolicyLoss], **options: Any) -> Loss:
+    """One of the GRPO family with all that multiplies and adds to its terms."""
+    tensors = "reference_logprobs=reference sampling_weights=weights"
+    return against(function, "old", tensors, kl_beta=0.1, **options)
 
 
 def decoupled(**options: Any) -> Loss:
-    return lambda b, n: decoupled_ppo_loss(
-        b["logprobs"],
-        b["old"],
-        b["sampling"],
-        b["advantages"],
-        b["mask"],
-        normalizer=n,
-        **options,
-    )
+    arguments = ("logprobs", "old", "sampling", "advantages", "mask")
+    return loss_of(decoupled_ppo_loss, *arguments, **options)
 
 
-LOSSES: dict[str, Loss] = {
-    **{f"grpo {kind}": family(grpo_loss, aggregation=kind, ratio_cap=1.5) for kind in KINDS},
+WEIGHTS = "sampling_weights=weights"
+PER_SEQUENCE: dict[str, Loss] = {
     "gspo": family(grpo_loss, aggregation="grpo", ratio_level="sequence", kl_importance=True),
-    "cispo": family(cispo_loss, clip_high=1.5),
-    "sapo": family(sapo_loss, kl_importance=True),
-    "prime-rl": against_sampler(prime_rl_loss),
-    "prime-rl ipo": against_sampler(prime_rl_ipo_loss),
-    "dppo tv": against_sampler(dppo_loss),
-    "dppo kl": against_sampler(dppo_loss, divergence="kl", aggregation="grpo"),
+    "luspo": family(grpo_loss, aggregation="luspo", ratio_level="sequence"),
+    "gmpo": against(gmpo_loss, "old", WEIGHTS),
+    "vespo": against(vespo_loss, "old", WEIGHTS),
+}
+LOSSES: dict[str, Loss] = {
+    **PER_SEQUENCE,
+    **{f"grpo {kind}": family(grpo_loss, aggregation=kind, ratio_cap=1.5) for kind in KINDS},
+    "gspo token": family(grpo_loss, aggregation="grpo", ratio_level="sequence_token"),
+    "cispo": family(cispo_loss, clip_high=0.5, kl_estimator="k2"),
+    "sapo": family(sapo_loss, kl_importance=True, kl_estimator="low_var_kl"),
+    "sapo sequence": family(sapo_loss, ratio_level="sequence", kl_estimator="abs"),
+    "prime-rl": against(prime_rl_loss, "sampling", WEIGHTS),
+    "prime-rl teacher": against(
+        prime_rl_loss, "sampling", "reference_logprobs=reference", teacher_tau=0.5
+    ),
+    "prime-rl ipo": against(prime_rl_ipo_loss, "sampling"),
+    "prime-rl ref_kl": loss_of(
+        prime_rl_ref_kl_loss, "logprobs", "sampling", "reference", "mask", tensors=WEIGHTS
+    ),
+    "dppo tv": against(dppo_loss, "sampling"),
+    "dppo kl": against(dppo_loss, "sampling", WEIGHTS, divergence="kl", aggregation="grpo"),
+    "dppo recomputed": against(dppo_loss, "sampling", "old_logprobs=old", threshold=0.05),
+    "dppo ratio": against(dppo_loss, "sampling", "old_logprobs=old", divergence="ratio"),
+    "dppo top-k": against(
+        dppo_loss, "sampling", "token_divergences=divergences", divergence="topk_tv"
+    ),
     "ppo": decoupled(dual_clip=1.5),
     "decoupled cap": decoupled(behaviour_weight_cap=1.5),
     "decoupled clamp": decoupled(rejection=Rejection(action="clamp", upper=1.2), dual_clip=3),
     "decoupled gspo": decoupled(
         rejection=Rejection("sequence", "mask", "kl_k3", "max", 2.0), ratio_level="sequence"
     ),
-    "reinforce": lambda b, n: reinforce_loss(
-        b["logprobs"], b["advantages"], b["mask"], normalizer=n
-    ),
-    "weighted reinforce": against_sampler(weighted_reinforce_loss),
+    "reinforce": loss_of(reinforce_loss, "logprobs", "advantages", "mask", tensors=WEIGHTS),
 }
+AGGREGATIONS = {
+    "gspo": "grpo",
+    "luspo": "luspo",
+    "gmpo": "grpo",
+    **{f"grpo {kind}": kind for kind in KINDS},
+    "gspo token": "grpo",
+    "sapo": "grpo",
+    "sapo sequence": "grpo",
+    "dppo kl": "grpo",
+}
+"""Of the losses above whose aggregation is not "dapo"."""
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
@@ -123,6 +146,26 @@ def figures(found: PolicyLoss) -> dict[str, Tensor]:
 
 def gradient(found: PolicyLoss, b: Batch) -> Tensor:
     return torch.autograd.grad(found.loss, b["logprobs"])[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_unreduced_form_aggregates_to_the_loss_and_its_figures(name: str) -> None:
+    b, kind = batch(rows=5, seed=8), AGGREGATIONS.get(name, "dapo")
+    whole, terms = LOSSES[name](b, 7), LOSSES[name](b, None, reduction="none")
+    assert figures(terms).keys() == figures(whole).keys()
+    for key, value in figures(terms).items():
+        assert value.shape == b["mask"].shape
+        assert not value[~b["mask"]].any()
+        total = aggregate(value, b["mask"], kind, 7)
+        torch.testing.assert_close(total, figures(whole)[key], rtol=1e-12, atol=1e-14)
+    (slope,) = torch.autograd.grad(aggregate(terms.loss, b["mask"], kind, 7), b["logprobs"])
+    torch.testing.assert_close(slope, gradient(whole, b), rtol=1e-12, atol=1e-14)
+
+
+@every_loss
+def test_a_sum_without_its_normalizer_is_refused_with_the_repair(loss: Loss) -> None:
+    with pytest.raises(ValueError, match="normalizer is None but reduction 'sum' divides by it"):
+        loss(batch(), None)
 
 
 @every_loss
@@ -222,11 +265,22 @@ def test_float32_agrees_with_float64_and_half_precision_is_computed_in_float32(l
     assert torch.equal(loss(half, 7).loss, found.loss)
 
 
-@every_loss
+PER_TOKEN = {name: loss for name, loss in LOSSES.items() if name not in PER_SEQUENCE}
+
+
+@pytest.mark.parametrize("loss", PER_TOKEN.values(), ids=PER_TOKEN)
 def test_one_advantage_per_sequence_equals_the_same_one_on_each_token(loss: Loss) -> None:
     b = batch()
     spread = b | {"advantages": b["advantages"].unsqueeze(-1).expand(3, 5).clone()}
     torch.testing.assert_close(loss(spread, 7).loss, loss(b, 7).loss, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
+def test_one_advantage_per_token_is_refused_where_it_is_not_defined(loss: Loss) -> None:
+    b = batch()
+    spread = b | {"advantages": b["advantages"].unsqueeze(-1).expand(3, 5)}
+    with pytest.raises(ValueError, match=r"one per token, but .+ is defined for one per sequence"):
+        loss(spread, 7)
 
 
 @every_loss

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from composer_mesh.losses import policy
-from composer_mesh.losses.policy import Rejection, sampling_weights
+from composer_mesh.losses.policy import Rejection, sampling_weights, token_kl
 
 GOLDEN = json.loads((Path(__file__).parent / "upstream" / "policy.json").read_text())
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
-TENSORS = ("reference_logprobs", "sampling_weights", "loss_weights")
+TENSORS = ("reference_logprobs", "sampling_weights", "old_logprobs", "token_divergences")
 every_type = pytest.mark.parametrize("dtype", TOLERANCES)
 
 
@@ -67,3 +67,17 @@ def test_sampling_weights_are_those_of_the_published_code(
     rtol, atol = TOLERANCES[dtype]
     expected = torch.tensor(case["weights"], dtype=dtype)
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@every_type
+@pytest.mark.parametrize("case", GOLDEN["kl"], ids=lambda case: case["source"].split()[-1])
+def test_kl_estimates_are_those_of_the_published_code(
+    case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    batch = tensors(case["batch"], dtype)
+    found = token_kl(batch["logprobs"], batch["reference"], batch["mask"], **case["options"])
+    found.sum().backward()
+    rtol, atol = TOLERANCES[dtype]
+    expected, gradient = (torch.tensor(case[name], dtype=dtype) for name in ("kl", "gradient"))
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(batch["logprobs"].grad, gradient, rtol=rtol, atol=atol)

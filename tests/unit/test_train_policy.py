@@ -32,11 +32,14 @@ from composer_mesh.losses.policy import (
     cispo_loss,
     decoupled_ppo_loss,
     dppo_loss,
+    gmpo_loss,
     grpo_loss,
+    prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
     sampling_weights,
     sapo_loss,
+    vespo_loss,
 )
 from composer_mesh.rollouts.batches import StepBatch
 
@@ -69,6 +72,7 @@ class Whole:
         return {
             "grpo": self.sequences,
             "bnpo": self.tokens,
+            "luspo": self.sequences,
             "dapo": self.tokens,
             "dr_grpo": self.sequences * LONGEST,
         }
@@ -148,7 +152,11 @@ def grpo_cases() -> dict[str, Case]:
             lambda w: ratio(grpo_loss, w, reference_logprobs=w.reference, **CLIPS, **kl),
         ),
     }
-    for kind in ("grpo", "bnpo", "dr_grpo", "dapo"):
+    token: dict[str, Any] = {**CLIPS, "ratio_level": "sequence_token"}
+    cases["gspo token"] = (token, lambda w: ratio(grpo_loss, w, **token))
+    k2: dict[str, Any] = {**CLIPS, "kl_beta": 0.2, "kl_estimator": "k2"}
+    cases["grpo k2"] = (k2, lambda w: ratio(grpo_loss, w, reference_logprobs=w.reference, **k2))
+    for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         cases[f"grpo {kind}"] = (
             {**CLIPS, "aggregation": kind},
             lambda w, kind=kind: ratio(grpo_loss, w, kind, **CLIPS),
@@ -160,7 +168,7 @@ def grpo_cases() -> dict[str, Case]:
         )
     cases["cispo corrected"] = (
         {"type": "cispo", "correction": "token_mask", **bounds},
-        lambda w: corrected(cispo_loss, w, "token_mask", clip_high=5.0),
+        lambda w: corrected(cispo_loss, w, "token_mask", clip_high=4.0),
     )
     return cases
 
@@ -168,8 +176,8 @@ def grpo_cases() -> dict[str, Case]:
 CASES: dict[str, Case] = {
     **grpo_cases(),
     "cispo": (
-        {"type": "cispo", "clip_high": 1.1, "clip_low": 0.9},
-        lambda w: ratio(cispo_loss, w, clip_high=1.1, clip_low=0.9),
+        {"type": "cispo", "clip_high": 0.1, "clip_low": 0.1},
+        lambda w: ratio(cispo_loss, w, clip_high=0.1, clip_low=0.1),
     ),
     "sapo": (
         {"type": "sapo", "tau_positive": 0.5, "tau_negative": 2.0},
@@ -182,6 +190,38 @@ CASES: dict[str, Case] = {
     "prime_rl": (
         {"type": "prime_rl", "mask_low": 1e-4, "mask_high": 2e-4, "adv_tau": 0.5, "kl_tau": 0.1},
         lambda w: against(prime_rl_loss, w, mask_low=1e-4, mask_high=2e-4, adv_tau=0.5, kl_tau=0.1),
+    ),
+    "prime_rl teacher": (
+        {"type": "prime_rl", "teacher_tau": 0.3},
+        lambda w: against(prime_rl_loss, w, teacher_tau=0.3, reference_logprobs=w.reference),
+    ),
+    "prime_rl_ipo": (
+        {"type": "prime_rl_ipo", "threshold": 1e-4, "adv_tau": 0.5, "kl_tau": 0.1},
+        lambda w: against(prime_rl_ipo_loss, w, threshold=1e-4, adv_tau=0.5, kl_tau=0.1),
+    ),
+    "gmpo": (
+        {"type": "gmpo", "log_clip_low": 0.02, "log_clip_high": 0.03},
+        lambda w: ratio(gmpo_loss, w, "grpo", log_clip_low=0.02, log_clip_high=0.03),
+    ),
+    "gmpo corrected": (
+        {"type": "gmpo", "aggregation": "dapo", "correction": "token_mask"}
+        | {"correction_maximum": 1.1, "correction_minimum": 0.8},
+        lambda w: corrected(gmpo_loss, w, "token_mask"),
+    ),
+    "vespo": (
+        {"type": "vespo", "k_positive": 1.0, "lambda_negative": 1.0},
+        lambda w: ratio(vespo_loss, w, k_positive=1.0, lambda_negative=1.0),
+    ),
+    "vespo corrected": (
+        {"type": "vespo", "correction": "token_truncate"}
+        | {"correction_maximum": 1.1, "correction_minimum": 0.8},
+        lambda w: corrected(vespo_loss, w, "token_truncate"),
+    ),
+    "dppo ratio": (
+        {"type": "dppo", "divergence": "ratio", "threshold": 0.02, "threshold_high": 0.01},
+        lambda w: ratio(
+            dppo_loss, w, divergence="ratio", threshold=0.02, threshold_high=0.01, ratio_cap=10.0
+        ),
     ),
     "dppo tv": (
         {"type": "dppo", "threshold": 1e-4, "aggregation": "grpo"},
@@ -228,6 +268,17 @@ CASES: dict[str, Case] = {
             w.mask,
             aggregation="dr_grpo",
             normalizer=w.counts()["dr_grpo"],
+        ),
+    ),
+    "reinforce corrected": (
+        {"type": "reinforce", "correction": "sequence_truncate"}
+        | {"correction_maximum": 1.1, "correction_minimum": 0.8},
+        lambda w: reinforce_loss(
+            w.now,
+            w.advantages,
+            w.mask,
+            normalizer=w.tokens,
+            sampling_weights=w.weights("sequence_truncate", 1.1, 0.8),
         ),
     ),
 }
@@ -297,7 +348,8 @@ def test_log_probs_are_at_the_temperature_of_the_generator(
     assert found != pytest.approx(plain, rel=1e-3)
 
 
-PLAIN = ["grpo", "cispo", "sapo", "prime_rl", "dppo", "decoupled_ppo", "reinforce"]
+PLAIN = ["grpo", "cispo", "sapo", "gmpo", "vespo", "prime_rl", "prime_rl_ipo", "dppo"]
+PLAIN += ["decoupled_ppo", "reinforce"]
 
 
 @pytest.mark.parametrize("kind", PLAIN)

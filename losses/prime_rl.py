@@ -1,0 +1,187 @@
+"""PRIME-RL's losses: a trust region in probabilities, a squared log-ratio, a teacher as advantage.
+
+Axes: B sequences or packed rows (any number of leading axes, also none), T tokens.
+
+All are against the policy that sampled and sum over tokens; the normalizer (`loss_scale`) is the
+number of trainable tokens of the step, at least 1.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from composer_mesh.losses.aggregation import Reducer, Reduction, policy_loss
+from composer_mesh.losses.checks import check_not_negative
+from composer_mesh.losses.kl import token_kl
+from composer_mesh.losses.logprobs import (
+    PolicyLoss,
+    masked_advantages,
+    masked_log_ratio,
+    probability_gap,
+    weighted_terms,
+)
+from composer_mesh.losses.reductions import Number
+
+
+def prime_rl_loss(
+    logprobs: Float[Tensor, "*B T"],
+    sampling_logprobs: Float[Tensor, "*B T"],
+    advantages: Float[Tensor, "..."],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+    mask_low: Number = 0.2,
+    mask_high: Number = 0.2,
+    adv_tau: Number = 1.0,
+    kl_tau: Number = 1e-3,
+    teacher_tau: Number = 0.0,
+    reference_logprobs: Float[Tensor, "*B T"] | None = None,
+    sampling_weights: Float[Tensor, "..."] | None = None,
+) -> PolicyLoss:
+    """PRIME-RL's default loss: DPPO with binary TV (arXiv 2602.04879) and Kimi-K2.5's penalty.
+
+        d    = exp(logprobs) - exp(sampling_logprobs)
+        drop = d > mask_high where A > 0, d < -mask_low elsewhere
+        g    = logprobs - sampling_logprobs
+        t    = stop_gradient(reference_logprobs - logprobs)
+        l    = -[not drop] (adv_tau A + teacher_tau t) exp(g) + kl_tau g^2
+        loss = sum of l over the masked tokens / normalizer
+
+    The ratio exp(g) is differentiated and not bounded; the choice of tokens is not differentiated;
+    the penalty g^2 (arXiv 2602.02276) also acts on dropped tokens. `teacher_tau` adds the reverse
+    KL to the reference as an advantage of each token: on-policy distillation from it.
+    `sampling_weights` (PRIME-RL's loss_weights) multiply l with its penalty, one per token or
+    sequence. `reduction` "none" returns l per token and reads no normalizer.
+
+    `clipped_fraction` counts dropped tokens, also those with A = 0, as PRIME-RL's `is_masked`;
+    `kl_reference` is the mean of -t, None without a teacher_tau.
+    Source: PRIME-RL `trainer/rl/loss.py::default_loss_fn`, the same math at eaf95997f and 559b4477,
+    options dppo_mask_low, dppo_mask_high, adv_tau, kl_tau; teacher_tau as at ff4b125e. Its
+    `opd_loss_fn` (eaf95997f) is adv_tau 0 and teacher_tau 1. Differs from it: what stands under no
+    mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
+    """
+    check_not_negative("mask_low", mask_low, "use 0.2, or 1 to drop nothing")
+    check_not_negative("mask_high", mask_high, "use 0.2, or 1 to drop nothing")
+    moved = probability_gap(logprobs, sampling_logprobs, mask)
+    advantage = masked_advantages(advantages, logprobs, mask)
+    drop = torch.where(advantage > 0, moved > mask_high, moved < -mask_low)
+    gap = _reference_gap(logprobs, reference_logprobs, mask, teacher_tau)
+    _check_taus(adv_tau, kl_tau)
+    signal = adv_tau * advantage if gap is None else adv_tau * advantage - teacher_tau * gap
+    return _masked_loss(
+        masked_log_ratio(logprobs, sampling_logprobs, mask),
+        signal,
+        drop,
+        kl_tau,
+        sampling_weights,
+        Reducer(mask, "dapo", normalizer, reduction),
+        gap,
+    )
+
+
+def prime_rl_ipo_loss(
+    logprobs: Float[Tensor, "*B T"],
+    sampling_logprobs: Float[Tensor, "*B T"],
+    advantages: Float[Tensor, "..."],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+    threshold: Number = 0.1,
+    adv_tau: Number = 1.0,
+    kl_tau: Number = 1e-3,
+    sampling_weights: Float[Tensor, "..."] | None = None,
+) -> PolicyLoss:
+    """PRIME-RL's loss type `ipo`: `prime_rl_loss` with drop = |d| > threshold, whatever A is.
+
+    No relation to the preference loss IPO. Source: PRIME-RL `trainer/rl/loss.py::ipo_loss_fn` at
+    559b4477, option ipo_threshold.
+    """
+    check_not_negative("threshold", threshold, "use 0.1, or 1 to drop nothing")
+    _check_taus(adv_tau, kl_tau)
+    return _masked_loss(
+        masked_log_ratio(logprobs, sampling_logprobs, mask),
+        adv_tau * masked_advantages(advantages, logprobs, mask),
+        probability_gap(logprobs, sampling_logprobs, mask).abs() > threshold,
+        kl_tau,
+        sampling_weights,
+        Reducer(mask, "dapo", normalizer, reduction),
+    )
+
+
+def prime_rl_ref_kl_loss(
+    logprobs: Float[Tensor, "*B T"],
+    sampling_logprobs: Float[Tensor, "*B T"],
+    reference_logprobs: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+    mask_low: Number = 0.2,
+    kl_tau: Number = 1e-3,
+    sampling_weights: Float[Tensor, "..."] | None = None,
+) -> PolicyLoss:
+    """PRIME-RL's loss type `ref_kl`, on-policy distillation without rewards.
+
+    `prime_rl_loss` with A = 0 and teacher_tau = 1, which drops tokens that fell by more than
+    mask_low only. Source: PRIME-RL `trainer/rl/loss.py::ref_kl_loss_fn` at 559b4477, where mask_low
+    and kl_tau are fixed to these defaults; its algorithms opd and opsd train with it.
+    """
+    return prime_rl_loss(
+        logprobs,
+        sampling_logprobs,
+        torch.zeros_like(logprobs),
+        mask,
+        normalizer=normalizer,
+        reduction=reduction,
+        mask_low=mask_low,
+        kl_tau=kl_tau,
+        teacher_tau=1.0,
+        reference_logprobs=reference_logprobs,
+        sampling_weights=sampling_weights,
+    )
+
+
+def _masked_loss(
+    log_ratio: Float[Tensor, "*B T"],
+    signal: Float[Tensor, "*B T"],
+    drop: Bool[Tensor, "*B T"],
+    kl_tau: Number,
+    sampling_weights: Float[Tensor, "..."] | None,
+    reduce: Reducer,
+    reference_gap: Float[Tensor, "*B T"] | None = None,
+) -> PolicyLoss:
+    ratio = log_ratio.exp()
+    terms = -torch.where(drop, 0.0, signal) * ratio + kl_tau * log_ratio.square()
+    return policy_loss(
+        reduce,
+        weighted_terms(terms, sampling_weights, reduce.mask),
+        clipped=drop,
+        ratio=ratio,
+        log_ratio=log_ratio,
+        kl=reference_gap,
+    )
+
+
+def _reference_gap(
+    logprobs: Float[Tensor, "*B T"],
+    reference_logprobs: Float[Tensor, "*B T"] | None,
+    mask: Bool[Tensor, "*B T"],
+    teacher_tau: Number,
+) -> Float[Tensor, "*B T"] | None:
+    """Policy's less the reference's log-prob of each token, detached; None without a teacher."""
+    check_not_negative("teacher_tau", teacher_tau, "use 1.0, or 0 for no teacher")
+    if teacher_tau == 0:
+        return None
+    if reference_logprobs is None:
+        raise ValueError(
+            f"teacher_tau is {teacher_tau} but reference_logprobs is None: pass the teacher's"
+            " log-probs of the sampled tokens, or teacher_tau 0"
+        )
+    return token_kl(logprobs.detach(), reference_logprobs, mask, estimator="k1")
+
+
+def _check_taus(adv_tau: Number, kl_tau: Number) -> None:
+    check_not_negative("adv_tau", adv_tau, "use 1.0")
+    check_not_negative("kl_tau", kl_tau, "use 1e-3, or 0 for no penalty")
