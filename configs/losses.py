@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import NotNegative, Positive, Section, by_type
+from composer_mesh.configs.base import Count, NotNegative, Positive, Section, by_type
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
@@ -367,7 +367,75 @@ LossConfig = Annotated[
 ]
 
 
-class GroupAdvantage(Section):
+class NoLengthPenalty(Section):
+    """Rewards as they are."""
+
+    type: Literal["none"] = "none"
+    """What a rollout's sampled tokens cost it."""
+
+
+class OverlongPenalty(Section):
+    """DAPO's soft punishment of rollouts near the length limit."""
+
+    type: Literal["overlong"]
+    """What a rollout's sampled tokens cost it."""
+
+    max_length: Count
+    """Sampled tokens of a rollout at which the whole penalty is due."""
+
+    buffer: Count
+    """Tokens before max_length over which the penalty grows."""
+
+    factor: NotNegative = 1.0
+    """The whole penalty."""
+
+    @model_validator(mode="after")
+    def _buffer_is_within(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError(
+                f"buffer is {self.buffer} but max_length is {self.max_length}: lower buffer to at "
+                "most that"
+            )
+        return self
+
+
+class KimiLengthPenalty(Section):
+    """Kimi k1.5's reward for being shorter than the others of the group."""
+
+    type: Literal["kimi"]
+    """What a rollout's sampled tokens cost it."""
+
+    weight: NotNegative = 1.0
+    """What the length reward, between -1/2 and 1/2, is multiplied by."""
+
+
+class RelativeLengthPenalty(Section):
+    """PRIME-RL's penalty by the share of the group's longest rollout."""
+
+    type: Literal["relative"]
+    """What a rollout's sampled tokens cost it."""
+
+    weight: NotNegative = 0.1
+    """Share of the group's mean reward that its longest rollout loses."""
+
+
+LengthPenalty = Annotated[
+    Annotated[NoLengthPenalty, Tag("none")]
+    | Annotated[OverlongPenalty, Tag("overlong")]
+    | Annotated[KimiLengthPenalty, Tag("kimi")]
+    | Annotated[RelativeLengthPenalty, Tag("relative")],
+    Discriminator(by_type("none")),
+]
+
+
+class _Advantage(Section):
+    """What all advantages computed here from rewards have in common."""
+
+    length_penalty: LengthPenalty = Field(default_factory=NoLengthPenalty)
+    """What is taken off the rewards of long rollouts before advantages are computed."""
+
+
+class GroupAdvantage(_Advantage):
     """Rewards against the mean of their group."""
 
     type: Literal["group"] = "group"
@@ -383,21 +451,21 @@ class GroupAdvantage(Section):
     """Added to the standard deviation."""
 
 
-class RlooAdvantage(Section):
+class RlooAdvantage(_Advantage):
     """Rewards against the mean of the others of their group."""
 
     type: Literal["rloo"]
     """How advantages are computed."""
 
 
-class MaxRlAdvantage(Section):
+class MaxRlAdvantage(_Advantage):
     """Rewards against their group's mean, divided by it."""
 
     type: Literal["max_rl"]
     """How advantages are computed."""
 
 
-class ReinforcePlusPlusAdvantage(Section):
+class ReinforcePlusPlusAdvantage(_Advantage):
     """Rewards whitened over all sampled tokens of the step."""
 
     type: Literal["reinforce_plus_plus"]
@@ -405,6 +473,20 @@ class ReinforcePlusPlusAdvantage(Section):
 
     baseline: bool = True
     """Whether the group's mean is taken off first."""
+
+
+class OpoAdvantage(_Advantage):
+    """Rewards against the mean of their group weighted by sampled tokens."""
+
+    type: Literal["opo"]
+    """How advantages are computed."""
+
+
+class GpgAdvantage(_Advantage):
+    """Rewards against the mean of their group, times rollouts over rewarded rollouts."""
+
+    type: Literal["gpg"]
+    """How advantages are computed."""
 
 
 class CustomAdvantage(Section):
@@ -424,6 +506,8 @@ AdvantageConfig = Annotated[
     Annotated[GroupAdvantage, Tag("group")]
     | Annotated[RlooAdvantage, Tag("rloo")]
     | Annotated[MaxRlAdvantage, Tag("max_rl")]
+    | Annotated[OpoAdvantage, Tag("opo")]
+    | Annotated[GpgAdvantage, Tag("gpg")]
     | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]
     | Annotated[CustomAdvantage, Tag("custom")],
     Discriminator(by_type("group")),

@@ -1,7 +1,8 @@
 """Advantages: how much better a rollout, or a token, did than a baseline. The table of contents.
 
 One number a rollout stands in `group_advantages`, one a token in `token_advantages`, statistics
-over masked batches in `normalization`. Everything is computed from the whole batch, without
+over masked batches in `normalization`, what is done to rewards before in `reward_shaping`, roles of
+multi-agent rollouts in `role_advantages`. Everything is computed from the whole batch, without
 gradient; nothing here is reduced over ranks, so gather rewards first.
 """
 
@@ -10,8 +11,10 @@ from composer_mesh.losses.group_advantages import (
     Scale,
     Singleton,
     Std,
+    gpg_advantages,
     group_advantages,
     max_rl_advantages,
+    opo_advantages,
     remax_advantages,
     rloo_advantages,
 )
@@ -21,6 +24,14 @@ from composer_mesh.losses.normalization import (
     masked_normalization,
     masked_whiten,
 )
+from composer_mesh.losses.reward_shaping import (
+    gdpo_advantages,
+    kimi_length_reward,
+    overlong_penalty,
+    relative_length_penalty,
+    weighted_rewards,
+)
+from composer_mesh.losses.role_advantages import RoleBaselines
 from composer_mesh.losses.token_advantages import (
     Gaps,
     reinforce_plus_plus_advantages,
@@ -32,17 +43,25 @@ __all__ = [
     "AdvantageKind",
     "Gaps",
     "Level",
+    "RoleBaselines",
     "Scale",
     "Singleton",
     "Std",
+    "gdpo_advantages",
+    "gpg_advantages",
     "group_advantages",
     "grouped_normalization",
+    "kimi_length_reward",
     "masked_normalization",
     "masked_whiten",
     "max_rl_advantages",
+    "opo_advantages",
+    "overlong_penalty",
     "reinforce_plus_plus_advantages",
     "reinforce_plus_plus_baseline_advantages",
+    "relative_length_penalty",
     "remax_advantages",
     "remax_token_advantages",
     "rloo_advantages",
+    "weighted_rewards",
 ]

@@ -10,7 +10,7 @@ missing: a failed rollout is left out by the caller, never scored as 0.
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from composer_mesh.losses.checks import check_choice
@@ -110,6 +110,56 @@ def max_rl_advantages(
     mean = _mean(values, present)
     scores = centre(values, present, "zero") / torch.where(mean > 0, mean, 1.0)
     return torch.where(mean > 0, scores, 0.0)
+
+
+def opo_advantages(
+    rewards: Float[Tensor, "*B G"],
+    lengths: Num[Tensor, "*B G"],
+    *,
+    singleton: Singleton = "raw",
+    present: Bool[Tensor, "*B G"] | None = None,
+) -> Float[Tensor, "*B G"]:
+    """Rewards less their length-weighted mean (OPO, arXiv 2505.23585), detached.
+
+        r - sum of (length * r) / sum of lengths
+
+    The baseline of least variance if gradients of tokens are alike. Equal rewards get exactly 0. A
+    group of one keeps its reward, as in verl; "zero" makes it 0. A group without a token has the
+    plain mean. Source: verl `compute_opo_outcome_advantage`.
+    """
+    check_choice("singleton", singleton, ("zero", "raw"))
+    values, present = select(rewards, present)
+    if values.numel() == 0:
+        return values
+    sizes = torch.where(present, lengths.detach().to(values.dtype), 0.0)
+    weights = torch.where(sizes.sum(-1, keepdim=True) > 0, sizes, present.to(values.dtype))
+    centred = centre(values, present, singleton)
+    mean = (weights * centred).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp(min=1)
+    alone = present.sum(-1, keepdim=True) == 1
+    return torch.where(alone | ~present, centred, centred - mean)
+
+
+def gpg_advantages(
+    rewards: Float[Tensor, "*B G"],
+    *,
+    singleton: Singleton = "raw",
+    present: Bool[Tensor, "*B G"] | None = None,
+) -> Float[Tensor, "*B G"]:
+    """Rewards less their group's mean, times rollouts over rewarded rollouts (GPG), detached.
+
+        (r - mean) * rollouts / rollouts whose reward is not 0
+
+    arXiv 2504.02546; the factor, of all rollouts passed, makes up for those without a signal. Its
+    loss is `reinforce_loss`. Pass the whole batch. A group of one keeps its reward, as in verl;
+    "zero" makes it 0. Source: verl `compute_gpg_outcome_advantage` with f_norm 1.
+    """
+    check_choice("singleton", singleton, ("zero", "raw"))
+    values, present = select(rewards, present)
+    if values.numel() == 0:
+        return values
+    # In the dtype of the rewards: a quotient of two counts would be float32.
+    rewarded = (values != 0).sum(dtype=values.dtype).clamp(min=1)
+    return centre(values, present, singleton) * (present.sum() / rewarded)
 
 
 def remax_advantages(

@@ -13,10 +13,15 @@ from torch import Tensor
 
 from composer_mesh.configs import losses as configs
 from composer_mesh.losses.advantages import (
+    gpg_advantages,
     group_advantages,
+    kimi_length_reward,
     masked_whiten,
     max_rl_advantages,
+    opo_advantages,
+    overlong_penalty,
     reinforce_plus_plus_baseline_advantages,
+    relative_length_penalty,
     rloo_advantages,
 )
 from composer_mesh.losses.custom_advantage import (
@@ -28,6 +33,14 @@ from composer_mesh.rollouts.traces import Trace
 
 Groups = Sequence[Sequence[Trace]]
 Advantages = Callable[[Groups], list[list[float]]]
+BuiltIn = (
+    configs.GroupAdvantage
+    | configs.RlooAdvantage
+    | configs.MaxRlAdvantage
+    | configs.OpoAdvantage
+    | configs.GpgAdvantage
+    | configs.ReinforcePlusPlusAdvantage
+)
 
 
 def make_advantages(config: configs.AdvantageConfig) -> Advantages:
@@ -58,8 +71,10 @@ def shown_rollout(trace: Trace) -> Mapping[str, Any]:
     }
 
 
-def _built_in(config: configs.AdvantageConfig, groups: Groups) -> list[list[float]]:
+def _built_in(config: BuiltIn, groups: Groups) -> list[list[float]]:
     rewards, present = _padded([[trace.reward for trace in group] for group in groups])
+    lengths, _ = _padded([[trace.action_tokens() for trace in group] for group in groups])
+    rewards = rewards + _length_terms(config.length_penalty, rewards, lengths, present, groups)
     found: Tensor
     match config:
         case configs.GroupAdvantage():
@@ -70,11 +85,29 @@ def _built_in(config: configs.AdvantageConfig, groups: Groups) -> list[list[floa
             found = rloo_advantages(rewards, present=present)
         case configs.MaxRlAdvantage():
             found = max_rl_advantages(rewards, present=present)
+        case configs.OpoAdvantage():
+            found = opo_advantages(rewards, lengths, present=present)
+        case configs.GpgAdvantage():
+            found = gpg_advantages(rewards, present=present)
         case configs.ReinforcePlusPlusAdvantage():
             found = _whitened(config, rewards, present, groups)
-        case _:
-            raise AssertionError(f"the config has advantages nobody computes: {config.type}")
     return [row[: len(group)].tolist() for row, group in zip(found, groups, strict=True)]
+
+
+def _length_terms(
+    config: configs.LengthPenalty, rewards: Tensor, lengths: Tensor, present: Tensor, groups: Groups
+) -> Tensor:
+    """What the length of each rollout adds to its reward [P, G]."""
+    match config:
+        case configs.OverlongPenalty():
+            return overlong_penalty(lengths, **config.model_dump(exclude={"type"}))
+        case configs.KimiLengthPenalty():
+            success, _ = _padded([[trace.success for trace in group] for group in groups])
+            return config.weight * kimi_length_reward(lengths, success.bool(), present=present)
+        case configs.RelativeLengthPenalty():
+            return relative_length_penalty(rewards, lengths, weight=config.weight, present=present)
+        case configs.NoLengthPenalty():
+            return torch.zeros_like(rewards)
 
 
 def _whitened(
@@ -98,11 +131,11 @@ def _token_mask(groups: Groups, shape: torch.Size) -> Tensor:
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
-    """Rewards [P, G] of unequal groups, and where there is one."""
+    """Numbers [P, G] of unequal groups' rollouts, and where there is one."""
     widest = max((len(row) for row in rows), default=0)
-    rewards = torch.zeros(len(rows), widest)
+    values = torch.zeros(len(rows), widest)
     present = torch.zeros(len(rows), widest, dtype=torch.bool)
     for index, row in enumerate(rows):
-        rewards[index, : len(row)] = torch.tensor(row)
+        values[index, : len(row)] = torch.tensor(row)
         present[index, : len(row)] = True
-    return rewards, present
+    return values, present

@@ -124,6 +124,49 @@ def test_reinforce_plus_plus_whitens_over_all_sampled_tokens(
     assert_equal(make_advantages(config.advantage)(groups), expected, 1e-4)
 
 
+GROUPS = [
+    [trace_of("a", 1.0, (3, 1)), trace_of("b", 0.0, (1,))],
+    [trace_of("c", 0.5, (2,)), trace_of("d", 1.0, (5,)), trace_of("e", 0.25, (1, 1, 1))],
+]
+
+
+def test_opo_weights_the_mean_by_sampled_tokens(build_config: Build) -> None:
+    found = make_advantages(build_config(advantage={"type": "opo"}).advantage)(GROUPS)
+    assert_equal(found, [[0.2, -0.8], [0.5 - 0.675, 0.325, 0.25 - 0.675]])
+
+
+def test_gpg_multiplies_by_rollouts_over_rewarded_rollouts(build_config: Build) -> None:
+    found = make_advantages(build_config(advantage={"type": "gpg"}).advantage)(GROUPS)
+    expected = [[value * 5 / 4 for value in centred([t.reward for t in g])] for g in GROUPS]
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "terms"),
+    [
+        (
+            {"type": "overlong", "max_length": 5, "buffer": 2, "factor": 0.4},
+            [[-0.2, 0.0], [0.0, -0.4, 0.0]],
+        ),
+        # Rewards above 0.9 are successes here, and only those gain by being short.
+        ({"type": "kimi", "weight": 2.0}, [[-1.0, 0.0], [0.0, -1.0, 0.0]]),
+        (
+            {"type": "relative", "weight": 0.3},
+            [[-0.15, -0.15 / 4], [-0.175 * 2 / 5, -0.175, -0.175 * 3 / 5]],
+        ),
+    ],
+)
+def test_a_length_penalty_is_added_to_the_rewards_before_they_are_compared(
+    build_config: Build, penalty: dict[str, Any], terms: Numbers
+) -> None:
+    config = build_config(advantage={"scale": "none", "length_penalty": penalty})
+    expected = [
+        centred([trace.reward + term for trace, term in zip(group, row, strict=True)])
+        for group, row in zip(GROUPS, terms, strict=True)
+    ]
+    assert_equal(make_advantages(config.advantage)(GROUPS), expected)
+
+
 TYPES: list[dict[str, Any]] = [
     {"type": "group"},
     {"type": "group", "scale": "batch"},
@@ -132,6 +175,11 @@ TYPES: list[dict[str, Any]] = [
     {"type": "max_rl"},
     {"type": "reinforce_plus_plus"},
     {"type": "reinforce_plus_plus", "baseline": False},
+    {"type": "opo"},
+    {"type": "gpg"},
+    {"type": "rloo", "length_penalty": {"type": "kimi"}},
+    {"type": "opo", "length_penalty": {"type": "relative"}},
+    {"type": "gpg", "length_penalty": {"type": "overlong", "max_length": 9, "buffer": 3}},
 ]
 EMPTY: list[Numbers] = [[], [[]], [[], []]]
 
@@ -155,7 +203,7 @@ def test_advantages_are_finite_whatever_is_missing(
         assert all(math.isfinite(value) for group in found for value in group)
 
 
-@pytest.mark.parametrize("section", TYPES[:1] + TYPES[2:5])
+@pytest.mark.parametrize("section", [*TYPES[:1], *TYPES[2:5], {"type": "opo"}])
 def test_other_groups_change_nothing_for_a_group(
     build_config: Build, section: dict[str, Any]
 ) -> None:

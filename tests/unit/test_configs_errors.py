@@ -68,6 +68,10 @@ BROKEN = {
         ["loss.type=sapo", "loss.kl_estimator=k2"],
         ["kl_estimator is k2", "kl_beta is 0", "remove kl_estimator"],
     ),
+    "buffer beyond the limit": (
+        ["advantage.length_penalty={type='overlong', max_length=10, buffer=20}"],
+        ["buffer is 20", "max_length is 10", "lower buffer"],
+    ),
     "smoothed IPO": (
         ["replay.loss=ipo", "replay.label_smoothing=0.1"],
         ["label_smoothing is 0.1", "'ipo'", "set loss to 'dpo'"],

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from composer_mesh.losses.advantages import (
+    gpg_advantages,
     group_advantages,
     max_rl_advantages,
+    opo_advantages,
     remax_advantages,
     rloo_advantages,
 )
@@ -23,6 +25,8 @@ OF_A_GROUP = {
     "group_mean": lambda r, **kw: group_advantages(r, "group_mean", **kw),
     "rloo": rloo_advantages,
     "max_rl": max_rl_advantages,
+    "gpg": gpg_advantages,
+    "opo": lambda r, **kw: opo_advantages(r, 1 + r.nan_to_num().abs(), **kw),
 }
 
 

@@ -1,0 +1,40 @@
+"""Advantages of roles in multi-agent rollouts: each role against its own past rewards.
+
+Nothing here knows tensors, environments or how roles are named.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from composer_mesh.losses.reductions import Number
+
+
+@dataclass
+class RoleBaselines:
+    """Role-conditioned advantage estimation (RAE of SPIRAL, arXiv 2506.24119).
+
+        A = r - b[role],  then  b[role] = decay b[role] + (1 - decay) r
+
+    A baseline of each role tracks what that role usually gets, so that in a zero-sum game the edge
+    of who moves first is no permanent advantage. Baselines begin at 0; `baselines` is the state to
+    save and restore. A reward is scored before it moves its own baseline.
+    Source: PRIME-RL `RAEAlgorithm` (559b4477), whose decay is the default.
+    """
+
+    decay: Number = 0.95
+    baselines: dict[Hashable, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(
+                f"decay is {self.decay} but has to be in [0, 1): use 0.95, at 1 no baseline moves"
+            )
+
+    def advantages(self, rewards: Sequence[float], roles: Sequence[Hashable]) -> list[float]:
+        """Rewards in their order less the baselines of their roles, which they then move."""
+        found = []
+        for reward, role in zip(rewards, roles, strict=True):
+            baseline = self.baselines.get(role, 0.0)
+            found.append(reward - baseline)
+            self.baselines[role] = self.decay * baseline + (1 - self.decay) * reward
+        return found

@@ -1,0 +1,132 @@
+"""What is done to rewards before advantages, and baselines of roles, against their definitions."""
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_mesh.losses.advantages import (
+    RoleBaselines,
+    gdpo_advantages,
+    gpg_advantages,
+    group_advantages,
+    kimi_length_reward,
+    opo_advantages,
+    overlong_penalty,
+    relative_length_penalty,
+    weighted_rewards,
+)
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_reward_that_does_not_apply_adds_nothing_to_the_weighted_sum() -> None:
+    rewards = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
+    present = torch.tensor([[True, False], [True, True]])
+    found = weighted_rewards(rewards, torch.tensor([0.5, 2.0]), present=present)
+    assert found.tolist() == [0.5, 7.0]
+
+
+def test_gdpo_normalizes_each_reward_in_its_group_and_the_sum_over_the_batch() -> None:
+    rewards, weights, eps = normal(2, 4, 3), [0.5, 1.0, 2.0], 1e-4
+    sums = [[0.0] * 4 for _ in range(2)]
+    for b in range(2):
+        for n, weight in enumerate(weights):
+            group = rewards[b, :, n].tolist()
+            mean, deviation = statistics.fmean(group), statistics.stdev(group)
+            for g, reward in enumerate(group):
+                sums[b][g] += weight * (reward - mean) / (deviation + eps)
+    flat = [value for row in sums for value in row]
+    mean, deviation = statistics.fmean(flat), statistics.stdev(flat)
+    expected = [[(value - mean) / (deviation + eps) for value in row] for row in sums]
+    found = gdpo_advantages(rewards, torch.tensor(weights, dtype=torch.float64), eps=eps)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), **TIGHT)
+
+
+def test_a_rollout_without_any_reward_gets_no_gdpo_advantage_and_moves_no_other() -> None:
+    rewards = normal(2, 4, 3)
+    present = torch.ones(2, 4, 3, dtype=torch.bool)
+    present[1, 3] = False
+    dirty = torch.where(present, rewards, math.nan)
+    found = gdpo_advantages(dirty, present=present)
+    assert found[1, 3].item() == 0
+    again = gdpo_advantages(torch.where(present, rewards, 7.0), present=present)
+    assert torch.equal(found, again)
+
+
+def test_opo_weights_the_baseline_by_length() -> None:
+    rewards, lengths = normal(3, 5), torch.randint(1, 9, (3, 5))
+    for row, reward, length in zip(
+        opo_advantages(rewards, lengths).tolist(), rewards.tolist(), lengths.tolist(), strict=True
+    ):
+        mean = sum(r * n for r, n in zip(reward, length, strict=True)) / sum(length)
+        assert row == pytest.approx([r - mean for r in reward], rel=1e-9)
+
+
+def test_opo_of_equal_lengths_or_of_none_only_takes_the_mean_off() -> None:
+    rewards = normal(3, 5)
+    expected = group_advantages(rewards, scale="none")
+    for lengths in (torch.full((3, 5), 4), torch.zeros(3, 5)):
+        torch.testing.assert_close(opo_advantages(rewards, lengths), expected, **TIGHT)
+
+
+def test_gpg_makes_up_for_rollouts_without_a_reward() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert gpg_advantages(rewards).tolist() == [[6.0, -2.0, -2.0, -2.0], [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (500, -0.5)]
+)
+def test_the_overlong_penalty_grows_over_the_buffer_before_the_limit(
+    length: int, penalty: float
+) -> None:
+    options: dict[str, Any] = {"max_length": 100, "buffer": 20, "factor": 0.5}
+    assert overlong_penalty(torch.tensor([length]), **options).item() == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_a_buffer_outside_the_limit_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match=f"buffer is {buffer} but has to be above 0 and at most"):
+        overlong_penalty(torch.ones(2), max_length=100, buffer=buffer)
+
+
+def test_kimis_length_reward_never_rewards_a_wrong_answer_for_being_short() -> None:
+    lengths = torch.tensor([[10, 20, 30], [10, 20, 30], [7, 7, 7]])
+    correct = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    found = kimi_length_reward(lengths, correct)
+    assert found.tolist() == [[0.5, 0.0, -0.5], [0.0, 0.0, -0.5], [0.0, 0.0, 0.0]]
+
+
+def test_kimis_length_reward_compares_with_the_rollouts_that_exist() -> None:
+    lengths, present = torch.tensor([[10, 20, 900]]), torch.tensor([[True, True, False]])
+    found = kimi_length_reward(lengths, torch.tensor([[True, True, True]]), present=present)
+    assert found.tolist() == [[0.5, -0.5, 0.0]]
+
+
+def test_the_relative_length_penalty_is_a_share_of_the_groups_mean_reward() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    lengths = torch.tensor([[10, 40, 20, 30], [1, 2, 3, 4]])
+    found = relative_length_penalty(rewards, lengths, weight=0.2)
+    assert found[0].tolist() == pytest.approx([-0.025, -0.1, -0.05, -0.075])
+    assert not found[1].any()
+
+
+def test_a_role_is_compared_with_its_own_past_before_its_reward_moves_it() -> None:
+    roles = RoleBaselines(decay=0.5)
+    found = roles.advantages([1.0, -1.0, 1.0, -1.0], ["first", "second", "first", "second"])
+    assert found == [1.0, -1.0, 0.5, -0.5]
+    assert roles.baselines == {"first": 0.75, "second": -0.75}
+    assert RoleBaselines(0.5, dict(roles.baselines)).advantages([1.0], ["first"]) == [0.25]
+
+
+def test_a_baseline_that_never_moves_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decay is 1 but has to be in \[0, 1\): use 0.95"):
+        RoleBaselines(decay=1)
