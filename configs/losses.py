@@ -24,7 +24,14 @@ class _Loss(Section):
         return False
 
 
-class _CorrectedLoss(_Loss):
+class _BuiltInLoss(_Loss):
+    """What all losses but a custom one have in common."""
+
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus, the mean entropy of the step's sampled tokens in nats."""
+
+
+class _CorrectedLoss(_BuiltInLoss):
     """What losses have in common whose terms may be weighted by trainer over generator."""
 
     aggregation: Aggregation = "dapo"
@@ -189,7 +196,7 @@ class VespoLoss(_CorrectedLoss):
         return self
 
 
-class PrimeRlLoss(_Loss):
+class PrimeRlLoss(_BuiltInLoss):
     """PRIME-RL's default: tokens whose probability moved too far are masked, and a squared KL."""
 
     type: Literal["prime_rl"]
@@ -217,7 +224,7 @@ class PrimeRlLoss(_Loss):
         return self.teacher_tau > 0
 
 
-class PrimeRlIpoLoss(_Loss):
+class PrimeRlIpoLoss(_BuiltInLoss):
     """PRIME-RL's loss type ipo: tokens whose probability moved too far either way are masked."""
 
     type: Literal["prime_rl_ipo"]
@@ -233,7 +240,7 @@ class PrimeRlIpoLoss(_Loss):
     """Weight of the squared log-ratio."""
 
 
-class DppoLoss(_Loss):
+class DppoLoss(_BuiltInLoss):
     """DPPO: tokens outside a trust region by total variation, KL or ratio are masked."""
 
     type: Literal["dppo"]
@@ -300,7 +307,7 @@ class RejectionConfig(Section):
         return self
 
 
-class DecoupledPpoLoss(_Loss):
+class DecoupledPpoLoss(_BuiltInLoss):
     """AReaL's decoupled PPO: clipped against the trainer, weighted against the generator."""
 
     type: Literal["decoupled_ppo"]

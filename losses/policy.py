@@ -9,6 +9,7 @@ from composer_mesh.losses.aggregation import (
 from composer_mesh.losses.correction import CorrectionMode, off_policy_weights, sampling_weights
 from composer_mesh.losses.decoupled import Rejection, decoupled_ppo_loss
 from composer_mesh.losses.dppo import dppo_loss, topk_divergences
+from composer_mesh.losses.entropy import high_entropy_mask, token_entropies
 from composer_mesh.losses.grpo import cispo_loss, grpo_loss, sapo_loss
 from composer_mesh.losses.kl import KlEstimator, token_kl
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT, PolicyLoss, RatioLevel, token_logprobs
@@ -36,6 +37,7 @@ __all__ = [
     "dppo_loss",
     "gmpo_loss",
     "grpo_loss",
+    "high_entropy_mask",
     "off_policy_weights",
     "prime_rl_ipo_loss",
     "prime_rl_loss",
@@ -43,6 +45,7 @@ __all__ = [
     "reinforce_loss",
     "sampling_weights",
     "sapo_loss",
+    "token_entropies",
     "token_kl",
     "token_logprobs",
     "topk_divergences",

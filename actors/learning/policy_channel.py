@@ -27,6 +27,7 @@ from composer_mesh.losses.custom import (
     custom_policy_loss,
     load_function,
 )
+from composer_mesh.losses.fused import linear_scores
 from composer_mesh.losses.policy import (
     Aggregation,
     PolicyLoss,
@@ -42,6 +43,7 @@ from composer_mesh.losses.policy import (
     reinforce_loss,
     sampling_weights,
     sapo_loss,
+    token_entropies,
     vespo_loss,
 )
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
@@ -111,7 +113,19 @@ class PolicyChannel:
         for name in ("kl_reference", "filtered_fraction"):
             if (figure := getattr(found, name)) is not None:
                 figures[f"policy/{name}"] += float(figure)
-        return found.loss
+        if not self._loss.entropy_coef:
+            return found.loss
+        entropy = self._entropy(model, hidden, tokens.mask, max(1, batch.action_tokens))
+        figures["policy/entropy"] += float(entropy.detach())
+        return found.loss - self._loss.entropy_coef * entropy
+
+    def _entropy(self, model: LanguageModel, hidden: Tensor, mask: Tensor, count: int) -> Tensor:
+        """Entropy of the policy, summed over the sampled tokens, over the count of the step's."""
+
+        def rows_entropy(scores: Tensor, _rows: slice) -> Tensor:
+            return token_entropies(scores, self._temperature).sum() / count
+
+        return linear_scores(rows_entropy, hidden[:, :-1][mask], model.weight, bias=model.bias)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -255,7 +269,7 @@ def _ratio_loss(
 
 def _options(loss: configs.LossConfig) -> dict[str, Any]:
     """The section's keys that are the function's keywords."""
-    others = {"type", "correction", "correction_maximum", "correction_minimum"}
+    others = {"type", "entropy_coef", "correction", "correction_maximum", "correction_minimum"}
     return loss.model_dump(exclude=others)
 
 

@@ -29,6 +29,7 @@ from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.losses.policy import (
     PolicyLoss,
     Rejection,
+    aggregate,
     cispo_loss,
     decoupled_ppo_loss,
     dppo_loss,
@@ -39,6 +40,7 @@ from composer_mesh.losses.policy import (
     reinforce_loss,
     sampling_weights,
     sapo_loss,
+    token_entropies,
     vespo_loss,
 )
 from composer_mesh.rollouts.batches import StepBatch
@@ -317,6 +319,27 @@ def test_a_step_has_the_loss_and_gradients_of_its_function_on_whole_logits(
     assert_gradients_are(gradients, model)
 
 
+@pytest.mark.parametrize("budget", [10_000, 64])
+def test_an_entropy_bonus_is_the_mean_over_the_sampled_tokens_of_the_step(
+    step_of: Callable[..., Any], rng: random.Random, budget: int
+) -> None:
+    loss = {"aggregation": "grpo", "entropy_coef": 0.3}
+    model, frozen, step = step_of(loss, budget=budget, temperature=0.8)
+    batch = batch_of(model, rng)
+    w = whole(model, frozen, batch, 0.8)
+    rows = [
+        token_entropies(model(input_ids=torch.tensor([sample.ids])).logits[0, :-1], 0.8)
+        for sample in batch.samples
+    ]
+    entropy = aggregate(pad_sequence(rows, batch_first=True), w.mask, "dapo", w.tokens)
+    expected = ratio(grpo_loss, w, "grpo", clip_high=0.28).loss - 0.3 * entropy
+    gradients = gradients_of(expected, model)
+    found = step.run(batch, None)
+    assert found["policy/entropy"] == pytest.approx(entropy.item(), rel=1e-4)
+    assert found["loss/policy"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)
+    assert_gradients_are(gradients, model)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_how_a_step_is_split_changes_neither_its_figures_nor_its_weights(
     step_of: Callable[..., Any], rng: random.Random, name: str
@@ -357,11 +380,19 @@ def test_a_loss_without_a_kl_needs_no_reference(build_config: Any, kind: str) ->
     assert not needs_reference(build_config(loss={"type": kind}))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "cispo", "sapo"])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("grpo", "kl_beta"),
+        ("cispo", "kl_beta"),
+        ("sapo", "kl_beta"),
+        ("prime_rl", "teacher_tau"),
+    ],
+)
 def test_a_kl_without_a_reference_is_refused_before_the_first_step(
-    build_config: Any, build_model: Any, kind: str
+    build_config: Any, build_model: Any, kind: str, key: str
 ) -> None:
-    config = build_config(loss={"type": kind, "kl_beta": 0.1})
+    config = build_config(loss={"type": kind, key: 0.1})
     assert needs_reference(config)
     with pytest.raises(ValueError, match=f"loss '{kind}' needs a reference model: load one"):
         ThreeChannelStep(build_model(1), None, config)
