@@ -81,3 +81,34 @@ def test_kl_estimates_are_those_of_the_published_code(
     expected, gradient = (torch.tensor(case[name], dtype=dtype) for name in ("kl", "gradient"))
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     torch.testing.assert_close(batch["logprobs"].grad, gradient, rtol=rtol, atol=atol)
+
+
+@every_type
+@pytest.mark.parametrize("case", GOLDEN["components"], ids=lambda case: case["batch"])
+def test_the_loss_by_components_is_that_of_the_published_code(
+    case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    batch = tensors(case["batch"], dtype)
+    weights, shares, mask = batch["weights"], batch["divergences"], batch["mask"]
+    found = policy.prime_rl_component_loss(
+        batch["logprobs"],
+        batch["sampling"],
+        batch["token_advantages"],
+        mask,
+        rl_normalizer=5,
+        ce_normalizer=3,
+        ref_kl_normalizer=4,
+        rl_weights=torch.where(shares > 0.1, weights, 0.0),
+        ce_weights=weights * ~mask,
+        ref_kl_weights=shares * mask,
+        reference_logprobs=batch["reference"],
+        mask_low=0.1,
+        kl_tau=0.01,
+    )
+    found.loss.backward()
+    rtol, atol = TOLERANCES[dtype]
+    gradient = torch.tensor(case["gradient"], dtype=dtype)
+    torch.testing.assert_close(
+        found.loss, torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=atol
+    )
+    torch.testing.assert_close(batch["logprobs"].grad, gradient, rtol=rtol, atol=atol)
