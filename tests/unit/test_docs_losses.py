@@ -150,10 +150,15 @@ ON_POLICY: list[tuple[Any, dict[str, Any]]] = [
     (policy.grpo_loss, {"clip_high": 0.28}),
     (policy.grpo_loss, {"clip_low": 0.01, "clip_high": 0.01, "ratio_cap": 3.0}),
     (policy.grpo_loss, {"ratio_level": "sequence"}),
+    (policy.grpo_loss, {"ratio_level": "sequence_token"}),
+    (policy.gmpo_loss, {"aggregation": "dapo"}),
+    (policy.vespo_loss, {}),
     (policy.cispo_loss, {}),
     (policy.sapo_loss, {"aggregation": "dapo", "tau_positive": 3.0}),
     (policy.prime_rl_loss, {}),
+    (policy.prime_rl_ipo_loss, {}),
     (policy.dppo_loss, {}),
+    (policy.dppo_loss, {"divergence": "ratio"}),
     (policy.dppo_loss, {"divergence": "kl"}),
 ]
 
