@@ -82,6 +82,10 @@ class _RatioLoss(_CorrectedLoss):
     kl_importance: bool = False
     """Whether the KL is multiplied by the ratio, which makes the gradient of k3 unbiased."""
 
+    off_policy_threshold: Positive | None = None
+    """Mean mismatch of generator and trainer, in nats per token, beyond which a rollout with a
+    negative advantage is dropped (DeepSeek-V3.2); not set drops none."""
+
     @property
     def needs_reference(self) -> bool:
         """Whether it reads the log-probs of the frozen initial policy."""

@@ -38,6 +38,7 @@ from composer_mesh.losses.policy import (
     dppo_loss,
     gmpo_loss,
     grpo_loss,
+    off_policy_weights,
     prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
@@ -60,6 +61,9 @@ RATIO_LOSSES: dict[str, Loss] = {
     "gmpo": gmpo_loss,
     "vespo": vespo_loss,
 }
+OF_THE_CHANNEL = {"type", "entropy_coef", "off_policy_threshold"}
+OF_THE_CHANNEL |= {"correction", "correction_maximum", "correction_minimum"}
+"""Keys of a section that are no keywords of its function."""
 Corrected = RatioLoss | configs.ReinforceLoss
 """Losses whose terms may be weighted by trainer over generator."""
 
@@ -218,7 +222,7 @@ def policy_loss(
     match loss:
         case configs.GrpoLoss() | configs.CispoLoss() | configs.SapoLoss():
             options |= {"reference_logprobs": tokens.reference}
-            return _ratio_loss(loss, tokens, options, weights)
+            return _ratio_loss(loss, tokens, options, weights, loss.off_policy_threshold)
         case configs.GmpoLoss() | configs.VespoLoss():
             return _ratio_loss(loss, tokens, options, weights)
         case configs.PrimeRlLoss():
@@ -255,11 +259,25 @@ def correction_weights(
 
 
 def _ratio_loss(
-    loss: RatioLoss, tokens: Tokens, options: dict[str, Any], weights: Tensor | None
+    loss: RatioLoss,
+    tokens: Tokens,
+    options: dict[str, Any],
+    weights: Tensor | None,
+    off_policy_threshold: float | None = None,
 ) -> PolicyLoss:
+    old = tokens.sampling if weights is None else tokens.logprobs.detach()
+    if off_policy_threshold is not None:
+        kept = off_policy_weights(
+            tokens.logprobs,
+            tokens.sampling,
+            tokens.advantages,
+            tokens.mask,
+            threshold=off_policy_threshold,
+        )
+        weights = kept if weights is None else weights * kept
     return RATIO_LOSSES[loss.type](
         tokens.logprobs,
-        tokens.sampling if weights is None else tokens.logprobs.detach(),
+        old,
         tokens.advantages,
         tokens.mask,
         sampling_weights=weights,
@@ -269,8 +287,7 @@ def _ratio_loss(
 
 def _options(loss: configs.LossConfig) -> dict[str, Any]:
     """The section's keys that are the function's keywords."""
-    others = {"type", "entropy_coef", "correction", "correction_maximum", "correction_minimum"}
-    return loss.model_dump(exclude=others)
+    return loss.model_dump(exclude=OF_THE_CHANNEL)
 
 
 def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:

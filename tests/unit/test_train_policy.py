@@ -35,6 +35,7 @@ from composer_mesh.losses.policy import (
     dppo_loss,
     gmpo_loss,
     grpo_loss,
+    off_policy_weights,
     prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
@@ -83,6 +84,13 @@ class Whole:
         now = self.now.detach()
         options: Any = {"mode": mode, "maximum": maximum, "minimum": minimum}
         return sampling_weights(now, self.then, self.mask, **options)
+
+    def on_policy(self, threshold: float) -> Tensor:
+        kept = off_policy_weights(
+            self.now, self.then, self.advantages, self.mask, threshold=threshold
+        )
+        assert 0 < float(kept.mean()) < 1, "the threshold has to drop some sequences"
+        return kept
 
 
 def whole(model: Any, reference: Any, batch: StepBatch, temperature: float) -> Whole:
@@ -158,6 +166,21 @@ def grpo_cases() -> dict[str, Case]:
     cases["gspo token"] = (token, lambda w: ratio(grpo_loss, w, **token))
     k2: dict[str, Any] = {**CLIPS, "kl_beta": 0.2, "kl_estimator": "k2"}
     cases["grpo k2"] = (k2, lambda w: ratio(grpo_loss, w, reference_logprobs=w.reference, **k2))
+    cases["grpo off policy"] = (
+        {**CLIPS, "off_policy_threshold": 1e-3},
+        lambda w: ratio(grpo_loss, w, sampling_weights=w.on_policy(1e-3), **CLIPS),
+    )
+    cases["cispo corrected off policy"] = (
+        {"type": "cispo", "correction": "token_mask", "off_policy_threshold": 1e-3, **bounds},
+        lambda w: cispo_loss(
+            w.now,
+            w.now.detach(),
+            w.advantages,
+            w.mask,
+            normalizer=w.tokens,
+            sampling_weights=w.weights("token_mask", 1.1, 0.8) * w.on_policy(1e-3),
+        ),
+    )
     for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         cases[f"grpo {kind}"] = (
             {**CLIPS, "aggregation": kind},
