@@ -79,7 +79,7 @@ def naive_jsd(inputs: Inputs) -> Tensor:
         inputs.hidden @ inputs.weight.T,
         inputs.teacher_hidden @ inputs.teacher_weight.T,
         torch.ones(rows, dtype=torch.bool, device=inputs.hidden.device),
-        beta=BETA,
+        jsd_beta=BETA,
         normalizer=rows,
     )
 
@@ -90,7 +90,7 @@ def fused_jsd(inputs: Inputs) -> Tensor:
         inputs.weight,
         inputs.teacher_hidden,
         inputs.teacher_weight,
-        beta=BETA,
+        jsd_beta=BETA,
         normalizer=len(inputs.hidden),
     )
 

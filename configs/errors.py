@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from composer_mesh.configs.retired_keys import RETIRED_KEYS, new_name
+
 # error type -> (bound, repair), filled from the error's own context
 _TEXTS: dict[str, tuple[str, str]] = {
     "greater_than": ("must be above {gt}", "raise it above {gt}"),
@@ -46,8 +48,16 @@ def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
     return [_describe(root, problem) for problem in error.errors(include_url=False)]
 
 
-def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object) -> str:
-    """The line for a key that the schema does not have, with the nearest one it has."""
+def unknown_key(
+    root: type[BaseModel],
+    path: Sequence[str | int],
+    value: object,
+    retired: Mapping[str, str] = RETIRED_KEYS,
+) -> str:
+    """The line for a key that the schema does not have: its new name, or the nearest key."""
+    if renamed := new_name(path, retired):
+        old, new = renamed
+        return f"{dotted(path)} = {shown(value)}: {old} was renamed: write {new} instead"
     return (
         f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
         f"{_nearest(root, path)}"
@@ -88,7 +98,8 @@ def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
     context = dict(problem.get("ctx", {}))
     kind = problem["type"]
     if kind == "extra_forbidden":
-        if owners := _owners(root, path):
+        owners = [] if new_name(path) else _owners(root, path)
+        if owners:
             return _key_of_another_type(path, value, problem["loc"], owners)
         return unknown_key(root, path, value)
     if kind == "missing":

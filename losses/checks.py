@@ -41,11 +41,11 @@ def check_temperature(value: Number) -> None:
     check_positive("temperature", value, "use 1.0 to switch it off")
 
 
-def check_beta(name: str, value: Number) -> None:
+def check_jsd_beta(value: Number) -> None:
     """Refuse a mixture weight of student and teacher outside [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(
-            f"{name} is {value} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
+            f"jsd_beta is {value} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
         )
 
 

@@ -29,7 +29,7 @@ from composer_mesh.losses.blocks import (
     rows_per_block,
     tiles,
 )
-from composer_mesh.losses.checks import check_beta, check_temperature
+from composer_mesh.losses.checks import check_jsd_beta, check_temperature
 from composer_mesh.losses.reductions import Number, normalized_sum
 
 RowLoss = Callable[[Float[Tensor, "R V"], Float[Tensor, "R V"], slice], Float[Tensor, ""]]
@@ -67,7 +67,7 @@ def linear_jsd(
     teacher_hidden: Float[Tensor, "N K"],
     teacher_weight: Float[Tensor, "V K"] | None,
     *,
-    beta: Number,
+    jsd_beta: Number,
     temperature: Number = 1.0,
     normalizer: Number,
     student_bias: Float[Tensor, "V"] | None = None,
@@ -85,10 +85,10 @@ def linear_jsd(
     Differs from `generalized_jsd`: scores have to be finite, so a padded vocabulary is a large
     negative bias and not -inf.
     """
-    check_beta("beta", beta)
+    check_jsd_beta(jsd_beta)
     _check(temperature, block)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
-    rule = _JsdRule(beta, temperature, float(one))
+    rule = _JsdRule(jsd_beta, temperature, float(one))
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
@@ -276,7 +276,7 @@ class _JsdRule:
     divergence, the gradient by a score is (e - S sum(e)) / temperature.
     """
 
-    beta: Number
+    jsd_beta: Number
     temperature: Number
     scale: float
 
@@ -297,17 +297,17 @@ class _JsdRule:
     def _terms(self, s: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum, S and e, from log S and log P."""
         student, teacher = s.exp(), p.exp()
-        if self.beta == 0:
+        if self.jsd_beta == 0:
             return (p.sub_(s) * teacher).sum(), student, teacher.neg_()
-        if self.beta == 1:
+        if self.jsd_beta == 1:
             terms = p.neg_().add_(s).mul_(student)
             return terms.sum(), student, terms
         # 0 log 0 is 0: where the mixture underflows, both factors in front of its logarithm are 0.
-        mixture = torch.lerp(student, teacher, self.beta).clamp_min_(torch.finfo(s.dtype).tiny)
+        mixture = torch.lerp(student, teacher, self.jsd_beta).clamp_min_(torch.finfo(s.dtype).tiny)
         mixture.log_()
         others = p.sub_(mixture).mul_(teacher).sum()
-        terms = s.sub_(mixture).mul_(student).mul_(1 - self.beta)
-        return self.beta * others + terms.sum(), student, terms
+        terms = s.sub_(mixture).mul_(student).mul_(1 - self.jsd_beta)
+        return self.jsd_beta * others + terms.sum(), student, terms
 
 
 def _autograd_rule(loss: RowLoss) -> Rule:

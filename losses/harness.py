@@ -248,7 +248,7 @@ def _distil(
             *sides, h_max=options.h_max, temperature=temperature, normalizer=normalizer
         )
     return generalized_jsd(
-        *sides, beta=options.jsd_beta, temperature=temperature, normalizer=normalizer
+        *sides, jsd_beta=options.jsd_beta, temperature=temperature, normalizer=normalizer
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.checks import check_beta, check_temperature, check_top_k
+from composer_mesh.losses.checks import check_jsd_beta, check_temperature, check_top_k
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 
 
@@ -22,7 +22,7 @@ def generalized_jsd(
     teacher: Float[Tensor, "*B T V"],
     mask: Bool[Tensor, "*B T"],
     *,
-    beta: Number,
+    jsd_beta: Number,
     temperature: Number = 1.0,
     element_clip: Number | None = None,
     top_k: int | None = None,
@@ -31,9 +31,11 @@ def generalized_jsd(
     """Generalized Jensen-Shannon divergence (GKD, arXiv 2306.13649), in nats per normalizer.
 
         S = softmax(student / temperature)    P = softmax(teacher / temperature)
-        beta = 0      KL(P || S), forward: cover what the teacher does
-        0 < beta < 1  beta KL(P || M) + (1 - beta) KL(S || M),  M = (1 - beta) S + beta P
-        beta = 1      KL(S || P), reverse: avoid what the teacher does not do
+        b = 0      KL(P || S), forward: cover what the teacher does
+        0 < b < 1  b KL(P || M) + (1 - b) KL(S || M),  M = (1 - b) S + b P
+        b = 1      KL(S || P), reverse: avoid what the teacher does not do
+
+    b is `jsd_beta`, which GKD calls beta and SDPO alpha; it is no weight of a channel.
 
     Both tensors may be logits or log-probabilities, which are logits too; the temperature divides
     both and the loss is not multiplied by its square. The endpoints are exact special cases and
@@ -41,8 +43,8 @@ def generalized_jsd(
 
     `element_clip` (OPSD's `token_clip`) is an upper bound on each (token, vocabulary entry) term
     before anything is summed: a clipped term has no gradient and the loss can become negative,
-    since nothing bounds the negative terms. No term exceeds max(-log beta, -log(1 - beta)), so
-    from there on (0.7 at beta 0.5) the clip does nothing. `top_k` keeps the teacher's k likeliest
+    since nothing bounds the negative terms. No term exceeds max(-log b, -log(1 - b)), so from
+    there on (0.7 at b = 0.5) the clip does nothing. `top_k` keeps the teacher's k likeliest
     entries of each row and renormalizes both sides over them; k >= V keeps all.
 
     Only rows under the mask are computed. Entries that are -inf on both sides (a padded
@@ -52,12 +54,12 @@ def generalized_jsd(
     Their `batchmean` is the token count as normalizer, or B where they get no labels; OPSD's
     `logits_are_probs` is log-probabilities passed here.
     """
-    check_beta("beta", beta)
+    check_jsd_beta(jsd_beta)
     check_temperature(temperature)
     s, p = student[mask], teacher.detach()[mask]
     if top_k is not None:
         s, p = _teacher_top_k(s, p, top_k)
-    terms = divergence_terms(row_logprobs(s, temperature), row_logprobs(p, temperature), beta)
+    terms = divergence_terms(row_logprobs(s, temperature), row_logprobs(p, temperature), jsd_beta)
     return normalized_sum(clip_elements(terms, element_clip), normalizer)
 
 
@@ -67,18 +69,18 @@ def row_logprobs(scores: Float[Tensor, "N V"], temperature: Number = 1.0) -> Flo
 
 
 def divergence_terms(
-    s_log: Float[Tensor, "N V"], p_log: Float[Tensor, "N V"], beta: Number
+    s_log: Float[Tensor, "N V"], p_log: Float[Tensor, "N V"], jsd_beta: Number
 ) -> Float[Tensor, "N V"]:
     """Unreduced terms of `generalized_jsd` from normalized rows; their sum is the divergence.
 
     Rows need not sum to 1: with buckets left out the terms are those of the entries given.
     """
-    if beta == 0:
+    if jsd_beta == 0:
         return kl_terms(p_log, s_log)
-    if beta == 1:
+    if jsd_beta == 1:
         return kl_terms(s_log, p_log)
-    m_log = _log_mixture(s_log, p_log, beta)
-    return beta * kl_terms(p_log, m_log) + (1 - beta) * kl_terms(s_log, m_log)
+    m_log = _log_mixture(s_log, p_log, jsd_beta)
+    return jsd_beta * kl_terms(p_log, m_log) + (1 - jsd_beta) * kl_terms(s_log, m_log)
 
 
 def kl_terms(p_log: Float[Tensor, "N V"], q_log: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
@@ -107,10 +109,10 @@ def _teacher_top_k(
 
 
 def _log_mixture(
-    s_log: Float[Tensor, "N V"], p_log: Float[Tensor, "N V"], beta: Number
+    s_log: Float[Tensor, "N V"], p_log: Float[Tensor, "N V"], jsd_beta: Number
 ) -> Float[Tensor, "N V"]:
-    """log((1 - beta) S + beta P), with a gradient also where both are 0."""
+    """log((1 - jsd_beta) S + jsd_beta P), with a gradient also where both are 0."""
     dead = (s_log == -math.inf) & (p_log == -math.inf)
-    student = torch.where(dead, 0.0, s_log + math.log1p(-beta))
-    teacher = torch.where(dead, 0.0, p_log + math.log(beta))
+    student = torch.where(dead, 0.0, s_log + math.log1p(-jsd_beta))
+    teacher = torch.where(dead, 0.0, p_log + math.log(jsd_beta))
     return torch.where(dead, -math.inf, torch.logaddexp(student, teacher))

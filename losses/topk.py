@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from composer_mesh.losses.checks import check_beta, check_temperature, check_top_k
+from composer_mesh.losses.checks import check_jsd_beta, check_temperature, check_top_k
 from composer_mesh.losses.jsd import divergence_terms
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 from composer_mesh.losses.sampled import importance_weights
@@ -31,7 +31,7 @@ def sdpo_loss(
     teacher_logits: Float[Tensor, "*B T V"],
     mask: Bool[Tensor, "*B T"],
     *,
-    alpha: Number = 0.5,
+    jsd_beta: Number = 0.5,
     top_k: int | None = 100,
     tail: bool = True,
     choice: Choice = "student",
@@ -49,8 +49,8 @@ def sdpo_loss(
                without, renormalized over ids
         loss = sum over tokens of w * D(S, T), over normalizer
 
-    D is `generalized_jsd` at beta = alpha: 0 is KL(T || S), 1 is KL(S || T). `top_k` None or
-    >= V is the whole vocabulary. The temperature divides both logits first. With
+    D is `generalized_jsd` at `jsd_beta`, SDPO's alpha: 0 is KL(T || S), 1 is KL(S || T).
+    `top_k` None or >= V is the whole vocabulary. The temperature divides both logits first. With
     `old_logprobs` (the student's when it sampled) and `targets` (the sampled ids), w is
     `importance_weights` capped at `is_clip`; else 1. `weights` multiplies in further constants.
     `normalizer` is the token count of the whole step. Teacher, w and the choice of ids get no
@@ -64,12 +64,12 @@ def sdpo_loss(
     that are -inf on both sides contribute 0, where upstream gives NaN. Upstream refuses an
     `is_clip` without old log-probs; here, as in TRL, it is then unused.
     """
-    check_beta("alpha", alpha)
+    check_jsd_beta(jsd_beta)
     check_temperature(temperature)
     s = at_least_float32(student_logits[mask]) / temperature
     t = at_least_float32(teacher_logits.detach()[mask]) / temperature
     s_log, t_log = _shared_support(s, t, top_k, tail, choice)
-    per_token = divergence_terms(s_log, t_log, alpha).sum(-1)
+    per_token = divergence_terms(s_log, t_log, jsd_beta).sum(-1)
     if old_logprobs is not None:
         sampled = _sampled_logprobs(s.detach(), targets, mask)
         per_token = per_token * importance_weights(sampled, old_logprobs[mask], is_clip)
@@ -81,7 +81,7 @@ def topk_distillation(
     teacher_logprobs: Float[Tensor, "*B T K"],
     mask: Bool[Tensor, "*B T"],
     *,
-    alpha: Number,
+    jsd_beta: Number,
     tail: bool = True,
     weights: Float[Tensor, "*B T"] | None = None,
     normalizer: Number,
@@ -96,10 +96,10 @@ def topk_distillation(
     computed in float64. It is still a difference to 1: log-probs rounded to float32 know a tail
     to about 1e-6, and where the rest matters below that, `sdpo_loss` on logits is exact.
     """
-    check_beta("alpha", alpha)
+    check_jsd_beta(jsd_beta)
     s_log = _normalized(at_least_float32(student_logprobs[mask]), tail)
     t_log = _normalized(at_least_float32(teacher_logprobs.detach()[mask]), tail)
-    per_token = divergence_terms(s_log, t_log, alpha).sum(-1)
+    per_token = divergence_terms(s_log, t_log, jsd_beta).sum(-1)
     return _weighted_sum(per_token, weights, mask, normalizer)
 
 

@@ -139,7 +139,7 @@ class SdpoChannel:
         biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}
         shared: dict[str, Any] = {"temperature": config.temperature, "normalizer": normalizer}
         if config.objective == "none":
-            shared |= {"beta": config.jsd_beta, **biases}
+            shared |= {"jsd_beta": config.jsd_beta, **biases}
             return linear_jsd(rows.hidden, student.weight, teacher, weight, **shared)
 
         def rows_loss(own: Tensor, others: Tensor, _rows: slice) -> Tensor:
@@ -159,7 +159,7 @@ class SdpoChannel:
                 student,
                 teacher[place],
                 torch.ones_like(student[:, 0], dtype=torch.bool),
-                alpha=self._config.jsd_beta,
+                jsd_beta=self._config.jsd_beta,
                 normalizer=normalizer,
             )
 

@@ -16,6 +16,10 @@ BROKEN = {
         ["generator.replica=2"],
         ["generator.replica = 2", "unknown key", "did you mean generator.replicas?"],
     ),
+    "renamed key": (
+        ["grpo.clip_low=0.1"],
+        ["grpo.clip_low = 0.1", "grpo.clip_low was renamed", "write loss.clip_low instead"],
+    ),
     "unknown section": (
         ["generatr.replicas=2"],
         ["generatr.replicas = 2", "unknown key", "did you mean generator?"],

@@ -58,7 +58,7 @@ def gradient_by_hand(s: list[float], p: list[float], beta: float, t: float) -> l
 def test_value_and_gradient_agree_with_the_definition(beta: float, temperature: float) -> None:
     student, teacher, mask = batch(seed=5)
     found = generalized_jsd(
-        student, teacher, mask, beta=beta, temperature=temperature, normalizer=7
+        student, teacher, mask, jsd_beta=beta, temperature=temperature, normalizer=7
     )
     found.backward()
     value, gradient = 0.0, torch.zeros_like(student)
@@ -78,7 +78,7 @@ def test_gradcheck_passes_under_extreme_logits(beta: float) -> None:
     teacher = torch.tensor([[-50.0, 50.0, 0.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
     mask = torch.tensor([True, True])
     assert torch.autograd.gradcheck(
-        lambda x: generalized_jsd(x, teacher, mask, beta=beta, normalizer=2),
+        lambda x: generalized_jsd(x, teacher, mask, jsd_beta=beta, normalizer=2),
         student.requires_grad_(),
     )
 
@@ -86,7 +86,7 @@ def test_gradcheck_passes_under_extreme_logits(beta: float) -> None:
 @pytest.mark.parametrize("beta", BETAS)
 def test_log_probabilities_are_as_good_as_logits(beta: float) -> None:
     student, teacher, mask = batch()
-    settings_ = {"beta": beta, "temperature": 1.7, "normalizer": 3}
+    settings_ = {"jsd_beta": beta, "temperature": 1.7, "normalizer": 3}
     logits = generalized_jsd(student, teacher, mask, **settings_)
     logprobs = generalized_jsd(student.log_softmax(-1), teacher.log_softmax(-1), mask, **settings_)
     torch.testing.assert_close(logprobs, logits, rtol=1e-12, atol=1e-12)
@@ -97,8 +97,8 @@ def test_log_probabilities_are_as_good_as_logits(beta: float) -> None:
 def test_the_divergence_is_never_negative_and_zero_on_equal_inputs(beta: float, seed: int) -> None:
     student, teacher, mask = batch(seed)
     full = torch.ones_like(mask)
-    assert generalized_jsd(student, teacher, full, beta=beta, normalizer=1).item() >= -1e-12
-    same = generalized_jsd(student, student, full, beta=beta, normalizer=1)
+    assert generalized_jsd(student, teacher, full, jsd_beta=beta, normalizer=1).item() >= -1e-12
+    same = generalized_jsd(student, student, full, jsd_beta=beta, normalizer=1)
     assert same.item() == pytest.approx(0, abs=1e-12)
 
 
@@ -107,14 +107,14 @@ def test_the_divergence_is_never_negative_and_zero_on_equal_inputs(beta: float, 
 def test_the_symmetric_divergence_is_at_most_log_two_per_token(seed: int, scale: float) -> None:
     student, teacher, mask = batch(seed, scale)
     full = torch.ones_like(mask)
-    found = generalized_jsd(student, teacher, full, beta=0.5, normalizer=full.sum().item())
+    found = generalized_jsd(student, teacher, full, jsd_beta=0.5, normalizer=full.sum().item())
     assert found.item() <= math.log(2) + 1e-12
 
 
 def test_forward_and_reverse_swap_with_the_roles() -> None:
     student, teacher, mask = batch()
-    forward = generalized_jsd(student, teacher, mask, beta=0, normalizer=1)
-    reverse = generalized_jsd(teacher, student, mask, beta=1, normalizer=1)
+    forward = generalized_jsd(student, teacher, mask, jsd_beta=0, normalizer=1)
+    reverse = generalized_jsd(teacher, student, mask, jsd_beta=1, normalizer=1)
     torch.testing.assert_close(forward, reverse)
 
 
@@ -124,7 +124,9 @@ def test_microbatch_losses_add_up_to_the_batch_loss(split: int, seed: int, beta:
     student, teacher, mask = batch(seed, rows=6)
 
     def part(rows: slice) -> Tensor:
-        return generalized_jsd(student[rows], teacher[rows], mask[rows], beta=beta, normalizer=9)
+        return generalized_jsd(
+            student[rows], teacher[rows], mask[rows], jsd_beta=beta, normalizer=9
+        )
 
     total = part(slice(split)) + part(slice(split, None))
     torch.testing.assert_close(total, part(slice(None)), rtol=1e-12, atol=1e-14)
@@ -134,7 +136,7 @@ def test_microbatch_losses_add_up_to_the_batch_loss(split: int, seed: int, beta:
 def test_no_gradient_reaches_the_teacher(beta: float) -> None:
     student, teacher, mask = batch()
     teacher.requires_grad_()
-    generalized_jsd(student, teacher, mask, beta=beta, normalizer=1).backward()
+    generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=1).backward()
     assert teacher.grad is None
     assert student.grad.abs().sum() > 0
 
@@ -142,7 +144,7 @@ def test_no_gradient_reaches_the_teacher(beta: float) -> None:
 @pytest.mark.parametrize("beta", BETAS)
 def test_an_empty_mask_gives_zero_and_a_zero_gradient(beta: float) -> None:
     student, teacher, mask = batch()
-    found = generalized_jsd(student, teacher, torch.zeros_like(mask), beta=beta, normalizer=0)
+    found = generalized_jsd(student, teacher, torch.zeros_like(mask), jsd_beta=beta, normalizer=0)
     found.backward()
     assert found.item() == 0
     assert torch.equal(student.grad, torch.zeros_like(student))
@@ -151,10 +153,10 @@ def test_an_empty_mask_gives_zero_and_a_zero_gradient(beta: float) -> None:
 @pytest.mark.parametrize("beta", BETAS)
 def test_what_stands_under_no_mask_changes_nothing_even_when_nan(beta: float) -> None:
     student, teacher, mask = batch()
-    clean = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    clean = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
     dirty_student = torch.where(mask[..., None], student.detach(), math.nan).requires_grad_()
     dirty_teacher = torch.where(mask[..., None], teacher, math.nan)
-    dirty = generalized_jsd(dirty_student, dirty_teacher, mask, beta=beta, normalizer=3)
+    dirty = generalized_jsd(dirty_student, dirty_teacher, mask, jsd_beta=beta, normalizer=3)
     dirty.backward()
     assert torch.equal(dirty, clean)
     assert torch.isfinite(dirty_student.grad).all()
@@ -166,11 +168,11 @@ def test_a_vocabulary_padded_with_minus_infinity_is_the_vocabulary_without_paddi
 ) -> None:
     student, teacher, mask = batch()
     padding = torch.full((3, 4, 2), -math.inf, dtype=torch.float64)
-    plain = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    plain = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
     (expected,) = torch.autograd.grad(plain, student)
     padded = torch.cat([student.detach(), padding], -1).requires_grad_()
     found = generalized_jsd(
-        padded, torch.cat([teacher, padding], -1), mask, beta=beta, normalizer=3
+        padded, torch.cat([teacher, padding], -1), mask, jsd_beta=beta, normalizer=3
     )
     found.backward()
     torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-14)
@@ -182,20 +184,22 @@ def test_disjoint_supports_are_log_two_apart_and_infinitely_far_one_way() -> Non
     student = torch.tensor([[0.0, -math.inf]], requires_grad=True)
     teacher = torch.tensor([[-math.inf, 0.0]])
     mask = torch.tensor([True])
-    found = generalized_jsd(student, teacher, mask, beta=0.5, normalizer=1)
+    found = generalized_jsd(student, teacher, mask, jsd_beta=0.5, normalizer=1)
     found.backward()
     assert found.item() == pytest.approx(math.log(2))
     assert torch.isfinite(student.grad).all()
     for beta in (0, 1):
-        assert generalized_jsd(student, teacher, mask, beta=beta, normalizer=1).item() == math.inf
+        assert (
+            generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=1).item() == math.inf
+        )
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_half_precision_inputs_are_computed_in_float32(beta: float) -> None:
     student, teacher, mask = (x.detach() for x in batch())
     student, teacher = student.bfloat16(), teacher.bfloat16()
-    half = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
-    full = generalized_jsd(student.double(), teacher.double(), mask, beta=beta, normalizer=3)
+    half = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
+    full = generalized_jsd(student.double(), teacher.double(), mask, jsd_beta=beta, normalizer=3)
     assert half.dtype == torch.float32
     assert half.item() == pytest.approx(full.item(), rel=5e-5)
 
@@ -203,7 +207,7 @@ def test_half_precision_inputs_are_computed_in_float32(beta: float) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"beta": 1.5}, r"beta is 1.5 but has to be in \[0, 1\]"),
+        ({"jsd_beta": 1.5}, r"jsd_beta is 1.5 but has to be in \[0, 1\]"),
         ({"temperature": 0.0}, "temperature is 0.0 but has to be > 0"),
     ],
 )
@@ -211,4 +215,4 @@ def test_an_impossible_setting_is_named_with_its_bound(
     changed: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        generalized_jsd(*batch(), **{"beta": 0.5, "normalizer": 1, **changed})
+        generalized_jsd(*batch(), **{"jsd_beta": 0.5, "normalizer": 1, **changed})

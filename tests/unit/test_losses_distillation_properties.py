@@ -69,7 +69,7 @@ def gathered(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
         data["student"][..., :3].clamp(max=-1.5),
         data["teacher"][..., :3].clamp(max=-1.5),
         mask,
-        alpha=0.5,
+        jsd_beta=0.5,
         weights=data["weights"],
         normalizer=normalizer,
     )
@@ -102,11 +102,11 @@ def on_logits(function: Loss, *sampling: str, **settings_: Any) -> Loss:
 
 SAMPLING = ("targets", "old_logprobs")
 LOSSES: dict[str, Loss] = {
-    "jsd": on_logits(generalized_jsd, beta=0.5, element_clip=0.05, top_k=4),
-    "forward": on_logits(generalized_jsd, beta=0, top_k=4),
+    "jsd": on_logits(generalized_jsd, jsd_beta=0.5, element_clip=0.05, top_k=4),
+    "forward": on_logits(generalized_jsd, jsd_beta=0, top_k=4),
     "sdpo": on_logits(sdpo_loss, *SAMPLING, "weights", top_k=3),
-    "sdpo without a tail": on_logits(sdpo_loss, alpha=1, top_k=3, tail=False),
-    "sdpo by the teacher": on_logits(sdpo_loss, alpha=0, top_k=3, choice="teacher"),
+    "sdpo without a tail": on_logits(sdpo_loss, jsd_beta=1, top_k=3, tail=False),
+    "sdpo by the teacher": on_logits(sdpo_loss, jsd_beta=0, top_k=3, choice="teacher"),
     "sdpo of everything": on_logits(sdpo_loss, top_k=None),
     "top-k": gathered,
     "taid": on_logits(taid_loss, t=0.4),

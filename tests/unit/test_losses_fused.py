@@ -38,7 +38,7 @@ def rows_of(count: int) -> Tensor:
 def whole_jsd(student: Tensor, teacher: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
     mask = rows_of(len(student))
     return generalized_jsd(
-        student, teacher, mask, beta=beta, temperature=temperature, normalizer=NORMALIZER
+        student, teacher, mask, jsd_beta=beta, temperature=temperature, normalizer=NORMALIZER
     )
 
 
@@ -85,7 +85,7 @@ def test_the_divergence_and_its_gradients_are_those_of_whole_scores(
             teacher,
             head,
             student_bias=bias,
-            beta=beta,
+            jsd_beta=beta,
             temperature=temperature,
             normalizer=NORMALIZER,
             block=block,
@@ -115,7 +115,7 @@ def test_gradients_of_the_divergence_pass_a_numerical_check(beta: float) -> None
 
     def jsd(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear_jsd(
-            h, weight, teacher, head, student_bias=bias, beta=beta, normalizer=2, block=15
+            h, weight, teacher, head, student_bias=bias, jsd_beta=beta, normalizer=2, block=15
         )
 
     assert torch.autograd.gradcheck(jsd, (h, weight, bias))
@@ -143,7 +143,7 @@ def test_a_teacher_may_be_known_by_its_scores(beta: float) -> None:
     h, weight, teacher, head = leaves((13, 4), (17, 4), (13, 6), (17, 6))
     scores = (teacher @ head.T).detach()
     kept = scores.clone()
-    options = {"beta": beta, "temperature": 1.3, "normalizer": NORMALIZER, "block": 50}
+    options = {"jsd_beta": beta, "temperature": 1.3, "normalizer": NORMALIZER, "block": 50}
     by_head = linear_jsd(h, weight, teacher, head, **options)
     by_scores = linear_jsd(h, weight, scores, None, **options)
     torch.testing.assert_close(by_scores, by_head)
@@ -184,7 +184,7 @@ def logprobs_step(h: Tensor, weight: Tensor, block: int) -> Tensor:
 
 
 def jsd_step(h: Tensor, weight: Tensor, block: int) -> Tensor:
-    return linear_jsd(h, weight, h.detach(), weight, beta=0.5, normalizer=1, block=block)
+    return linear_jsd(h, weight, h.detach(), weight, jsd_beta=0.5, normalizer=1, block=block)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -220,7 +220,7 @@ def test_extreme_scores_stay_finite_and_exact(beta: float, dtype: torch.dtype) -
     teacher = torch.tensor([[-50.0, 50, 0], [50, 50, -50], [50, -50, 0]], dtype=dtype)
     head = torch.eye(3, dtype=dtype)
     student.requires_grad_()
-    found = linear_jsd(student, head, teacher, head, beta=beta, normalizer=NORMALIZER)
+    found = linear_jsd(student, head, teacher, head, jsd_beta=beta, normalizer=NORMALIZER)
     expected = whole_jsd(student, teacher, beta)
     torch.testing.assert_close(found, expected, **tolerance(dtype))
     torch.testing.assert_close(
@@ -232,7 +232,7 @@ def test_extreme_scores_stay_finite_and_exact(beta: float, dtype: torch.dtype) -
 
 def test_no_gradient_reaches_the_teacher() -> None:
     h, weight, teacher, head = leaves((4, 3), (5, 3), (4, 3), (5, 3))
-    linear_jsd(h, weight, teacher, head, beta=0.5, normalizer=1).backward()
+    linear_jsd(h, weight, teacher, head, jsd_beta=0.5, normalizer=1).backward()
     assert h.grad is not None
     assert teacher.grad is None
     assert head.grad is None
@@ -241,10 +241,10 @@ def test_no_gradient_reaches_the_teacher() -> None:
 def test_a_teacher_with_the_students_own_head_leaves_it_the_students_gradient() -> None:
     h, weight, teacher = leaves((4, 3), (5, 3), (4, 3))
     shared = torch.autograd.grad(
-        linear_jsd(h, weight, teacher, weight, beta=0.5, normalizer=1), weight
+        linear_jsd(h, weight, teacher, weight, jsd_beta=0.5, normalizer=1), weight
     )
     copied = torch.autograd.grad(
-        linear_jsd(h, weight, teacher, weight.detach().clone(), beta=0.5, normalizer=1), weight
+        linear_jsd(h, weight, teacher, weight.detach().clone(), jsd_beta=0.5, normalizer=1), weight
     )
     torch.testing.assert_close(shared, copied)
 
@@ -257,7 +257,7 @@ def test_what_needs_no_gradient_gets_none(frozen: int) -> None:
     targets = torch.arange(4)
     for loss in (
         linear_logprobs(h, weight, targets).sum(),
-        linear_jsd(h, weight, h.detach() + 1, weight, beta=0.5, normalizer=1),
+        linear_jsd(h, weight, h.detach() + 1, weight, jsd_beta=0.5, normalizer=1),
     ):
         loss.backward()
     assert inputs[frozen].grad is None
@@ -288,9 +288,10 @@ def test_no_rows_give_zero_with_a_graph(step: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("step", [logprobs_step, jsd_step])
 def test_losses_of_parts_add_up(step: Callable[..., Tensor]) -> None:
     h, weight = leaves((9, 3), (11, 3))
-    whole = linear_jsd(h, weight, h.detach() + 1, weight, beta=0.3, normalizer=9)
+    whole = linear_jsd(h, weight, h.detach() + 1, weight, jsd_beta=0.3, normalizer=9)
     parts = [
-        linear_jsd(p, weight, p.detach() + 1, weight, beta=0.3, normalizer=9) for p in h.split(4)
+        linear_jsd(p, weight, p.detach() + 1, weight, jsd_beta=0.3, normalizer=9)
+        for p in h.split(4)
     ]
     torch.testing.assert_close(whole, torch.stack(parts).sum())
 
@@ -305,7 +306,7 @@ def test_rows_without_a_gradient_are_left_out_of_the_backward() -> None:
 
 def test_a_second_backward_through_a_kept_graph_gives_the_same_gradient() -> None:
     h, weight = leaves((6, 3), (5, 3))
-    loss = 0.25 * linear_jsd(h, weight, h.detach() + 1, weight, beta=0.5, normalizer=1)
+    loss = 0.25 * linear_jsd(h, weight, h.detach() + 1, weight, jsd_beta=0.5, normalizer=1)
     first = torch.autograd.grad(loss, [h, weight], retain_graph=True)
     kept = [value.clone() for value in first]
     torch.testing.assert_close(torch.autograd.grad(loss, [h, weight]), tuple(kept))
@@ -314,7 +315,7 @@ def test_a_second_backward_through_a_kept_graph_gives_the_same_gradient() -> Non
 def test_equal_heads_and_states_diverge_by_nothing() -> None:
     h, weight = leaves((6, 3), (5, 3))
     for beta in BETAS:
-        loss = linear_jsd(h, weight, h.detach(), weight, beta=beta, normalizer=1)
+        loss = linear_jsd(h, weight, h.detach(), weight, jsd_beta=beta, normalizer=1)
         assert loss.item() == pytest.approx(0, abs=1e-12)
         for gradient in torch.autograd.grad(loss, [h, weight]):
             assert gradient.abs().max().item() < 1e-12
@@ -322,14 +323,14 @@ def test_equal_heads_and_states_diverge_by_nothing() -> None:
 
 def test_half_and_half_is_bounded_by_log_2() -> None:
     h, weight, teacher, head = (value * 20 for value in leaves((50, 3), (7, 3), (50, 3), (7, 3)))
-    loss = linear_jsd(h, weight, teacher, head, beta=0.5, normalizer=50)
+    loss = linear_jsd(h, weight, teacher, head, jsd_beta=0.5, normalizer=50)
     assert 0 < loss.item() <= math.log(2)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beta": 1.5}, "beta is 1.5"),
+        ({"jsd_beta": 1.5}, "jsd_beta is 1.5"),
         ({"temperature": 0}, "temperature is 0"),
         ({"normalizer": -1}, "normalizer is -1"),
         ({"block": 0}, "block is 0"),
@@ -338,4 +339,4 @@ def test_half_and_half_is_bounded_by_log_2() -> None:
 def test_bad_values_are_refused(change: dict[str, float], message: str) -> None:
     h, weight = leaves((2, 3), (5, 3))
     with pytest.raises(ValueError, match=message):
-        linear_jsd(h, weight, h, weight, **{"beta": 0.5, "normalizer": 1, **change})  # type: ignore[arg-type]
+        linear_jsd(h, weight, h, weight, **{"jsd_beta": 0.5, "normalizer": 1, **change})  # type: ignore[arg-type]

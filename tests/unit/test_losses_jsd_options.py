@@ -60,7 +60,7 @@ def test_value_and_gradient_agree_with_the_definition(
         single,
         teacher.to(dtype),
         mask,
-        beta=beta,
+        jsd_beta=beta,
         temperature=1.3,
         element_clip=clip,
         top_k=k,
@@ -78,7 +78,7 @@ def test_a_clip_above_every_possible_term_does_nothing(
 ) -> None:
     student, teacher, mask = batch(seed, scale)
     bound = max(-math.log(beta), -math.log(1 - beta)) + 1e-12
-    common = {"beta": beta, "normalizer": 3}
+    common = {"jsd_beta": beta, "normalizer": 3}
     plain = generalized_jsd(student, teacher, mask, **common)
     assert torch.equal(generalized_jsd(student, teacher, mask, element_clip=bound, **common), plain)
 
@@ -87,7 +87,7 @@ def test_a_clipped_term_has_no_gradient_and_leaves_the_negative_ones() -> None:
     student = torch.tensor([[0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([[3.0, 0.0]], dtype=torch.float64)
     mask = torch.tensor([True])
-    found = generalized_jsd(student, teacher, mask, beta=0, element_clip=1e-3, normalizer=1)
+    found = generalized_jsd(student, teacher, mask, jsd_beta=0, element_clip=1e-3, normalizer=1)
     found.backward()
     p = teacher.softmax(-1)[0, 1].item()
     assert found.item() == pytest.approx(1e-3 + p * math.log(p / 0.5))
@@ -99,9 +99,9 @@ def test_a_clipped_term_has_no_gradient_and_leaves_the_negative_ones() -> None:
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_top_of_everything_is_everything(beta: float) -> None:
     student, teacher, mask = batch()
-    plain = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+    plain = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
     for k in (6, 1000):
-        kept = generalized_jsd(student, teacher, mask, beta=beta, top_k=k, normalizer=3)
+        kept = generalized_jsd(student, teacher, mask, jsd_beta=beta, top_k=k, normalizer=3)
         torch.testing.assert_close(kept, plain, rtol=1e-12, atol=1e-14)
 
 
@@ -112,7 +112,7 @@ def test_entries_outside_the_teachers_top_k_do_not_count(beta: float) -> None:
     changed = torch.where(left_out, student + 5, student).detach().requires_grad_()
     results = []
     for scores in (student, changed):
-        loss = generalized_jsd(scores, teacher, mask, beta=beta, top_k=3, normalizer=3)
+        loss = generalized_jsd(scores, teacher, mask, jsd_beta=beta, top_k=3, normalizer=3)
         loss.backward()
         results.append(loss)
     torch.testing.assert_close(*results)
@@ -124,7 +124,7 @@ def test_the_terms_of_normalized_rows_add_up_to_the_divergence(beta: float) -> N
     student, teacher, mask = batch()
     terms = divergence_terms(row_logprobs(student[mask]), row_logprobs(teacher[mask]), beta)
     assert terms.shape == (int(mask.sum()), 6)
-    found = generalized_jsd(student, teacher, mask, beta=beta, normalizer=1)
+    found = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=1)
     torch.testing.assert_close(terms.sum(), found)
 
 
@@ -141,4 +141,4 @@ def test_an_impossible_setting_is_named_with_its_bound(
     changed: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        generalized_jsd(*batch(), **{"beta": 0.5, "normalizer": 1, **changed})
+        generalized_jsd(*batch(), **{"jsd_beta": 0.5, "normalizer": 1, **changed})

@@ -107,7 +107,7 @@ def test_an_entropy_at_the_threshold_opens_the_gate() -> None:
     mask = torch.tensor([True])
     at = entropy_opd_loss(student, teacher, mask, tau=reached, **common)
     above = entropy_opd_loss(student, teacher, mask, tau=math.nextafter(reached, 1), **common)
-    forward = generalized_jsd(student, teacher, mask, beta=0, normalizer=1)
+    forward = generalized_jsd(student, teacher, mask, jsd_beta=0, normalizer=1)
     assert (at - above).item() == pytest.approx(forward.item(), rel=1e-7)
 
 
@@ -173,7 +173,7 @@ def test_the_soft_gate_is_forward_for_a_uniform_teacher_and_reverse_for_a_sure_o
     sure = 1e3 * torch.nn.functional.one_hot(torch.zeros(3, 4, dtype=torch.long), 6).double()
     for teacher, beta in ((uniform, 0), (sure, 1)):
         soft = entropy_gated_kl(student, teacher, mask, normalizer=3)
-        exact = generalized_jsd(student, teacher, mask, beta=beta, normalizer=3)
+        exact = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
         torch.testing.assert_close(soft, exact, rtol=1e-9, atol=1e-9)
 
 

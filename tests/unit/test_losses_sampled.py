@@ -51,7 +51,7 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl() -> None:
     rng = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 1, 6, generator=rng, dtype=torch.float64)
     student.requires_grad_()
-    exact = generalized_jsd(student, teacher, torch.tensor([True]), beta=1, normalizer=1)
+    exact = generalized_jsd(student, teacher, torch.tensor([True]), jsd_beta=1, normalizer=1)
     (wanted,) = torch.autograd.grad(exact, student)
     # Every entry once, weighted by the chance that the student samples it.
     sampled = sampled_reverse_kl(

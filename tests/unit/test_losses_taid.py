@@ -63,7 +63,7 @@ def test_at_the_end_the_loss_is_the_cross_entropy_to_the_teacher(padding: int) -
     found = taid_loss(student, teacher, mask, t=1.0, normalizer=3)
     found.backward()
     entropy = torch.distributions.Categorical(logits=teacher[..., :6]).entropy()[mask].sum() / 3
-    forward = generalized_jsd(student, teacher, mask, beta=0, normalizer=3)
+    forward = generalized_jsd(student, teacher, mask, jsd_beta=0, normalizer=3)
     torch.testing.assert_close(found, forward + entropy, rtol=1e-12, atol=1e-12)
     pull = torch.where(mask[..., None], student.softmax(-1) - teacher.softmax(-1), 0.0) / 3
     torch.testing.assert_close(student.grad, pull.detach(), rtol=1e-9, atol=1e-12)

@@ -83,7 +83,7 @@ def test_value_and_gradient_agree_with_the_definition(
         single,
         teacher.to(dtype),
         mask,
-        alpha=alpha,
+        jsd_beta=alpha,
         top_k=3,
         tail=tail,
         choice=choice,
@@ -103,10 +103,12 @@ def test_without_a_cut_the_loss_is_the_generalized_jsd(
     top_k: int | None, alpha: float, scale: float
 ) -> None:
     student, teacher, mask = batch(scale=scale)
-    expected = generalized_jsd(student, teacher, mask, beta=alpha, normalizer=3)
+    expected = generalized_jsd(student, teacher, mask, jsd_beta=alpha, normalizer=3)
     (wanted,) = torch.autograd.grad(expected, student)
     for tail in (True, False):
-        found = sdpo_loss(student, teacher, mask, alpha=alpha, top_k=top_k, tail=tail, normalizer=3)
+        found = sdpo_loss(
+            student, teacher, mask, jsd_beta=alpha, top_k=top_k, tail=tail, normalizer=3
+        )
         (gradient,) = torch.autograd.grad(found, student)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
@@ -118,7 +120,7 @@ def test_the_gathered_form_is_the_loss_on_logits(alpha: float, tail: bool) -> No
     student, teacher, mask = batch()
     extra = sampling()
     expected = sdpo_loss(
-        student, teacher, mask, alpha=alpha, top_k=3, tail=tail, normalizer=5, **extra
+        student, teacher, mask, jsd_beta=alpha, top_k=3, tail=tail, normalizer=5, **extra
     )
     (wanted,) = torch.autograd.grad(expected, student)
     ids = student.topk(3).indices
@@ -128,7 +130,7 @@ def test_the_gathered_form_is_the_loss_on_logits(alpha: float, tail: bool) -> No
         s_log.gather(-1, ids),
         t_log.gather(-1, ids),
         mask,
-        alpha=alpha,
+        jsd_beta=alpha,
         tail=tail,
         weights=importance_weights(new, extra["old_logprobs"]),
         normalizer=5,
@@ -153,7 +155,7 @@ def test_a_tail_of_almost_nothing_is_as_good_in_float32_as_in_float64(
     results = []
     for dtype in (torch.float32, torch.float64):
         student = scores.to(dtype).clone().requires_grad_()
-        loss = sdpo_loss(student, teacher.to(dtype), mask, alpha=alpha, top_k=k, normalizer=8)
+        loss = sdpo_loss(student, teacher.to(dtype), mask, jsd_beta=alpha, top_k=k, normalizer=8)
         loss.backward()
         results.append((loss.detach().double(), student.grad.double()))
     torch.testing.assert_close(results[0], results[1], rtol=5e-5, atol=2e-6)
@@ -163,7 +165,7 @@ def test_a_tail_of_almost_nothing_is_as_good_in_float32_as_in_float64(
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_equal_sides_are_zero_apart_and_others_more(alpha: float, tail: bool) -> None:
     student, teacher, mask = batch()
-    common = {"alpha": alpha, "top_k": 3, "tail": tail, "normalizer": 1}
+    common = {"jsd_beta": alpha, "top_k": 3, "tail": tail, "normalizer": 1}
     same = sdpo_loss(student, student.detach(), mask, **common)
     assert same.item() == pytest.approx(0, abs=1e-12)
     assert sdpo_loss(student, teacher, mask, **common).item() > 0
@@ -172,7 +174,7 @@ def test_equal_sides_are_zero_apart_and_others_more(alpha: float, tail: bool) ->
 def test_merging_entries_into_the_tail_never_raises_the_divergence() -> None:
     student, teacher, mask = batch(entries=12)
     found = [
-        sdpo_loss(student, teacher, mask, alpha=0.5, top_k=k, normalizer=1).item()
+        sdpo_loss(student, teacher, mask, jsd_beta=0.5, top_k=k, normalizer=1).item()
         for k in range(1, 13)
     ]
     assert found == sorted(found)
@@ -215,7 +217,7 @@ def test_without_old_logprobs_or_without_a_cap_the_weight_is_one() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"alpha": -0.1}, r"alpha is -0.1 but has to be in \[0, 1\]"),
+        ({"jsd_beta": -0.1}, r"jsd_beta is -0.1 but has to be in \[0, 1\]"),
         ({"top_k": 0}, "top_k is 0 but has to be >= 1"),
         ({"temperature": 0.0}, "temperature is 0.0 but has to be > 0"),
         ({"is_clip": 0.0}, "is_clip is 0.0 but has to be > 0"),

@@ -42,7 +42,7 @@ Divergence = Callable[..., Tensor]
 
 
 def jsd(beta: float) -> Divergence:
-    return lambda s, t, mask, **shared: generalized_jsd(s, t, mask, beta=beta, **shared)
+    return lambda s, t, mask, **shared: generalized_jsd(s, t, mask, jsd_beta=beta, **shared)
 
 
 def taid(t: float) -> Divergence:
