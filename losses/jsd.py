@@ -5,6 +5,9 @@ the mask.
 
 Student and teacher rows are already aligned, although their contexts differ in length: nothing
 here shifts, looks for the response or runs a model.
+
+With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
+nothing; their sum over the normalizer is the loss.
 """
 
 import math
@@ -14,7 +17,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.checks import check_jsd_beta, check_temperature, check_top_k
-from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    at_least_float32,
+    reduce_selected,
+)
 
 
 def generalized_jsd(
@@ -26,8 +34,9 @@ def generalized_jsd(
     temperature: Number = 1.0,
     element_clip: Number | None = None,
     top_k: int | None = None,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """Generalized Jensen-Shannon divergence (GKD, arXiv 2306.13649), in nats per normalizer.
 
         S = softmax(student / temperature)    P = softmax(teacher / temperature)
@@ -60,7 +69,8 @@ def generalized_jsd(
     if top_k is not None:
         s, p = _teacher_top_k(s, p, top_k)
     terms = divergence_terms(row_logprobs(s, temperature), row_logprobs(p, temperature), jsd_beta)
-    return normalized_sum(clip_elements(terms, element_clip), normalizer)
+    per_token = clip_elements(terms, element_clip).sum(-1)
+    return reduce_selected(per_token, mask, normalizer, reduction)
 
 
 def row_logprobs(scores: Float[Tensor, "N V"], temperature: Number = 1.0) -> Float[Tensor, "N V"]:

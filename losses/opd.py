@@ -5,18 +5,33 @@ teacher's top k, N tokens under the mask.
 
 Student and teacher rows are already aligned. `entropy_opd_loss` is the published method with its
 hard gate; `entropy_gated_kl` is a soft gate of this project's own, which exists in no upstream.
+
+With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
+nothing.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from composer_mesh.losses.aggregation import Aggregation, aggregate
 from composer_mesh.losses.checks import check_clip, check_temperature, check_top_k
 from composer_mesh.losses.jsd import kl_terms, row_logprobs
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT
-from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    at_least_float32,
+    normalized_sum,
+    reduce_selected,
+    unselected,
+)
+
+# What upstream adds to the count of tokens that it divides the forward KL by.
+SOFT_EPS = 1e-8
 
 
 def entropy_opd_loss(
@@ -33,8 +48,11 @@ def entropy_opd_loss(
     clip_high: Number = 0.2,
     student_full_vocab: bool = True,
     temperature: Number = 1.0,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    soft_normalizer: Number | None = None,
+    aggregation: Aggregation = "dapo",
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """Entropy-aware on-policy distillation (arXiv 2603.07079), from the logits of both sides.
 
     The loss of `entropy_opd_from_logprobs`, whose inputs are computed here: the teacher's entropy
@@ -44,6 +62,7 @@ def entropy_opd_loss(
     student of now, so that every ratio is 1. The temperature divides both logits; k >= V keeps
     all.
     """
+    _check(tau, coef, clip_low, clip_high)
     check_temperature(temperature)
     check_top_k(top_k)
     s = student_logits[mask]
@@ -53,20 +72,15 @@ def entropy_opd_loss(
     s_top = s_log.gather(-1, ids)
     chosen = targets[mask].long().unsqueeze(-1)
     logprobs = s_log.gather(-1, chosen).squeeze(-1)
-    return entropy_opd_from_logprobs(
-        logprobs,
-        logprobs if old_logprobs is None else old_logprobs[mask],
-        t_log.gather(-1, chosen).squeeze(-1),
-        torch.ones_like(logprobs, dtype=torch.bool),
-        teacher_entropy=entropy(t_log),
-        student_topk_logprobs=s_top if student_full_vocab else s_top.log_softmax(-1),
-        teacher_topk_logprobs=t_log.gather(-1, ids).log_softmax(-1),
-        tau=tau,
-        coef=coef,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        normalizer=normalizer,
+    old = logprobs if old_logprobs is None else old_logprobs[mask]
+    pg = _clipped_gradient(logprobs, old, t_log.gather(-1, chosen).squeeze(-1), clip_low, clip_high)
+    soft = _gated_forward_kl(
+        t_log.gather(-1, ids).log_softmax(-1),
+        s_top if student_full_vocab else s_top.log_softmax(-1),
+        entropy(t_log) >= tau,
     )
+    terms = _Terms(pg, coef * soft, mask)
+    return terms.reduced(normalizer, soft_normalizer, aggregation, reduction)
 
 
 def entropy_opd_from_logprobs(
@@ -82,8 +96,11 @@ def entropy_opd_from_logprobs(
     coef: Number = 1.0,
     clip_low: Number = 0.2,
     clip_high: Number = 0.2,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    soft_normalizer: Number | None = None,
+    aggregation: Aggregation = "dapo",
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """Entropy-aware on-policy distillation (arXiv 2603.07079), from what a teacher would send.
 
         r    = exp(logprobs - old_logprobs)     A = constant(teacher_logprobs - old_logprobs)
@@ -97,22 +114,25 @@ def entropy_opd_from_logprobs(
     vocabulary. Everything but `logprobs` and `student_topk_logprobs` is detached; `normalizer`
     is the token count of the whole step.
 
+    `aggregation` "grpo" is the mean of sequences: each takes its own mean over tokens, and
+    `normalizer` counts sequences with a token. Upstream's "seq-mean-token-mean" averages pg alone
+    so and keeps soft over all tokens: that is `soft_normalizer`, their count. Without it soft is
+    aggregated as pg is.
+
     Source: EOPD, `compute_policy_loss_on_policy_distill` (read in the fork CacheEOPD) with its
     defaults; notes elsewhere about a sigmoid gate, tau = log 2 or k = 64 do not match the code.
-    Differs: an empty mask gives 0, not NaN; log-ratios beyond +-80 count as +-80.
+    Differs: an empty mask gives 0, not NaN; log-ratios beyond +-80 count as +-80; a sequence's mean
+    divides by its n tokens, upstream's by n + 1e-8.
     """
     _check(tau, coef, clip_low, clip_high)
-    new, old = at_least_float32(logprobs[mask]), at_least_float32(old_logprobs.detach()[mask])
-    advantage = at_least_float32(teacher_logprobs.detach()[mask]) - old
-    ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    pg = -torch.minimum(ratio * advantage, clipped * advantage)
-
-    p_log = at_least_float32(teacher_topk_logprobs.detach()[mask])
-    forward = kl_terms(p_log, at_least_float32(student_topk_logprobs[mask])).sum(-1)
-    unsure = teacher_entropy.detach()[mask] >= tau
-    soft = normalized_sum(torch.where(unsure, forward, 0.0), normalizer + 1e-8)
-    return normalized_sum(pg, normalizer) + coef * soft
+    pg = _clipped_gradient(
+        logprobs[mask], old_logprobs[mask], teacher_logprobs[mask], clip_low, clip_high
+    )
+    soft = _gated_forward_kl(
+        teacher_topk_logprobs[mask], student_topk_logprobs[mask], teacher_entropy[mask] >= tau
+    )
+    terms = _Terms(pg, coef * soft, mask)
+    return terms.reduced(normalizer, soft_normalizer, aggregation, reduction)
 
 
 def entropy_gated_kl(
@@ -122,8 +142,9 @@ def entropy_gated_kl(
     *,
     h_max: Number | None = None,
     temperature: Number = 1.0,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """Forward and reverse KL, mixed by the teacher's entropy: our own variant, in no upstream.
 
         w    = clamp(H(P) / h_max, 0, 1), constant
@@ -141,13 +162,60 @@ def entropy_gated_kl(
     p_log = row_logprobs(teacher.detach()[mask], temperature)
     gate = (entropy(p_log) / _entropy_scale(h_max, p_log.shape[-1])).clamp(0, 1)
     forward, reverse = kl_terms(p_log, s_log).sum(-1), kl_terms(s_log, p_log).sum(-1)
-    return normalized_sum(gate * forward + (1 - gate) * reverse, normalizer)
+    per_token = gate * forward + (1 - gate) * reverse
+    return reduce_selected(per_token, mask, normalizer, reduction)
 
 
 def entropy(logprobs: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
     """Entropy of normalized rows in nats; entries of -inf contribute 0."""
     terms = torch.where(logprobs > -math.inf, logprobs, 0.0)
     return -(logprobs.exp() * terms).sum(-1)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Both parts of entropy-aware distillation, of the tokens under a mask."""
+
+    pg: Float[Tensor, "N"]
+    soft: Float[Tensor, "N"]
+    mask: Bool[Tensor, "*B T"]
+
+    def reduced(
+        self,
+        normalizer: Number | None,
+        soft_normalizer: Number | None,
+        aggregation: Aggregation,
+        reduction: Reduction,
+    ) -> Float[Tensor, "..."]:
+        if reduction == "none" or normalizer is None:
+            return reduce_selected(self.pg + self.soft, self.mask, normalizer, reduction)
+        pg = aggregate(unselected(self.pg, self.mask), self.mask, aggregation, normalizer)
+        if soft_normalizer is not None:
+            return pg + normalized_sum(self.soft, soft_normalizer + SOFT_EPS)
+        soft = unselected(self.soft, self.mask)
+        return pg + aggregate(soft, self.mask, aggregation, normalizer + SOFT_EPS)
+
+
+def _clipped_gradient(
+    logprobs: Float[Tensor, "N"],
+    old_logprobs: Float[Tensor, "N"],
+    teacher_logprobs: Float[Tensor, "N"],
+    low: Number,
+    high: Number,
+) -> Float[Tensor, "N"]:
+    """The clipped policy gradient whose advantage is the teacher's log-prob over the old one."""
+    new, old = at_least_float32(logprobs), at_least_float32(old_logprobs.detach())
+    advantage = at_least_float32(teacher_logprobs.detach()) - old
+    ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def _gated_forward_kl(
+    p_log: Float[Tensor, "N K"], s_log: Float[Tensor, "N K"], gate: Bool[Tensor, "N"]
+) -> Float[Tensor, "N"]:
+    """KL(P || S) of each row under the gate, 0 elsewhere; no gradient reaches P."""
+    forward = kl_terms(at_least_float32(p_log.detach()), at_least_float32(s_log)).sum(-1)
+    return torch.where(gate, forward, 0.0)
 
 
 def _entropy_scale(h_max: Number | None, vocabulary: int) -> float:

@@ -4,13 +4,21 @@ Axes: B sequences (any number of leading axes, also none), T tokens.
 
 Position t of every tensor is the same sampled token, with its own context on either side: nothing
 here samples, shifts or runs a model, and the teacher tells nothing but that token's log-prob.
+
+With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
+nothing; their sum over the normalizer is the loss.
 """
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    at_least_float32,
+    reduce_selected,
+)
 
 # Log-ratios beyond this count as this before the clip (SDPO's bound).
 LOG_IMPORTANCE_LIMIT = 20.0
@@ -21,11 +29,12 @@ def sampled_reverse_kl(
     teacher_logprobs: Float[Tensor, "*B T"],
     mask: Bool[Tensor, "*B T"],
     *,
-    normalizer: Number,
+    normalizer: Number | None = None,
     old_logprobs: Float[Tensor, "*B T"] | None = None,
     is_clip: Number | None = 2.0,
     weights: Float[Tensor, "*B T"] | None = None,
-) -> Float[Tensor, ""]:
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """Reverse KL(student || teacher) from sampled tokens, as REINFORCE with a dense reward.
 
         A    = constant(teacher_logprobs - logprobs)
@@ -52,7 +61,7 @@ def sampled_reverse_kl(
         per_token = per_token * importance_weights(student, old_logprobs[mask], is_clip)
     if weights is not None:
         per_token = per_token * weights.detach()[mask]
-    return normalized_sum(per_token, normalizer)
+    return reduce_selected(per_token, mask, normalizer, reduction)
 
 
 def importance_weights(

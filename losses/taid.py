@@ -5,6 +5,9 @@ the mask.
 
 The loss takes the position t as a number; the schedule moves t and knows no tensors. Nothing here
 counts steps or averages losses over ranks.
+
+With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
+nothing; their sum over the normalizer is the loss.
 """
 
 import math
@@ -15,7 +18,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.checks import check_temperature
-from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    at_least_float32,
+    reduce_selected,
+)
 
 
 def taid_loss(
@@ -25,8 +33,9 @@ def taid_loss(
     *,
     t: Number,
     temperature: Number = 1.0,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """Cross-entropy to the interpolated teacher of TAID (arXiv 2501.16937), in nats.
 
         p_t  = softmax((1 - t) constant(student) + t teacher)
@@ -51,7 +60,7 @@ def taid_loss(
     p = at_least_float32(teacher_logits.detach()[mask]) / temperature
     target = torch.softmax(_between(s.detach(), p, t), dim=-1)
     logprobs = torch.where(torch.isinf(s), 0.0, torch.log_softmax(s, dim=-1))
-    return normalized_sum(-target * logprobs, normalizer)
+    return reduce_selected((-target * logprobs).sum(-1), mask, normalizer, reduction)
 
 
 def _between(

@@ -5,6 +5,9 @@ per token, N tokens under the mask.
 
 Student and teacher rows are already aligned. Nothing here builds a teacher's context or keeps
 its weights.
+
+With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
+nothing; their sum over the normalizer is the loss.
 """
 
 import math
@@ -16,7 +19,12 @@ from torch import Tensor
 
 from composer_mesh.losses.checks import check_jsd_beta, check_temperature, check_top_k
 from composer_mesh.losses.jsd import divergence_terms
-from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    at_least_float32,
+    reduce_selected,
+)
 from composer_mesh.losses.sampled import importance_weights
 
 Choice = Literal["student", "teacher"]
@@ -40,8 +48,9 @@ def sdpo_loss(
     is_clip: Number | None = 2.0,
     weights: Float[Tensor, "*B T"] | None = None,
     temperature: Number = 1.0,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """SDPO's self-distillation (arXiv 2601.20802), in nats per normalizer.
 
         ids  = the student's top_k entries of each row (or the teacher's, by `choice`)
@@ -73,7 +82,7 @@ def sdpo_loss(
     if old_logprobs is not None:
         sampled = _sampled_logprobs(s.detach(), targets, mask)
         per_token = per_token * importance_weights(sampled, old_logprobs[mask], is_clip)
-    return _weighted_sum(per_token, weights, mask, normalizer)
+    return reduce_selected(_weighted(per_token, weights, mask), mask, normalizer, reduction)
 
 
 def topk_distillation(
@@ -84,8 +93,9 @@ def topk_distillation(
     jsd_beta: Number,
     tail: bool = True,
     weights: Float[Tensor, "*B T"] | None = None,
-    normalizer: Number,
-) -> Float[Tensor, ""]:
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+) -> Float[Tensor, "..."]:
     """`sdpo_loss` from log-probs that somebody has gathered at the same K ids on both sides.
 
     They are log-probabilities over the whole vocabulary, in nats. With `tail` the rest of each
@@ -100,7 +110,7 @@ def topk_distillation(
     s_log = _normalized(at_least_float32(student_logprobs[mask]), tail)
     t_log = _normalized(at_least_float32(teacher_logprobs.detach()[mask]), tail)
     per_token = divergence_terms(s_log, t_log, jsd_beta).sum(-1)
-    return _weighted_sum(per_token, weights, mask, normalizer)
+    return reduce_selected(_weighted(per_token, weights, mask), mask, normalizer, reduction)
 
 
 def _shared_support(
@@ -161,12 +171,9 @@ def _sampled_logprobs(
     return chosen - scores.logsumexp(-1)
 
 
-def _weighted_sum(
+def _weighted(
     per_token: Float[Tensor, "N"],
     weights: Float[Tensor, "*B T"] | None,
     mask: Bool[Tensor, "*B T"],
-    normalizer: Number,
-) -> Float[Tensor, ""]:
-    if weights is not None:
-        per_token = per_token * weights.detach()[mask]
-    return normalized_sum(per_token, normalizer)
+) -> Float[Tensor, "N"]:
+    return per_token if weights is None else per_token * weights.detach()[mask]

@@ -20,6 +20,7 @@ from composer_mesh.losses.distillation import (
     taid_loss,
     topk_distillation,
 )
+from composer_mesh.losses.reductions import reduce_terms
 
 Loss = Callable[..., Tensor]
 Tensors = dict[str, Tensor]
@@ -51,7 +52,7 @@ def logits_batch(seed: int = 0, rows: int = 3, scale: float = 3.0) -> tuple[Tens
     return data, torch.rand(rows, 4, generator=rng) < 0.6
 
 
-def sampled(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
+def sampled(data: Tensors, mask: Tensor, normalizer: float | None = None, **how: Any) -> Tensor:
     # Here and below, scores of the first entries stand for log-probs that somebody gathered.
     logprobs, teacher = data["student"][..., 0], data["teacher"][..., 0]
     return sampled_reverse_kl(
@@ -61,10 +62,11 @@ def sampled(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
         normalizer=normalizer,
         old_logprobs=data["old"],
         weights=data["weights"],
+        **how,
     )
 
 
-def gathered(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
+def gathered(data: Tensors, mask: Tensor, normalizer: float | None = None, **how: Any) -> Tensor:
     return topk_distillation(
         data["student"][..., :3].clamp(max=-1.5),
         data["teacher"][..., :3].clamp(max=-1.5),
@@ -72,10 +74,13 @@ def gathered(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
         jsd_beta=0.5,
         weights=data["weights"],
         normalizer=normalizer,
+        **how,
     )
 
 
-def opd_from_logprobs(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
+def opd_from_logprobs(
+    data: Tensors, mask: Tensor, normalizer: float | None = None, **how: Any
+) -> Tensor:
     return entropy_opd_from_logprobs(
         data["student"][..., 0],
         data["old"],
@@ -85,17 +90,16 @@ def opd_from_logprobs(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
         student_topk_logprobs=data["student"][..., :3],
         teacher_topk_logprobs=data["teacher"][..., :3].clamp(max=-1.5),
         normalizer=normalizer,
+        **how,
     )
 
 
 def on_logits(function: Loss, *sampling: str, **settings_: Any) -> Loss:
     names = {"targets": "targets", "old_logprobs": "old", "weights": "weights"}
 
-    def loss(data: Tensors, mask: Tensor, normalizer: float) -> Tensor:
-        extra = {name: data[names[name]] for name in sampling}
-        return function(
-            data["student"], data["teacher"], mask, **extra, **settings_, normalizer=normalizer
-        )
+    def loss(data: Tensors, mask: Tensor, normalizer: float | None = None, **how: Any) -> Tensor:
+        extra = {name: data[names[name]] for name in sampling} | settings_ | how
+        return function(data["student"], data["teacher"], mask, **extra, normalizer=normalizer)
 
     return loss
 
@@ -123,6 +127,42 @@ every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 def with_gradient(data: Tensors, name: str = "student") -> Tensors:
     return data | {name: data[name].detach().clone().requires_grad_()}
+
+
+@every_loss
+def test_unreduced_terms_add_up_to_the_loss_and_are_zero_under_no_mask(loss: Loss) -> None:
+    data, mask = logits_batch()
+    data = with_gradient(data)
+    terms = loss(data, mask, reduction="none")
+    whole = loss(data, mask, 7.0)
+    assert terms.shape == mask.shape
+    assert terms[~mask].tolist() == [0] * int((~mask).sum())
+    torch.testing.assert_close(terms.sum() / 7, whole, rtol=1e-7, atol=1e-12)
+    gradients = (torch.autograd.grad(x, data["student"])[0] for x in (terms.sum() / 7, whole))
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-12)
+
+
+@every_loss
+def test_an_unreduced_term_depends_on_its_own_token_alone(loss: Loss) -> None:
+    data, mask = logits_batch()
+    mask[0, 1] = True
+    data = with_gradient(data)
+    term = loss(data, mask, reduction="none")[0, 1]
+    gradient = torch.autograd.grad(term, data["student"])[0]
+    gradient[0, 1] = 0
+    assert not gradient.any()
+
+
+@every_loss
+def test_a_sum_without_a_normalizer_is_refused(loss: Loss) -> None:
+    with pytest.raises(ValueError, match="normalizer is None but reduction 'sum' divides by it"):
+        loss(*logits_batch())
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    unchecked = reduce_terms.__wrapped__  # past the type checks of the tests
+    with pytest.raises(ValueError, match="reduction is 'mean': use 'sum' or 'none'"):
+        unchecked(torch.ones(2), 1, "mean")
 
 
 @given(name=st.sampled_from(list(LOSSES)), split=st.integers(0, 5), seed=st.integers(0, 2**16))

@@ -90,6 +90,35 @@ def test_value_and_gradient_agree_with_the_definition(
     torch.testing.assert_close(single.grad.double(), wanted, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("tokens", [5, None])
+def test_by_sequence_each_sequence_counts_its_own_mean(tokens: int | None) -> None:
+    student, teacher, mask = batch(seed=3)
+    mask[1] = False  # a sequence without a token adds nothing
+    extra = sampling(student)
+    pg = soft = soft_means = torch.zeros((), dtype=torch.float64)
+    for row in range(3):
+        alone = mask & (torch.arange(3) == row)[:, None]
+        terms = opd_by_hand(student, teacher, alone, extra, full=True)
+        count = max(int(mask[row].sum()), 1)
+        pg, soft_means = pg + terms[0] / count, soft_means + terms[1] / count
+        soft = soft + terms[1]
+    found = entropy_opd_loss(
+        student,
+        teacher,
+        mask,
+        **extra,
+        tau=1.0,
+        top_k=3,
+        clip_low=0.1,
+        clip_high=0.3,
+        aggregation="grpo",
+        normalizer=2,
+        soft_normalizer=tokens,
+    )
+    expected = pg / 2 + (soft_means / 2 if tokens is None else soft / tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-11)
+
+
 def test_tokens_whose_teacher_is_sure_get_the_policy_gradient_alone() -> None:
     student, teacher, mask = batch()
     extra = sampling(student)
