@@ -24,6 +24,9 @@ from composer_mesh.losses.reductions import (
     reduce_selected,
 )
 
+# What OPSD lifts a given probability to before it takes the logarithm.
+MIN_PROBABILITY = 1e-8
+
 
 def generalized_jsd(
     student: Float[Tensor, "*B T V"],
@@ -34,6 +37,7 @@ def generalized_jsd(
     temperature: Number = 1.0,
     element_clip: Number | None = None,
     top_k: int | None = None,
+    logits_are_probs: bool = False,
     normalizer: Number | None = None,
     reduction: Reduction = "sum",
 ) -> Float[Tensor, "..."]:
@@ -56,19 +60,28 @@ def generalized_jsd(
     there on (0.7 at b = 0.5) the clip does nothing. `top_k` keeps the teacher's k likeliest
     entries of each row and renormalizes both sides over them; k >= V keeps all.
 
+    With `logits_are_probs` both are probabilities, as OPSD takes them: an entry below 1e-8 counts
+    as 1e-8, without a gradient, and rows are not renormalized, so they need not sum to 1. To have
+    them normalized, pass their logarithms as logits instead.
+
     Only rows under the mask are computed. Entries that are -inf on both sides (a padded
     vocabulary) contribute 0; -inf on one side gives infinity where the divergence is infinite.
     Upstream (TRL and OPSD, `generalized_jsd_loss`) gives NaN in both cases, computes in half
     precision where the logits are, and OPSD also gives NaN for an empty mask, which is 0 here.
-    Their `batchmean` is the token count as normalizer, or B where they get no labels; OPSD's
-    `logits_are_probs` is log-probabilities passed here.
+    Their `batchmean` is the token count as normalizer, or B where they get no labels. OPSD with
+    `logits_are_probs` ignores temperature and top_k, which is an error here.
     """
     check_jsd_beta(jsd_beta)
     check_temperature(temperature)
     s, p = student[mask], teacher.detach()[mask]
-    if top_k is not None:
-        s, p = _teacher_top_k(s, p, top_k)
-    terms = divergence_terms(row_logprobs(s, temperature), row_logprobs(p, temperature), jsd_beta)
+    if logits_are_probs:
+        _check_probabilities(temperature, top_k)
+        terms = divergence_terms(_floored_log(s), _floored_log(p), jsd_beta)
+    else:
+        if top_k is not None:
+            s, p = _teacher_top_k(s, p, top_k)
+        logprobs = (row_logprobs(s, temperature), row_logprobs(p, temperature))
+        terms = divergence_terms(*logprobs, jsd_beta)
     per_token = clip_elements(terms, element_clip).sum(-1)
     return reduce_selected(per_token, mask, normalizer, reduction)
 
@@ -108,6 +121,18 @@ def clip_elements(terms: Float[Tensor, "N V"], limit: Number | None) -> Float[Te
             f"element_clip is {limit} but has to be > 0: use 0.05, or None for no clip"
         )
     return terms.clamp(max=limit)
+
+
+def _floored_log(probabilities: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    return at_least_float32(probabilities).clamp(min=MIN_PROBABILITY).log()
+
+
+def _check_probabilities(temperature: Number, top_k: int | None) -> None:
+    if temperature != 1 or top_k is not None:
+        raise ValueError(
+            f"temperature is {temperature} and top_k is {top_k} but logits_are_probs, and"
+            " probabilities are taken as they are: leave both out, or pass logits"
+        )
 
 
 def _teacher_top_k(

@@ -128,6 +128,40 @@ def test_the_terms_of_normalized_rows_add_up_to_the_divergence(beta: float) -> N
     torch.testing.assert_close(terms.sum(), found)
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_given_probabilities_are_floored_and_not_renormalized(beta: float) -> None:
+    student = torch.tensor([[0.5, 0.0, 0.1]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[0.0, 0.3, 0.7]], dtype=torch.float64)
+    found = generalized_jsd(
+        student,
+        teacher,
+        torch.tensor([True]),
+        jsd_beta=beta,
+        logits_are_probs=True,
+        normalizer=2,
+    )
+    found.backward()
+    s, p = torch.tensor([0.5, 1e-8, 0.1]).double(), torch.tensor([1e-8, 0.3, 0.7]).double()
+    torch.testing.assert_close(found, terms_by_hand(s, p, beta).sum() / 2, rtol=1e-6, atol=0)
+    assert student.grad[0, 1] == 0
+    assert student.grad[0, [0, 2]].all()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_normalized_probabilities_give_what_their_logits_give(beta: float) -> None:
+    student, teacher, mask = batch(scale=0.5)
+    settings_ = {"jsd_beta": beta, "normalizer": 3}
+    probabilities = student.softmax(-1), teacher.softmax(-1)
+    given_ = generalized_jsd(*probabilities, mask, logits_are_probs=True, **settings_)
+    torch.testing.assert_close(given_, generalized_jsd(student, teacher, mask, **settings_))
+
+
+@pytest.mark.parametrize("option", [{"temperature": 2.0}, {"top_k": 3}])
+def test_given_probabilities_have_no_temperature_and_no_top_k(option: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="probabilities are taken as they are"):
+        generalized_jsd(*batch(), jsd_beta=0.5, logits_are_probs=True, normalizer=1, **option)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
