@@ -44,7 +44,7 @@ class ReferenceActor(MeshActor):
         """Load the initial policy, frozen."""
         model = await asyncio.to_thread(load_model, folder)
         self._model = LanguageModel(model.requires_grad_(False).to(own_device()))
-        self._budget = config.trainer.microbatch_tokens
+        self._budget, self._ld_alpha = config.trainer.microbatch_tokens, config.replay.ld_alpha
 
     @concurrent_endpoint
     async def score(self, pairs: list[PairSample]) -> list[Scores]:
@@ -53,7 +53,9 @@ class ReferenceActor(MeshActor):
             raise RuntimeError("no policy is loaded: call load first")
         async with self._order:
             self.activity = f"scoring {len(pairs)} pairs"
-            scores = await asyncio.to_thread(score_pairs, self._model, pairs, self._budget)
+            scores = await asyncio.to_thread(
+                score_pairs, self._model, pairs, self._budget, self._ld_alpha
+            )
             self._scored += len(pairs)
             self.activity = "idle"
         return scores
@@ -63,12 +65,14 @@ class ReferenceActor(MeshActor):
 
 
 @torch.no_grad()
-def score_pairs(model: LanguageModel, pairs: Sequence[PairSample], budget: int) -> list[Scores]:
+def score_pairs(
+    model: LanguageModel, pairs: Sequence[PairSample], budget: int, ld_alpha: float | None = None
+) -> list[Scores]:
     """The model's scores of some pairs, in batches of at most `budget` padded tokens."""
     longest = [pair_tokens(pair) for pair in pairs]
     scores: dict[int, Scores] = {}
     for indices in microbatches(longest, max([budget, *longest])):
-        chosen, rejected = answer_logprobs(model, [pairs[index] for index in indices])
+        chosen, rejected = answer_logprobs(model, [pairs[index] for index in indices], ld_alpha)
         found = zip(chosen.tolist(), rejected.tolist(), strict=True)
         scores.update(zip(indices, found, strict=True))
     return [scores[index] for index in range(len(pairs))]

@@ -8,6 +8,7 @@ from composer_mesh.configs.base import Count, FilePath, NotNegative, Positive, S
 from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
+from composer_mesh.configs.preference import PreferenceConfig
 from composer_mesh.configs.teachers import TeacherConfig
 
 
@@ -21,26 +22,11 @@ class BreakerConfig(Section):
     """Seconds until one request tries whether it answers again."""
 
 
-class ReplayConfig(Section):
+class ReplayConfig(PreferenceConfig):
     """Preference pairs from teachers that agree with each other against the student."""
 
     beta: NotNegative = 0.0
     """Weight of the replay loss in the total; 0 turns the channel off."""
-
-    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
-    """The preference loss; simpo needs no reference policy, so none is loaded for it."""
-
-    dpo_beta: Positive = 0.1
-    """Strength of the pull of dpo and ipo towards the frozen reference policy."""
-
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Chance that a pair is the wrong way round (dpo, simpo)."""
-
-    simpo_beta: Positive = 2.0
-    """Scale of simpo's difference of average log-probs."""
-
-    simpo_gamma: NotNegative = 0.5
-    """Margin that simpo asks for: the authors' ratio of 0.25 times simpo_beta."""
 
     actors: Count = 2
     """Teacher-replay actors that ask in parallel."""
@@ -92,15 +78,6 @@ class ReplayConfig(Section):
 
     teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
     """The teachers, in the order in which they are asked."""
-
-    @model_validator(mode="after")
-    def _smoothing_has_an_effect(self) -> Self:
-        if self.loss == "ipo" and self.label_smoothing > 0:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing} but loss is 'ipo', which has none: "
-                "remove it, or set loss to 'dpo' or 'simpo'"
-            )
-        return self
 
     @model_validator(mode="after")
     def _a_pair_is_possible(self) -> Self:

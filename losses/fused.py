@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from composer_mesh.losses.answers import collision_logprobs
 from composer_mesh.losses.blocks import (
     HeadGradients,
     LinearHead,
@@ -59,6 +60,24 @@ def linear_logprobs(
     size = block or default_block(hidden)
     found: Tensor = _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size)
     return found
+
+
+@torch.no_grad()
+def linear_collision_logprobs(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    block: int | None = None,
+) -> Float[Tensor, "N"]:
+    """`collision_logprobs` of the head's scores, without a gradient: what `wpo_weights` needs."""
+    _check(1.0, block)
+    head = LinearHead(weight, bias, 1.0, _sum_dtype(hidden))
+    found = hidden.new_empty((len(hidden), 1), dtype=head.dtype)
+    for rows, scores in head.scores(hidden, block or default_block(hidden)):
+        for part, tile in tiles(found[rows], scores):
+            part.copy_(collision_logprobs(tile).unsqueeze(-1))
+    return found.squeeze(-1)
 
 
 def linear_jsd(

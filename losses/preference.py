@@ -1,46 +1,70 @@
 """Preference losses: raise the chosen answer over the rejected one.
 
-Axes: B pairs or sequences (any number of leading axes, also none), T tokens.
+Axes: B pairs (any number of leading axes, also none).
 
-Log-probs of answers are sums over their tokens, in nats; the losses that speak about averages
-take the token counts beside them. Nothing here decides which answer is better or runs the
-reference model, and SimPO has no argument that could hold one.
+Log-probs of answers are sums over their tokens, in nats (`sequence_logprobs`); the losses that
+speak about averages take the token counts beside them. With `reduction="none"` the loss and its
+figures are those of each pair [B], divided by nothing. Nothing here decides which answer is better
+or runs the reference model, and SimPO has no argument that could hold one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
+from composer_mesh.losses.answers import collision_logprobs, sequence_logprobs, wpo_weights
+from composer_mesh.losses.checks import check_choice
+from composer_mesh.losses.pair_terms import (
+    SMOOTHED,
+    FDivergence,
+    PreferenceType,
+    check_divergence,
+    divergence_scores,
+    pair_terms,
+)
+from composer_mesh.losses.reductions import Number, Reduction, at_least_float32, reduce_terms
+
+__all__ = [
+    "MPO_TYPES",
+    "MixedType",
+    "PreferenceLink",
+    "PreferenceLoss",
+    "PreferenceType",
+    "collision_logprobs",
+    "dpo_loss",
+    "ipo_loss",
+    "mpo_loss",
+    "sequence_logprobs",
+    "simpo_loss",
+    "wpo_weights",
+]
 
 PreferenceLink = Literal["sigmoid", "hinge", "robust"]
+MixedType = PreferenceType | Literal["ipo", "sft"]
+MPO_TYPES: Mapping[MixedType, float] = MappingProxyType(
+    {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+)
+"""The mix of the MPO paper (arXiv 2411.10442)."""
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
     """A preference loss and what it saw; every figure is a sum over the loss' normalizer.
 
-    `margin` is the implicit reward of the chosen answer less that of the rejected one, `accuracy`
-    the share of pairs with a positive margin. Both are detached.
+    The rewards are the implicit ones of either answer, beta times its log-ratio (SimPO: its average
+    log-prob); `margin` is their difference and `accuracy` the share of pairs in which it is
+    positive. All but `loss` are detached. With `reduction="none"` each is that of every pair.
     """
 
-    loss: Float[Tensor, ""]
-    margin: Float[Tensor, ""]
-    accuracy: Float[Tensor, ""]
-
-
-def sequence_logprobs(
-    token_logprobs: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
-) -> Float[Tensor, "*B"]:
-    """Log-probability of each answer: the sum over its tokens, 0 for an answer without any.
-
-    With `mask.sum(-1)` as its length, it is what every loss below asks for.
-    """
-    return torch.where(mask, at_least_float32(token_logprobs), 0.0).sum(-1)
+    loss: Float[Tensor, "*B"]
+    margin: Float[Tensor, "*B"]
+    accuracy: Float[Tensor, "*B"]
+    chosen_reward: Float[Tensor, "*B"]
+    rejected_reward: Float[Tensor, "*B"]
 
 
 def dpo_loss(
@@ -48,31 +72,105 @@ def dpo_loss(
     rejected: Float[Tensor, "*B"],
     reference_chosen: Float[Tensor, "*B"],
     reference_rejected: Float[Tensor, "*B"],
+    chosen_lengths: Int[Tensor, "*B"] | None = None,
+    rejected_lengths: Int[Tensor, "*B"] | None = None,
     *,
     beta: Number = 0.1,
-    normalizer: Number,
+    normalizer: Number | None = None,
     label_smoothing: Number = 0.0,
-    loss_type: PreferenceLink = "sigmoid",
+    loss_type: PreferenceType = "sigmoid",
+    f_divergence_type: FDivergence = "reverse_kl",
+    f_alpha: Number = 0.5,
+    weights: Float[Tensor, "*B"] | None = None,
+    reduction: Reduction = "sum",
 ) -> PreferenceLoss:
     """Direct preference optimization (arXiv 2305.18290), from summed answer log-probs.
 
-        z       = beta ((chosen - reference_chosen) - (rejected - reference_rejected))
+        c, r    = beta (chosen - reference_chosen), beta (rejected - reference_rejected)
+        z       = c - r
         sigmoid   -(1 - e) log sigmoid(z) - e log sigmoid(-z)                cDPO where e > 0
         robust   (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e)   arXiv 2403.00409
         hinge     max(0, 1 - z)                                              SLiC, arXiv 2305.10425
-        loss    = sum over pairs / normalizer
+        exo_pair  KL((sigmoid(z), sigmoid(-z)) || (1 - e, e)), e > 0         arXiv 2402.00856, 16
+        apo_zero  1 - sigmoid(c) + sigmoid(r)                                arXiv 2408.06266, 7
+        apo_down  sigmoid(c) + 1 - sigmoid(z)                                arXiv 2408.06266, 8
+        bco_pair  -log sigmoid(c) - log sigmoid(-r), without a reward shift  arXiv 2404.04656
+        loss    = sum over pairs of weights * term, over normalizer
 
     `normalizer` is the number of pairs in the whole step; e is `label_smoothing`, the chance that
-    a pair is the wrong way round. The margin is z. The reference gets no gradient. No pairs give 0.
+    a pair is the wrong way round. With lengths, c and r are per token; TRL's `sigmoid_norm` is
+    `sigmoid` so, and demands them. `f_divergence_type` and `f_alpha` replace the log-ratios by
+    `divergence_scores`. `weights` are constants per pair, such as products of `wpo_weights`.
 
-    Agrees with TRL's former `DPOTrainer.dpo_loss` (2025). TRL since 2026 ignores label_smoothing
-    for `sigmoid`; every TRL ignores it for `hinge`, where it is an error here.
+    Rewards and margin are c, r and z from plain log-ratios, also where lengths or another
+    divergence change the loss. The reference gets no gradient. No pairs give 0.
+
+    Agrees with TRL's `DPOTrainer._compute_loss` (2026), which however ignores label_smoothing for
+    `sigmoid` and `sigmoid_norm` (its former `dpo_loss` did not) and for types that have none, where
+    it is an error here; and which lets apo_down mix log-ratios with scores of another divergence.
     """
-    _check("dpo", beta, label_smoothing, loss_type)
-    reference = at_least_float32(reference_chosen) - at_least_float32(reference_rejected)
-    policy = at_least_float32(chosen) - at_least_float32(rejected)
-    z = beta * (policy - reference.detach())
-    return _preference(_link(z, label_smoothing, loss_type), z, normalizer)
+    _check("dpo", beta, label_smoothing)
+    check_divergence(loss_type, f_divergence_type)
+    if loss_type == "sigmoid_norm":
+        _need_lengths(loss_type, chosen_lengths, rejected_lengths)
+    _check_lengths("dpo", chosen_lengths, rejected_lengths)
+    ratios = (_log_ratio(chosen, reference_chosen), _log_ratio(rejected, reference_rejected))
+    c, r = (divergence_scores(ratio, f_divergence_type, f_alpha) for ratio in ratios)
+    scores = (_average(c, chosen_lengths), _average(r, rejected_lengths))
+    terms = pair_terms(loss_type, *scores, beta, label_smoothing)
+    return _preference(terms, ratios, beta, weights, normalizer, reduction)
+
+
+def mpo_loss(
+    chosen: Float[Tensor, "*B"],
+    rejected: Float[Tensor, "*B"],
+    reference_chosen: Float[Tensor, "*B"],
+    reference_rejected: Float[Tensor, "*B"],
+    chosen_lengths: Int[Tensor, "*B"] | None = None,
+    rejected_lengths: Int[Tensor, "*B"] | None = None,
+    *,
+    loss_types: Mapping[MixedType, Number] = MPO_TYPES,
+    beta: Number = 0.1,
+    normalizer: Number | None = None,
+    label_smoothing: Number = 0.0,
+    f_divergence_type: FDivergence = "reverse_kl",
+    f_alpha: Number = 0.5,
+    weights: Float[Tensor, "*B"] | None = None,
+    reduction: Reduction = "sum",
+) -> PreferenceLoss:
+    """Mixed preference optimization (arXiv 2411.10442): several losses of a pair, weighted.
+
+        loss = sum over pairs and types of loss_types[type] * term, over normalizer
+
+    Types are those of `dpo_loss` on sums, `sigmoid_norm` and `ipo` on averages, and `sft`, the
+    chosen answer's negative log-prob per token; the last three demand lengths. The default is the
+    paper's mix. Figures are those of `dpo_loss`.
+
+    Agrees with TRL's `DPOTrainer._compute_loss` for `loss_type` and `loss_weights`, with one
+    exception: its `sft` is a mean over the tokens of the microbatch, here it is the paper's, a mean
+    over each answer. The paper moves the rewards of `bco_pair` by a running mean; TRL and this do
+    not.
+    """
+    _check("dpo", beta, label_smoothing)
+    _check_lengths("mpo", chosen_lengths, rejected_lengths)
+    _check_mix(loss_types, label_smoothing)
+    ratios = (_log_ratio(chosen, reference_chosen), _log_ratio(rejected, reference_rejected))
+    c, r = (divergence_scores(ratio, f_divergence_type, f_alpha) for ratio in ratios)
+
+    def term(kind: MixedType) -> Tensor:
+        averages = (_average(c, chosen_lengths), _average(r, rejected_lengths))
+        if kind in ("sigmoid_norm", "ipo", "sft"):
+            _need_lengths(kind, chosen_lengths, rejected_lengths)
+        if kind == "sft":
+            return -_average(at_least_float32(chosen), chosen_lengths)
+        if kind == "ipo":
+            return _ipo_terms(*averages, beta)
+        check_divergence(kind, f_divergence_type)
+        e = label_smoothing if kind in SMOOTHED else 0
+        return pair_terms(kind, *(averages if kind == "sigmoid_norm" else (c, r)), beta, e)
+
+    mixed = [weight * term(kind) for kind, weight in loss_types.items()]
+    return _preference(sum(mixed[1:], mixed[0]), ratios, beta, weights, normalizer, reduction)
 
 
 def ipo_loss(
@@ -84,7 +182,9 @@ def ipo_loss(
     rejected_lengths: Int[Tensor, "*B"] | None = None,
     *,
     beta: Number = 0.1,
-    normalizer: Number,
+    normalizer: Number | None = None,
+    weights: Float[Tensor, "*B"] | None = None,
+    reduction: Reduction = "sum",
 ) -> PreferenceLoss:
     """Identity preference optimization (arXiv 2310.12036, equation 17), from summed log-probs.
 
@@ -102,15 +202,11 @@ def ipo_loss(
     margin, never length-normalized. The reference gets no gradient. No pairs give 0.
     """
     _check("ipo", beta)
-    if (chosen_lengths is None) != (rejected_lengths is None):
-        raise ValueError(
-            "ipo has the lengths of one side only, but compares averages with averages or sums with"
-            " sums: pass chosen_lengths and rejected_lengths, or neither"
-        )
-    for_chosen = at_least_float32(chosen) - at_least_float32(reference_chosen.detach())
-    for_rejected = at_least_float32(rejected) - at_least_float32(reference_rejected.detach())
-    gap = _average(for_chosen, chosen_lengths) - _average(for_rejected, rejected_lengths)
-    return _preference((gap - 1 / (2 * beta)) ** 2, beta * (for_chosen - for_rejected), normalizer)
+    _check_lengths("ipo", chosen_lengths, rejected_lengths)
+    ratios = (_log_ratio(chosen, reference_chosen), _log_ratio(rejected, reference_rejected))
+    averages = (_average(ratios[0], chosen_lengths), _average(ratios[1], rejected_lengths))
+    terms = _ipo_terms(*averages, beta)
+    return _preference(terms, ratios, beta, weights, normalizer, reduction)
 
 
 def simpo_loss(
@@ -123,7 +219,9 @@ def simpo_loss(
     gamma: Number = 0.5,
     label_smoothing: Number = 0.0,
     loss_type: PreferenceLink = "sigmoid",
-    normalizer: Number,
+    normalizer: Number | None = None,
+    weights: Float[Tensor, "*B"] | None = None,
+    reduction: Reduction = "sum",
 ) -> PreferenceLoss:
     """Simple preference optimization (arXiv 2405.14734), without a reference model.
 
@@ -140,41 +238,57 @@ def simpo_loss(
     Agrees with princeton-nlp/SimPO `SimPOTrainer.simpo_loss` on averaged log-probs, whose `hinge`
     is max(0, 1 - z); `robust` is ours, by analogy with DPO.
     """
-    _check("simpo", beta, label_smoothing, loss_type)
+    _check("simpo", beta, label_smoothing)
+    check_choice("loss_type", loss_type, ("sigmoid", "hinge", "robust"))
     if not 0 <= gamma < float("inf"):
         raise ValueError(f"simpo gamma is {gamma} but has to be finite and >= 0: use beta / 4")
     for_chosen = _average(at_least_float32(chosen), chosen_lengths)
     for_rejected = _average(at_least_float32(rejected), rejected_lengths)
-    margin = beta * (for_chosen - for_rejected)
-    return _preference(_link(margin - gamma, label_smoothing, loss_type), margin, normalizer)
+    terms = pair_terms(loss_type, for_chosen - gamma / beta, for_rejected, beta, label_smoothing)
+    averages = (for_chosen, for_rejected)
+    return _preference(terms, averages, beta, weights, normalizer, reduction)
 
 
-def _link(z: Float[Tensor, "*B"], e: Number, loss_type: PreferenceLink) -> Float[Tensor, "*B"]:
-    """Loss of each pair from its scaled gap."""
-    if loss_type == "hinge":
-        return torch.relu(1 - z)
-    right, wrong = -(1 - e) * logsigmoid(z), -e * logsigmoid(-z)
-    return (right - wrong) / (1 - 2 * e) if loss_type == "robust" else right + wrong
+def _log_ratio(policy: Float[Tensor, "*B"], reference: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+    return at_least_float32(policy) - at_least_float32(reference.detach())
 
 
-def _average(logprobs: Float[Tensor, "*B"], lengths: Tensor | None) -> Float[Tensor, "*B"]:
-    return logprobs if lengths is None else logprobs / lengths.clamp(min=1)
+def _average(values: Float[Tensor, "*B"], lengths: Tensor | None) -> Float[Tensor, "*B"]:
+    return values if lengths is None else values / lengths.clamp(min=1)
+
+
+def _ipo_terms(
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"], beta: Number
+) -> Float[Tensor, "*B"]:
+    return (chosen - rejected - 1 / (2 * beta)) ** 2
 
 
 def _preference(
-    per_pair: Float[Tensor, "*B"], margin: Float[Tensor, "*B"], normalizer: Number
+    terms: Float[Tensor, "*B"],
+    scores: tuple[Tensor, Tensor],
+    beta: Number,
+    weights: Float[Tensor, "*B"] | None,
+    normalizer: Number | None,
+    reduction: Reduction,
 ) -> PreferenceLoss:
-    margin = margin.detach()
+    if weights is not None:
+        terms = terms * weights.detach()
+    chosen, rejected = (beta * score.detach() for score in scores)
+    margin = chosen - rejected
+
+    def reduced(values: Tensor) -> Tensor:
+        return reduce_terms(values, normalizer, reduction)
+
     return PreferenceLoss(
-        loss=normalized_sum(per_pair, normalizer),
-        margin=normalized_sum(margin, normalizer),
-        accuracy=normalized_sum((margin > 0).to(margin.dtype), normalizer),
+        loss=reduced(terms),
+        margin=reduced(margin),
+        accuracy=reduced((margin > 0).to(margin.dtype)),
+        chosen_reward=reduced(chosen),
+        rejected_reward=reduced(rejected),
     )
 
 
-def _check(
-    name: str, beta: Number, label_smoothing: Number = 0.0, loss_type: str = "sigmoid"
-) -> None:
+def _check(name: str, beta: Number, label_smoothing: Number = 0.0) -> None:
     if not beta > 0:
         default = 2.0 if name == "simpo" else 0.1
         raise ValueError(f"{name} beta is {beta} but has to be > 0: use {default}")
@@ -183,9 +297,25 @@ def _check(
             f"label_smoothing is {label_smoothing} but has to be in [0, 0.5):"
             " from 0.5 on, pairs teach the opposite; swap chosen and rejected instead"
         )
-    if loss_type not in ("sigmoid", "hinge", "robust"):
-        raise ValueError(f"loss_type is {loss_type!r}: use 'sigmoid', 'hinge' or 'robust'")
-    if loss_type == "hinge" and label_smoothing > 0:
+
+
+def _check_lengths(name: str, chosen: Tensor | None, rejected: Tensor | None) -> None:
+    if (chosen is None) != (rejected is None):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} but hinge has none: use 0, or 'sigmoid'"
+            f"{name} has the lengths of one side only, but compares averages with averages or sums"
+            " with sums: pass chosen_lengths and rejected_lengths, or neither"
+        )
+
+
+def _need_lengths(kind: str, chosen: Tensor | None, rejected: Tensor | None) -> None:
+    if chosen is None or rejected is None:
+        raise ValueError(f"{kind} is per token: pass chosen_lengths and rejected_lengths")
+
+
+def _check_mix(loss_types: Mapping[MixedType, Number], label_smoothing: Number) -> None:
+    if not loss_types:
+        raise ValueError("loss_types is empty: name a type with its weight, as {'sigmoid': 1.0}")
+    if label_smoothing > 0 and not set(loss_types) & set(SMOOTHED):
+        raise ValueError(
+            f"label_smoothing is {label_smoothing} but {', '.join(loss_types)} have none: use 0"
         )

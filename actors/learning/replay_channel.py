@@ -6,6 +6,8 @@ Axes: B pairs of a microbatch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +18,17 @@ from composer_mesh.losses.preference import (
     PreferenceLoss,
     dpo_loss,
     ipo_loss,
+    mpo_loss,
     sequence_logprobs,
     simpo_loss,
+    wpo_weights,
 )
 from composer_mesh.rollouts.batches import PairSample
 
 Sides = tuple[Tensor, Tensor]
+
+FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+"""What a step's metrics tell of its pairs, each a mean over them."""
 
 
 class ReplayChannel:
@@ -35,40 +42,103 @@ class ReplayChannel:
     ) -> PreferenceLoss:
         """The loss of some pairs, over the number of pairs in the whole batch."""
         config = self._config
-        chosen, rejected = answer_logprobs(model, pairs)
-        lengths = _lengths(pairs, chosen.device)
+        answers = _Answers.of(model, pairs)
+        weights = answers.pair_weights(model) if config.use_weighting else None
+        shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
+        chosen, rejected = answers.sums(config.ld_alpha)
         if config.loss == "simpo":
             return simpo_loss(
                 chosen,
                 rejected,
-                *lengths,
+                *answers.lengths,
                 beta=config.simpo_beta,
                 gamma=config.simpo_gamma,
                 label_smoothing=config.label_smoothing,
-                normalizer=normalizer,
+                **shared,
             )
+        shared |= {"beta": config.dpo_beta}
         reference = _reference(pairs, chosen)
-        sides = (chosen, rejected, *reference)
+        return self._referenced((chosen, rejected), reference, answers.lengths, shared)
+
+    def _referenced(
+        self, policy: Sides, reference: Sides, lengths: Sides, shared: dict[str, Any]
+    ) -> PreferenceLoss:
+        """The loss of answers whose reference log-probs are known."""
+        config = self._config
         if config.loss == "ipo":
-            return ipo_loss(*sides, *lengths, beta=config.dpo_beta, normalizer=normalizer)
-        return dpo_loss(
-            *sides,
-            beta=config.dpo_beta,
-            label_smoothing=config.label_smoothing,
-            normalizer=normalizer,
+            return ipo_loss(*policy, *reference, *lengths, **shared)
+        shared |= {
+            "label_smoothing": config.label_smoothing,
+            "f_divergence_type": config.f_divergence_type,
+            "f_alpha": config.f_alpha,
+        }
+        if config.loss == "mpo":
+            types = {loss_type(name): weight for name, weight in config.mpo_types.items()}
+            return mpo_loss(*policy, *reference, *lengths, **shared, loss_types=types)
+        counts = lengths if config.loss == "sigmoid_norm" else (None, None)
+        kind = loss_type(config.loss)
+        return dpo_loss(*policy, *reference, *counts, **shared, loss_type=kind)
+
+
+def figures_of(result: PreferenceLoss) -> dict[str, float]:
+    """The figures of a loss by name, read from its device at once."""
+    values = torch.stack([getattr(result, name) for name in FIGURES])
+    return dict(zip(FIGURES, values.tolist(), strict=True))
+
+
+def loss_type(name: str) -> Any:
+    """A loss of the config by its name in the library."""
+    return "sigmoid" if name == "dpo" else name
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """The chosen answers of some pairs, then the rejected ones, by token [2 B, T - 1]."""
+
+    hidden: Tensor
+    logprobs: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, model: LanguageModel, pairs: Sequence[PairSample]) -> "_Answers":
+        answers = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]
+        contexts = [p.context_ids for p in pairs] * 2
+        sequences = [context + answer for context, answer in zip(contexts, answers, strict=True)]
+        masks = [[False] * len(c) + [True] * len(a) for c, a in zip(contexts, answers, strict=True)]
+        mask = padded(masks, model.device)[:, 1:].bool()
+        hidden = model.hidden(sequences)
+        return cls(hidden, model.logprobs(hidden, padded(sequences, model.device), mask), mask)
+
+    @property
+    def lengths(self) -> Sides:
+        return _sides(self.mask.sum(-1))
+
+    def sums(self, ld_alpha: float | None) -> Sides:
+        """Summed log-probs [B] in nats; tokens beyond the shorter answer's length by ld_alpha."""
+        if ld_alpha is None:
+            return _sides(sequence_logprobs(self.logprobs, self.mask))
+        shared = torch.minimum(*self.lengths).repeat(2)
+        return _sides(
+            sequence_logprobs(self.logprobs, self.mask, ld_alpha=ld_alpha, shared_lengths=shared)
         )
 
+    def pair_weights(self, model: LanguageModel) -> Tensor:
+        """WPO's weights [B]: how typical both answers of a pair are of the policy."""
+        collisions = model.collision_logprobs(self.hidden, self.mask)
+        return torch.mul(*_sides(wpo_weights(self.logprobs, collisions, self.mask)))
 
-def answer_logprobs(model: LanguageModel, pairs: Sequence[PairSample]) -> Sides:
+
+def answer_logprobs(
+    model: LanguageModel, pairs: Sequence[PairSample], ld_alpha: float | None = None
+) -> Sides:
     """Summed log-probs [B] in nats of the chosen and of the rejected answers."""
-    answers = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]
-    contexts = [p.context_ids for p in pairs] * 2
-    sequences = [context + answer for context, answer in zip(contexts, answers, strict=True)]
-    masks = [[False] * len(c) + [True] * len(a) for c, a in zip(contexts, answers, strict=True)]
-    mask = padded(masks, model.device)[:, 1:].bool()
-    logprobs = model.logprobs(model.hidden(sequences), padded(sequences, model.device), mask)
-    sums = sequence_logprobs(logprobs, mask)
-    return sums[: len(pairs)], sums[len(pairs) :]
+    return _Answers.of(model, pairs).sums(ld_alpha)
+
+
+def _sides(values: Tensor) -> Sides:
+    """What is of the chosen answers, and of the rejected ones."""
+    half = len(values) // 2
+    return values[:half], values[half:]
 
 
 def _reference(pairs: Sequence[PairSample], like: Tensor) -> Sides:
@@ -82,9 +152,3 @@ def _reference(pairs: Sequence[PairSample], like: Tensor) -> Sides:
     both = [pair.reference for pair in pairs if pair.reference is not None]
     chosen, rejected = (torch.tensor(side, dtype=like.dtype) for side in zip(*both, strict=True))
     return chosen.to(like.device), rejected.to(like.device)
-
-
-def _lengths(pairs: Sequence[PairSample], device: torch.device) -> Sides:
-    chosen = torch.tensor([len(pair.chosen_ids) for pair in pairs])
-    rejected = torch.tensor([len(pair.rejected_ids) for pair in pairs])
-    return chosen.to(device), rejected.to(device)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
-from composer_mesh.actors.learning.replay_channel import ReplayChannel
+from composer_mesh.actors.learning.replay_channel import ReplayChannel, figures_of
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
 from composer_mesh.actors.learning.sums import StepSums
 from composer_mesh.actors.learning.weight_update import WeightUpdate
@@ -200,5 +200,6 @@ class ThreeChannelStep:
         pairs = [one.batch.pairs[place] for place in places]
         result = self._replay.loss(self._model, pairs, len(one.batch.pairs))
         one.sums.add("replay", result.loss)
-        one.sums.figures["replay/accuracy"] += float(result.accuracy)
+        for name, value in figures_of(result).items():
+            one.sums.figures[f"replay/{name}"] += value
         (self._config.replay.beta * result.loss).backward()

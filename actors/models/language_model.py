@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.packed import Packed
-from composer_mesh.losses.fused import linear_logprobs
+from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
 
 STATES = "decoder_states"
 PROBE_IDS = 3
@@ -146,6 +146,12 @@ class LanguageModel:
             bias=self.bias,
             temperature=temperature,
         )
+        return found.new_zeros(mask.shape).masked_scatter(mask, found)
+
+    def collision_logprobs(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Log of sum p^2 [B, T - 1] of each prediction where the mask is True, 0 elsewhere."""
+        rows = hidden[:, :-1][mask]
+        found = linear_collision_logprobs(rows, self.weight, bias=self.bias)
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 

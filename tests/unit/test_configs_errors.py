@@ -16,6 +16,26 @@ BROKEN = {
         ["generator.replica=2"],
         ["generator.replica = 2", "unknown key", "did you mean generator.replicas?"],
     ),
+    "smoothing of nothing": (
+        ["replay.loss=apo_zero", "replay.label_smoothing=0.1"],
+        ["label_smoothing is 0.1", "loss is 'apo_zero', which has none", "remove it"],
+    ),
+    "exo without smoothing": (
+        ["replay.loss=exo_pair"],
+        ["label_smoothing is 0", "exo_pair takes its logarithm", "set label_smoothing to 1e-3"],
+    ),
+    "divergence of another loss": (
+        ["replay.loss=ipo", "replay.f_divergence_type=forward_kl"],
+        ["f_divergence_type is 'forward_kl'", "ipo knows no other", "set loss to 'dpo'"],
+    ),
+    "length weight without sums": (
+        ["replay.loss=simpo", "replay.ld_alpha=0.5"],
+        ["ld_alpha is 0.5", "averages over all tokens", "set loss to 'dpo'"],
+    ),
+    "mix of nothing": (
+        ["replay.mpo_types={}"],
+        ["mpo_types is empty", "as dpo = 1.0"],
+    ),
     "renamed key": (
         ["grpo.clip_low=0.1"],
         ["grpo.clip_low = 0.1", "grpo.clip_low was renamed", "write loss.clip_low instead"],

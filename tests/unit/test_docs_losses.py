@@ -33,7 +33,16 @@ CONTENTS = (
 )
 """Modules whose public functions are what the guide is a guide to."""
 
-THEIRS = {"agg_loss", "gamma_beta_ratio", "generalized_jsd_loss", "kl_penalty", "token_clip"}
+THEIRS = {
+    "agg_loss",
+    "aot_unpaired",
+    "gamma_beta_ratio",
+    "generalized_jsd_loss",
+    "kl_penalty",
+    "nca_pair",
+    "sppo_hard",
+    "token_clip",
+}
 """Names of upstream code and options that the guide speaks about."""
 
 PARTS = {

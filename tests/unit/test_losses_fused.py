@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_mesh.losses.distillation import generalized_jsd, taid_loss
 from composer_mesh.losses.fused import (
+    linear_collision_logprobs,
     linear_distillation,
     linear_jsd,
     linear_logprobs,
@@ -106,6 +107,20 @@ def test_gradients_pass_a_numerical_check() -> None:
         return linear_logprobs(h, weight, targets, bias=bias, temperature=0.8, block=15)
 
     assert torch.autograd.gradcheck(logprobs, (h, weight, bias))
+
+
+@pytest.mark.parametrize("block", [1, 50, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_collision_probabilities_are_those_of_whole_scores(
+    block: int | None, dtype: torch.dtype
+) -> None:
+    rng = torch.Generator().manual_seed(3)
+    hidden = torch.randn(7, 4, generator=rng, dtype=dtype, requires_grad=True)
+    weight, bias = (torch.randn(*s, generator=rng, dtype=dtype) for s in ((11, 4), (11,)))
+    found = linear_collision_logprobs(hidden, weight, bias=bias, block=block)
+    assert not found.requires_grad
+    probabilities = (hidden @ weight.T + bias).softmax(-1)
+    torch.testing.assert_close(found, probabilities.square().sum(-1).log().detach())
 
 
 @pytest.mark.parametrize("beta", BETAS)

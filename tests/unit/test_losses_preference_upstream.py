@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.losses import advantages, preference
+from composer_mesh.losses.policy import token_logprobs
 
 UPSTREAM = Path(__file__).parent / "upstream"
 TOLERANCE = {
@@ -64,13 +65,51 @@ def test_preference_losses_and_gradients_are_those_of_the_published_code(
 ) -> None:
     inputs = tensors(case, dtype)
     answers = [inputs[name].requires_grad_() for name in ("chosen", "rejected")]
-    loss = getattr(preference, case["function"])(**inputs, **case["settings"]).loss
+    result = getattr(preference, case["function"])(**inputs, **case["settings"])
+    loss = result.loss
     gradients = torch.autograd.grad(loss, answers)
     expected = torch.tensor(case["loss"], dtype=dtype)
     torch.testing.assert_close(loss, expected, **TOLERANCE[dtype])
     for found, name in zip(gradients, ("chosen", "rejected"), strict=True):
         wanted = tensor(case["gradients"][name], dtype)
         torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
+    for name, value in case.get("rewards", {}).items():
+        wanted = torch.tensor(value, dtype=dtype)
+        torch.testing.assert_close(getattr(result, name), wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "case", json.loads((UPSTREAM / "preference_tokens.json").read_text())["cases"]
+)
+def test_ld_dpo_and_wpo_on_whole_logits_are_those_of_the_published_code(
+    case: dict[str, Any],
+) -> None:
+    logits = torch.tensor(case["logits"], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor(case["reference_logits"], dtype=torch.float64)
+    targets, mask = torch.tensor(case["targets"]), torch.tensor(case["mask"])
+    lengths = mask.sum(-1)
+    ld = {}
+    if case["ld_alpha"] is not None:
+        shared = torch.minimum(*lengths.chunk(2)).repeat(2)
+        ld = {"ld_alpha": case["ld_alpha"], "shared_lengths": shared}
+    tokens = token_logprobs(logits, targets)
+    sums = preference.sequence_logprobs(tokens, mask, **ld)
+    frozen = preference.sequence_logprobs(token_logprobs(reference, targets), mask, **ld)
+    weights = None
+    if case["use_weighting"]:
+        collisions = preference.collision_logprobs(logits)
+        weights = torch.mul(*preference.wpo_weights(tokens, collisions, mask).chunk(2))
+    sides = (*sums.chunk(2), *frozen.chunk(2))
+    options = {"beta": case["beta"], "normalizer": 2, "weights": weights}
+    if case["loss_type"] == "ipo":
+        found = preference.ipo_loss(*sides, *lengths.chunk(2), **options)
+    else:
+        found = preference.dpo_loss(*sides, loss_type=case["loss_type"], **options)
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9)
+    assert found.chosen_reward.item() == pytest.approx(case["chosen_reward"], rel=1e-9)
+    wanted = torch.tensor(case["gradient"], dtype=torch.float64)
+    torch.testing.assert_close(logits.grad, wanted, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("family", ["advantages", "preference"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,14 @@ from torch import Tensor
 from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.reference import score_pairs
-from composer_mesh.losses.preference import PreferenceLoss, dpo_loss, ipo_loss, simpo_loss
+from composer_mesh.losses.preference import (
+    PreferenceLoss,
+    collision_logprobs,
+    dpo_loss,
+    ipo_loss,
+    mpo_loss,
+    simpo_loss,
+)
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 
 BETA = 0.3
@@ -49,11 +56,51 @@ def simpo(beta: float, gamma: float, smoothing: float = 0.0) -> Preference:
     )
 
 
+def typed(loss_type: str, **options: Any) -> Preference:
+    return lambda own, frozen, _, count: dpo_loss(
+        *own, *frozen, beta=0.1, loss_type=loss_type, normalizer=count, **options
+    )
+
+
+def averaged(beta: float) -> Preference:
+    return lambda own, frozen, lengths, count: dpo_loss(
+        *own, *frozen, *lengths, beta=beta, normalizer=count
+    )
+
+
+def mixed(**options: Any) -> Preference:
+    return lambda own, frozen, lengths, count: mpo_loss(
+        *own, *frozen, *lengths, beta=0.1, normalizer=count, **options
+    )
+
+
 CASES: dict[str, tuple[dict[str, Any], Preference]] = {
     "dpo": ({}, dpo(0.1)),
     "dpo strong": ({"dpo_beta": 0.7}, dpo(0.7)),
     "dpo smoothed": ({"dpo_beta": 0.7, "label_smoothing": 0.2}, dpo(0.7, 0.2)),
     "ipo": ({"loss": "ipo", "dpo_beta": 0.2}, ipo(0.2)),
+    "sigmoid_norm": ({"loss": "sigmoid_norm", "dpo_beta": 0.9}, averaged(0.9)),
+    "hinge": ({"loss": "hinge"}, typed("hinge")),
+    "exo_pair": (
+        {"loss": "exo_pair", "label_smoothing": 1e-3},
+        typed("exo_pair", label_smoothing=1e-3),
+    ),
+    "apo_zero": ({"loss": "apo_zero"}, typed("apo_zero")),
+    "apo_down": ({"loss": "apo_down"}, typed("apo_down")),
+    "bco_pair": ({"loss": "bco_pair"}, typed("bco_pair")),
+    "js divergence": (
+        {"f_divergence_type": "js_divergence"},
+        typed("sigmoid", f_divergence_type="js_divergence"),
+    ),
+    "alpha divergence": (
+        {"f_divergence_type": "alpha_divergence", "f_alpha": 0.3},
+        typed("sigmoid", f_divergence_type="alpha_divergence", f_alpha=0.3),
+    ),
+    "mpo": ({"loss": "mpo"}, mixed()),
+    "mpo mixed": (
+        {"loss": "mpo", "mpo_types": {"dpo": 0.5, "ipo": 0.1}},
+        mixed(loss_types={"sigmoid": 0.5, "ipo": 0.1}),
+    ),
     "simpo": ({"loss": "simpo"}, simpo(2.0, 0.5)),
     "simpo wide": (
         {"loss": "simpo", "simpo_beta": 1.5, "simpo_gamma": 1.2, "label_smoothing": 0.1},
@@ -121,7 +168,69 @@ def test_a_step_has_the_loss_and_gradients_of_its_function_however_it_is_split(
     metrics = step.run(StepBatch(0, [], [], pairs), None)
     assert metrics["loss/replay"] == pytest.approx(expected.loss.item(), rel=1e-4)
     assert metrics["loss/total"] == pytest.approx(BETA * expected.loss.item(), rel=1e-4)
-    assert metrics["replay/accuracy"] == pytest.approx(expected.accuracy.item())
+    for figure in ("accuracy", "margin", "chosen_reward", "rejected_reward"):
+        value = getattr(expected, figure).item()
+        assert metrics[f"replay/{figure}"] == pytest.approx(value, rel=1e-4, abs=1e-5)
+    assert_gradients_are(gradients, model)
+
+
+def answer_tokens(model: Any, context: list[int], ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Log-prob and log-collision probability of each token of an answer."""
+    logits = model(input_ids=torch.tensor([context + ids])).logits[0, len(context) - 1 : -1]
+    logprobs = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+    return logprobs, collision_logprobs(logits)
+
+
+@pytest.mark.parametrize("budget", [64, 10_000])
+def test_ld_alpha_weighs_the_longer_answers_rest_in_policy_and_reference(
+    step_of: Callable[..., Any], rng: random.Random, budget: int
+) -> None:
+    model, frozen, step = step_of({"ld_alpha": 0.3}, budget)
+    pairs = pairs_of(rng, 5)
+
+    def sides(of: Any) -> Sides:
+        found: Sequence[list[Tensor]] = ([], [])
+        for pair in pairs:
+            shared = min(len(pair.chosen_ids), len(pair.rejected_ids))
+            for side, ids in zip(found, (pair.chosen_ids, pair.rejected_ids), strict=True):
+                tokens, _ = answer_tokens(of, pair.context_ids, ids)
+                side.append(tokens[:shared].sum() + 0.3 * tokens[shared:].sum())
+        return torch.stack(found[0]), torch.stack(found[1])
+
+    scores = score_pairs(LanguageModel(frozen), pairs, budget, 0.3)
+    with torch.no_grad():
+        reference = sides(frozen)
+    torch.testing.assert_close(torch.tensor(scores), torch.stack(reference, -1))
+    expected = dpo_loss(*sides(model), *reference, normalizer=5)
+    gradients = gradients_of(BETA * expected.loss, model)
+    metrics = step.run(StepBatch(0, [], [], scored(pairs, reference)), None)
+    assert metrics["loss/replay"] == pytest.approx(expected.loss.item(), rel=1e-4)
+    assert_gradients_are(gradients, model)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo"])
+def test_use_weighting_counts_pairs_by_how_typical_their_answers_are(
+    step_of: Callable[..., Any], rng: random.Random, loss: str
+) -> None:
+    model, frozen, step = step_of({"loss": loss, "use_weighting": True})
+    pairs = pairs_of(rng, 5)
+    with torch.no_grad():
+        reference = sides_of(frozen, pairs)
+        weights = []
+        for pair in pairs:
+            both = [
+                answer_tokens(model, pair.context_ids, ids)
+                for ids in (pair.chosen_ids, pair.rejected_ids)
+            ]
+            weights.append(torch.stack([(p - c).mean() for p, c in both]).sum().exp())
+    own, options = sides_of(model, pairs), {"weights": torch.stack(weights), "normalizer": 5}
+    if loss == "simpo":
+        expected = simpo_loss(*own, *lengths_of(pairs), **options)
+    else:
+        expected = dpo_loss(*own, *reference, **options)
+    gradients = gradients_of(BETA * expected.loss, model)
+    metrics = step.run(StepBatch(0, [], [], scored(pairs, reference)), None)
+    assert metrics["loss/replay"] == pytest.approx(expected.loss.item(), rel=1e-4)
     assert_gradients_are(gradients, model)
 
 

@@ -1,0 +1,119 @@
+"""The preference loss of the replay channel, and which of its options go together.
+
+Whose pairs these are, and what they may cost, is `replay`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import NotNegative, Positive, Section, Share
+
+MixedLoss = Literal[
+    "dpo",
+    "sigmoid_norm",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "apo_zero",
+    "apo_down",
+    "bco_pair",
+    "ipo",
+    "sft",
+]
+MPO_TYPES: dict[MixedLoss, float] = {"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0}
+SMOOTHED = {"dpo", "sigmoid_norm", "robust", "exo_pair", "simpo"}
+ON_LOG_RATIOS = {"apo_zero", "apo_down"}
+
+
+class PreferenceConfig(Section):
+    """The loss on preference pairs."""
+
+    loss: Literal[
+        "dpo",
+        "ipo",
+        "simpo",
+        "sigmoid_norm",
+        "hinge",
+        "robust",
+        "exo_pair",
+        "apo_zero",
+        "apo_down",
+        "bco_pair",
+        "mpo",
+    ] = "dpo"
+    """The preference loss, by TRL's names ("dpo" is its "sigmoid"); "mpo" is the weighted sum of
+    mpo_types. simpo needs no reference policy, so none is loaded for it."""
+
+    dpo_beta: Positive = 0.1
+    """Strength of the pull of every loss but simpo towards the frozen reference policy."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Chance that a pair is the wrong way round (dpo, sigmoid_norm, robust, simpo); exo_pair needs
+    it, 1e-3 in its paper."""
+
+    mpo_types: dict[MixedLoss, Positive] = Field(default_factory=lambda: dict(MPO_TYPES))
+    """Weight of each loss in mpo; "sft" is the chosen answer's negative log-prob per token."""
+
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
+        "reverse_kl"
+    )
+    """Divergence from the reference policy that the loss regularizes (f-DPO)."""
+
+    f_alpha: float = 0.5
+    """Order of alpha_divergence, TRL's f_alpha_divergence_coef: 1 is reverse KL, 0 forward KL."""
+
+    ld_alpha: Share | None = None
+    """Weight of an answer's tokens beyond the length of the pair's shorter answer (LD-DPO); all
+    count alike where not set."""
+
+    use_weighting: bool = False
+    """Whether each pair counts by how typical its answers are of the policy (WPO)."""
+
+    simpo_beta: Positive = 2.0
+    """Scale of simpo's difference of average log-probs."""
+
+    simpo_gamma: NotNegative = 0.5
+    """Margin that simpo asks for: the authors' ratio of 0.25 times simpo_beta."""
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """The losses that the pairs are trained with: those of the mix, or the one."""
+        return tuple(self.mpo_types) if self.loss == "mpo" else (self.loss,)
+
+    @model_validator(mode="after")
+    def _smoothing_has_an_effect(self) -> Self:
+        if self.label_smoothing > 0 and not SMOOTHED.intersection(self.loss_terms):
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing} but loss is {self.loss!r}, which has "
+                "none: remove it, or set loss to 'dpo' or 'simpo'"
+            )
+        if self.label_smoothing == 0 and "exo_pair" in self.loss_terms:
+            raise ValueError(
+                "label_smoothing is 0 but exo_pair takes its logarithm: set label_smoothing to "
+                "1e-3, as its paper"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mix_has_a_loss(self) -> Self:
+        if not self.mpo_types:
+            raise ValueError("mpo_types is empty: give at least one loss a weight, as dpo = 1.0")
+        return self
+
+    @model_validator(mode="after")
+    def _options_fit_the_loss(self) -> Self:
+        only = sorted(ON_LOG_RATIOS.intersection(self.loss_terms))
+        if self.loss in ("ipo", "simpo"):
+            only = [self.loss]
+        if only and self.f_divergence_type != "reverse_kl":
+            raise ValueError(
+                f"f_divergence_type is {self.f_divergence_type!r} but {', '.join(only)} knows no "
+                "other than 'reverse_kl': remove it, or set loss to 'dpo'"
+            )
+        if self.loss == "simpo" and self.ld_alpha is not None:
+            raise ValueError(
+                f"ld_alpha is {self.ld_alpha} but loss is 'simpo', which averages over all tokens: "
+                "remove it, or set loss to 'dpo'"
+            )
+        return self
