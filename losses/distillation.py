@@ -12,11 +12,14 @@ from composer_mesh.losses.opd import (
 )
 from composer_mesh.losses.sampled import importance_weights, sampled_reverse_kl
 from composer_mesh.losses.taid import TaidSchedule, taid_loss
+from composer_mesh.losses.teacher_weights import ema_update, ema_update_tensor
 from composer_mesh.losses.topk import sdpo_loss, topk_distillation
 
 __all__ = [
     "TaidSchedule",
     "divergence_terms",
+    "ema_update",
+    "ema_update_tensor",
     "entropy",
     "entropy_gated_kl",
     "entropy_opd_from_logprobs",

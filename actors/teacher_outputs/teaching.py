@@ -20,6 +20,7 @@ from composer_mesh.actors.models.rows import distinct, local
 from composer_mesh.actors.models.sharding import own_weights, release
 from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.losses.teacher_weights import ema_update
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups
 
@@ -141,11 +142,10 @@ class TeacherModel:
 def blend_from(source: Any) -> Blend:
     """Blends from a model in the same process, whose adapters count as merged."""
 
-    @torch.no_grad()
     def blend(model: Any, rate: float) -> None:
+        own = {name: local(weight) for name, weight in model.named_parameters()}
         theirs = export_state(source)
-        for name, own in model.named_parameters():
-            local(own).lerp_(local(theirs[name]), rate)
+        ema_update(own, {name: local(theirs[name]) for name in own}, rate)
 
     return blend
 

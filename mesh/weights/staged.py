@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from composer_mesh.losses.teacher_weights import ema_update_tensor
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.mesh.weights.version_stamps import check_stamps
@@ -59,10 +60,7 @@ class StagedWeights:
         for entry, first, rows in self._views():
             for place in places[entry]:
                 target = place.narrow(0, first, rows.shape[0]) if place.dim() else place
-                if rate == 1.0 or not target.is_floating_point():
-                    target.copy_(rows)
-                else:
-                    target.lerp_(rows.to(target), rate)
+                ema_update_tensor(target, rows, rate)
 
     def _views(self) -> Iterator[tuple[int, int, Tensor]]:
         for part, memory in zip(self.handle.parts, self.memories, strict=True):
