@@ -3,6 +3,7 @@
 The table of contents; each family has its own file and nothing is defined here.
 """
 
+from composer_mesh.losses.distillation_figures import DistillationFigures, distillation_figures
 from composer_mesh.losses.jsd import divergence_terms, generalized_jsd, kl_terms, row_logprobs
 from composer_mesh.losses.opd import (
     entropy,
@@ -16,7 +17,9 @@ from composer_mesh.losses.teacher_weights import ema_update, ema_update_tensor
 from composer_mesh.losses.topk import sdpo_loss, topk_distillation
 
 __all__ = [
+    "DistillationFigures",
     "TaidSchedule",
+    "distillation_figures",
     "divergence_terms",
     "ema_update",
     "ema_update_tensor",

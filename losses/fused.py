@@ -92,6 +92,7 @@ def linear_jsd(
     student_bias: Float[Tensor, "V"] | None = None,
     teacher_bias: Float[Tensor, "V"] | None = None,
     block: int | None = None,
+    entropies: Float[Tensor, "2"] | None = None,
 ) -> Float[Tensor, ""]:
     """Generalized JSD between two linear heads: `generalized_jsd` on their scores, summed.
 
@@ -99,7 +100,8 @@ def linear_jsd(
     The teacher may have another hidden size, not another vocabulary; without a weight, what is
     passed as its hidden states are its scores, K = V. It gets no gradient, also where its head is
     the student's own. Gradients are written out by hand and computed in the
-    forward, while the scores are there: four matrix products, as in the naive way.
+    forward, while the scores are there: four matrix products, as in the naive way. To `entropies`
+    are added those of student and teacher over the normalizer, as `distillation_figures` has them.
 
     Differs from `generalized_jsd`: scores have to be finite, so a padded vocabulary is a large
     negative bias and not -inf.
@@ -107,13 +109,15 @@ def linear_jsd(
     check_jsd_beta(jsd_beta)
     _check(temperature, block)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
-    rule = _JsdRule(jsd_beta, temperature, float(one))
+    sink = [] if entropies is None else [entropies]
+    rule = _JsdRule(jsd_beta, temperature, float(one), sink)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
     loss: Tensor = _LinearDivergence.apply(
         *student, *teacher, temperature, rule, size, torch.is_grad_enabled()
     )
+    sink.clear()  # a second backward runs the rule again
     return loss
 
 
@@ -298,6 +302,7 @@ class _JsdRule:
     jsd_beta: Number
     temperature: Number
     scale: float
+    sink: list[Tensor]
 
     def __call__(
         self, own: Tensor, others: Tensor, _rows: slice, wanted: bool
@@ -316,6 +321,9 @@ class _JsdRule:
     def _terms(self, s: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum, S and e, from log S and log P."""
         student, teacher = s.exp(), p.exp()
+        for entropies in self.sink:
+            sums = torch.stack([(student * s).sum(), (teacher * p).sum()])
+            entropies.sub_(sums * self.scale)
         if self.jsd_beta == 0:
             return (p.sub_(s) * teacher).sum(), student, teacher.neg_()
         if self.jsd_beta == 1:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
 from composer_mesh.configs.schema import Config
@@ -20,6 +21,7 @@ from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.distillation import (
     TaidSchedule,
+    distillation_figures,
     entropy_gated_kl,
     sampled_reverse_kl,
     taid_loss,
@@ -34,6 +36,8 @@ from composer_mesh.losses.fused import (
 from composer_mesh.rollouts.alignment import HintedView
 
 Choose = Callable[[], Tensor]
+
+ENTROPIES = ("sdpo/student_entropy", "sdpo/teacher_entropy")
 
 
 class TeacherOutputSource(Protocol):
@@ -111,8 +115,18 @@ class SdpoChannel:
         self.taid.update(loss, step, self._steps)
         return {"sdpo/taid_t": used}
 
-    def loss(self, rows: StudentRows, teacher_output: TeacherOutput, normalizer: int) -> Tensor:
-        """The loss of the rows, over all hinted tokens of the batch."""
+    def loss(
+        self,
+        rows: StudentRows,
+        teacher_output: TeacherOutput,
+        normalizer: int,
+        figures: Figures | None = None,
+    ) -> Tensor:
+        """The loss of the rows, over all hinted tokens of the batch.
+
+        To the figures are added the entropies of both sides, where the signal is of the teacher's
+        whole distribution.
+        """
         teacher_output = teacher_output.on(rows.hidden.device)
         tensors = teacher_output.tensors
         for name, tensor in tensors.items():
@@ -126,12 +140,24 @@ class SdpoChannel:
         if self._config.teacher_output == "topk":
             return self._top_k(rows, tensors["ids"], tensors["logprobs"], normalizer)
         if self._config.teacher_output == "full":
-            return self._whole(rows, tensors["logits"], None, normalizer)
-        own = Head(rows.model.weight, rows.model.bias)
-        return self._whole(rows, tensors["states"], teacher_output.head or own, normalizer)
+            teacher, head = tensors["logits"], None
+        else:
+            teacher = tensors["states"]
+            head = teacher_output.head or Head(rows.model.weight, rows.model.bias)
+        entropies = rows.hidden.new_zeros(2, dtype=torch.float32)
+        loss = self._whole(rows, teacher, head, normalizer, entropies)
+        if figures is not None:
+            for name, value in zip(ENTROPIES, entropies.tolist(), strict=True):
+                figures[name] += value
+        return loss
 
     def _whole(
-        self, rows: StudentRows, teacher: Tensor, head: Head | None, normalizer: int
+        self,
+        rows: StudentRows,
+        teacher: Tensor,
+        head: Head | None,
+        normalizer: int,
+        entropies: Tensor,
     ) -> Tensor:
         """From the teacher's whole distribution: its states and head, or its scores."""
         config, student = self._config, rows.model
@@ -139,11 +165,13 @@ class SdpoChannel:
         biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}
         shared: dict[str, Any] = {"temperature": config.temperature, "normalizer": normalizer}
         if config.objective == "none":
-            shared |= {"jsd_beta": config.jsd_beta, **biases}
+            shared |= {"jsd_beta": config.jsd_beta, "entropies": entropies, **biases}
             return linear_jsd(rows.hidden, student.weight, teacher, weight, **shared)
 
         def rows_loss(own: Tensor, others: Tensor, _rows: slice) -> Tensor:
             mask = torch.ones_like(own[:, 0], dtype=torch.bool)
+            seen = distillation_figures(own, others, mask, **shared)
+            entropies.add_(torch.stack([seen.student_entropy, seen.teacher_entropy]))
             if config.objective == "taid":
                 return taid_loss(own, others, mask, t=self.taid.t, **shared)
             return entropy_gated_kl(own, others, mask, h_max=config.entropy_opd_h_max, **shared)

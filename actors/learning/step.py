@@ -186,7 +186,7 @@ class ThreeChannelStep:
         except TeacherOutputsLost:
             one.source, one.lost = None, True
             return None
-        return self._sdpo.loss(rows, teacher_output, one.batch.sdpo_tokens)
+        return self._sdpo.loss(rows, teacher_output, one.batch.sdpo_tokens, one.sums.figures)
 
     def _dummy_forward(self, index: int, one: _Pass) -> None:
         """Run all models as often as the ranks that have a microbatch of this index."""

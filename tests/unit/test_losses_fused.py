@@ -10,7 +10,7 @@ import torch
 from largest_tensor import LargestTensor
 from torch import Tensor
 
-from composer_mesh.losses.distillation import generalized_jsd, taid_loss
+from composer_mesh.losses.distillation import distillation_figures, generalized_jsd, taid_loss
 from composer_mesh.losses.fused import (
     linear_collision_logprobs,
     linear_distillation,
@@ -107,6 +107,37 @@ def test_gradients_pass_a_numerical_check() -> None:
         return linear_logprobs(h, weight, targets, bias=bias, temperature=0.8, block=15)
 
     assert torch.autograd.gradcheck(logprobs, (h, weight, bias))
+
+
+@pytest.mark.parametrize("block", [1, 50, None])
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_adds_up_both_entropies_once(beta: float, block: int | None) -> None:
+    rng = torch.Generator().manual_seed(3)
+    h, teacher = (torch.randn(7, 4, generator=rng, dtype=torch.float64) for _ in range(2))
+    weight, head = (torch.randn(11, 4, generator=rng, dtype=torch.float64) for _ in range(2))
+    entropies = torch.ones(2, dtype=torch.float64)
+    loss = linear_jsd(
+        h.requires_grad_(),
+        weight,
+        teacher,
+        head,
+        jsd_beta=beta,
+        temperature=1.3,
+        normalizer=9,
+        block=block,
+        entropies=entropies,
+    )
+    loss.backward(retain_graph=True)
+    loss.backward()  # makes the scores again, and no figures
+    expected = distillation_figures(
+        h @ weight.T,
+        teacher @ head.T,
+        torch.ones(7, dtype=torch.bool),
+        temperature=1.3,
+        normalizer=9,
+    )
+    both = torch.stack([expected.student_entropy, expected.teacher_entropy])
+    torch.testing.assert_close(entropies - 1, both)
 
 
 @pytest.mark.parametrize("block", [1, 50, None])

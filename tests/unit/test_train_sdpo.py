@@ -23,6 +23,7 @@ from step_batches import (
     weights_of,
 )
 from torch import Tensor
+from torch.distributions import Categorical
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.blocks import CPU_BLOCK
@@ -97,7 +98,11 @@ def test_a_step_has_the_loss_and_gradients_of_its_divergence_on_whole_logits(
     expected = expected_loss(model, batch, function, section.get("temperature", 1.0))
     assert expected.item() > 1e-3
     gradients = gradients_of(ALPHA * expected, model)
+    sides = (rows / section.get("temperature", 1.0) for rows in whole_rows(model, batch))
+    student, teacher = (Categorical(logits=rows).entropy().mean().item() for rows in sides)
     metrics = taught(step, model, batch)
+    assert metrics["sdpo/student_entropy"] == pytest.approx(student, rel=1e-4)
+    assert metrics["sdpo/teacher_entropy"] == pytest.approx(teacher, rel=1e-4)
     assert metrics["loss/sdpo"] == pytest.approx(expected.item(), rel=1e-4)
     assert metrics["loss/total"] == pytest.approx(ALPHA * expected.item(), rel=1e-4)
     assert_gradients_are(gradients, model)
