@@ -1,1 +1,1 @@
-"""The domain without processes: episodes, traces, hints, alignment, packing, windows."""
+"""Rollout logic without processes or Monarch: episodes, traces, hints, alignment, windows."""

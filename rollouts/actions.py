@@ -1,20 +1,19 @@
-"""When two actions are the same: the equivalence classes that teachers' votes are counted in.
+"""Equivalence classes of actions, used to count teacher votes.
 
-The rules, for a user to rely on:
+The rules, which users may rely on:
 
-- A **tool call** is its tool and its arguments as JSON values. Key order, white space and escapes
-  the JSON do not matter, nor does talk beside the call. Numbers are equal by value: `2`, `2.0` and
-  `2e0` are one, and whole numbers are exact at any size. Types are kept apart: `2`, `"2"` and
-  `true` are three things, and a missing argument is no `null`. Strings are equal by Unicode's
-  canonical form (an accent may be composed or not); their case and white space count, because a
-  path, a key or a program may depend on them. The order of a list counts. Of a key that is written
-  twice the last value counts, as for the tool.
-- An **answer with a number** (`Answer: 5`) is its number, as the environment reads it.
-- Any other **words** are equal by their casefolded words; a leading `<think>…</think>` is not said.
-- **Malformed** actions agree with nothing, not even with themselves: a call that is no JSON or is
-  not alone, a call with `NaN`, an infinity or two keys that are one text, an empty answer.
-
-Nothing here counts votes, knows tools' defaults or runs a tool.
+- **Tool calls** are compared by tool name and by arguments as JSON values. Key order, white space,
+  escapes and surrounding text are ignored. Numbers are equal by value: `2`, `2.0` and `2e0` are the
+  same, and integers are exact at any size. Types are distinct: `2`, `"2"` and `true` differ, and a
+  missing argument is not `null`. Strings are compared in Unicode NFC; case and white space are
+  significant, because a path, a key or a program may depend on them. List order is significant. The
+  last value of a duplicate key counts, as it does for the tool.
+- An **answer with a number** (`Answer: 5`) is compared by the number that the environment parses.
+- Any other **words** are compared after casefolding and collapsing white space; a leading
+  `<think>…</think>` block is ignored.
+- **Malformed** actions are equal to nothing, not even to themselves: a call that is not valid JSON
+  or not the only call, a call with `NaN`, an infinity or two keys that normalize to the same text,
+  an empty answer.
 """
 
 import json
@@ -31,14 +30,14 @@ _END_OF_THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ActionKey:
-    """The equivalence class of an action. A malformed one agrees with nothing, not even itself."""
+    """Equivalence class of an action; a malformed action equals nothing, not even itself."""
 
     kind: Literal["call", "number", "words", "malformed"]
     value: str
 
     @property
     def name(self) -> str:
-        """The class in one text, the same for the same classes and for no others."""
+        """Return the class as a string that is unique to the class."""
         return f"{self.kind}: {self.value}"
 
     def agrees(self, other: "ActionKey") -> bool:
@@ -46,7 +45,7 @@ class ActionKey:
 
 
 def canonical_action(text: str) -> ActionKey:
-    """The class of an action's text."""
+    """Return the equivalence class of an action's text."""
     action = parse_action(text)
     if isinstance(action, ToolCall):
         return _call_key(text, action)
@@ -67,7 +66,7 @@ def _call_key(text: str, call: ToolCall) -> ActionKey:
 
 
 def _canonical_json(value: Any) -> str:
-    """One spelling for one value; raises ValueError where it has no meaning in JSON."""
+    """Serialize a value canonically; raise ValueError if it has no JSON representation."""
     normal = _normal(value)
     return json.dumps(normal, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 

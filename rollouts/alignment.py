@@ -1,8 +1,8 @@
-"""Which row of the student's forward belongs to which row of the teacher's.
+"""Token alignment between the student's forward and the teacher's forward with a hint.
 
-The teacher reads the student's context with a hint put in just before the generation prompt of
-the error's turn, then the same action ids. Everything is built from ids; no text is tokenized.
-A row is the position whose logits predict the next id.
+The teacher reads the student's context with a hint inserted just before the generation prompt of
+the turn that failed, followed by the same action ids. All sequences are built from ids; no text is
+tokenized. A row is the position whose logits predict the next id.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,12 @@ from composer_mesh.rollouts.traces import Trace
 
 
 class MisalignedError(ValueError):
-    """A turn that is not there, or a context that does not end with the generation prompt."""
+    """The turn does not exist, or its context does not end with the generation prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class HintedView:
-    """One error site as both models see it.
-
-    `teacher_ids` ends with the action. `student_rows[i]` and `teacher_rows[i]` predict the same
-    id `targets[i]`; student rows count from the start of the trace's `token_ids()`.
-    """
+    """One error site as token sequences of the student and of the teacher."""
 
     trace_id: str
     turn: int
@@ -31,16 +27,16 @@ class HintedView:
 
     @property
     def offset(self) -> int:
-        """How far the hint moved the action: teacher row minus student row."""
+        """Return the shift of the action by the hint: teacher row minus student row."""
         return self.teacher_rows[0] - self.student_rows[0]
 
 
 def hinted_view(
     trace: Trace, turn: int, hint_ids: list[int], generation_prompt: list[int]
 ) -> HintedView:
-    """The view of one error site; other sites of the trace do not change it.
+    """Build the view of one error site; other sites of the trace do not affect it.
 
-    Nothing is decoded or tokenized: the hint's ids are put in, and every id of the response stays.
+    Hint ids are inserted and all response ids stay unmodified; nothing is decoded or tokenized.
     """
     if not 0 <= turn < len(trace.turns):
         raise MisalignedError(

@@ -1,7 +1,7 @@
-"""Written arithmetic as a chain of binary calculator calls, by a small parser of its own.
+"""Parser that turns written arithmetic into a chain of binary calculator calls.
 
-`(3+4)*2` becomes two steps, the second of which uses the result of the first. Nothing is ever
-evaluated here; the tool does that.
+`(3+4)*2` becomes two steps, the second of which refers to the result of the first. The parser does
+not evaluate expressions; the calculator tool does.
 """
 
 import re
@@ -18,13 +18,13 @@ Operand = Number | Reference
 
 
 class NotArithmetic(ValueError):
-    """The text is not numbers, `+ - * / %` and parentheses."""
+    """The text contains anything but numbers, `+ - * / %` and parentheses."""
 
 
 def append_steps(text: str, steps: list[Step]) -> Operand:
-    """Adds the calls that compute `text` to `steps`; returns what holds the result.
+    """Append the calls that compute `text` to `steps`; return the operand that holds the result.
 
-    Raises NotArithmetic, possibly after it has added some.
+    Raises NotArithmetic, possibly after some steps were appended.
     """
     parser = _Parser(_tokens(text), steps)
     value = parser.sum()
@@ -34,13 +34,13 @@ def append_steps(text: str, steps: list[Step]) -> Operand:
 
 
 def read_number(text: str) -> Number:
-    """`1,200`, `-3` or `0.5` as a number: an int where it is whole."""
+    """Parse `1,200`, `-3` or `0.5`; return an int if the value is integral."""
     value = float(text.replace(",", ""))
     return int(value) if value.is_integer() else value
 
 
 def _tokens(text: str) -> list[str]:
-    """The text's tokens, the last first."""
+    """Return the tokens of the text in reverse order."""
     if len(text) > LONGEST:
         raise NotArithmetic(f"{len(text)} characters are too many: at most {LONGEST} are read")
     tokens, position, end = [], 0, len(text.rstrip())
@@ -55,7 +55,7 @@ def _tokens(text: str) -> list[str]:
 
 @dataclass
 class _Parser:
-    """Recursive descent: a sum of products of factors, each from left to right."""
+    """Recursive-descent parser: a sum of products of factors, left-associative."""
 
     rest: list[str]
     steps: list[Step] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""What one optimizer step trains on: the three channels' samples, as plain lists of ids.
+"""Training batch of one optimizer step: the samples of the three channels as plain lists of ids.
 
-Building them from traces is pure and happens in the controller; tensors come later, in the trainer.
+Batches are built from traces by pure functions in the controller; the trainer creates tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from composer_mesh.rollouts.traces import Trace
 class PolicySample:
     """A trace with its advantage. `mask` is True at sampled ids; `logprobs` is 0 elsewhere.
 
-    `versions` holds the policy version that sampled each id, -1 where none did.
+    `versions` holds the policy version that sampled each id, -1 for ids that were not sampled.
     """
 
     trace_id: str
@@ -33,9 +33,10 @@ class PolicySample:
 
 @dataclass(frozen=True, slots=True)
 class PairSample:
-    """A preference pair as ids: one context, two answers.
+    """A preference pair as ids: one context with a chosen and a rejected answer.
 
-    `reference` holds the frozen policy's summed log-probs of the chosen and the rejected answer.
+    `reference` holds the summed log-probs of the chosen and the rejected answer under the frozen
+    policy.
     """
 
     pair_id: str
@@ -47,9 +48,9 @@ class PairSample:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step. `views` belong to samples of the same batch, in a fixed order.
+    """Data of one optimizer step. `views` belong to samples of the same batch, in a fixed order.
 
-    `hints` says what became of the hints, None where the channel is off.
+    `hints` counts the outcomes of the hints; it is None if the SDPO channel is off.
     """
 
     step: int
@@ -60,12 +61,12 @@ class StepBatch:
 
     @property
     def version(self) -> int:
-        """The policy version that the step trains: each step before it has made one."""
+        """Policy version that the step trains: the step number, as each step makes one version."""
         return self.step
 
     @property
     def refused_hints(self) -> int:
-        """Hints that told the answer or did not fit."""
+        """Number of hints that leaked the answer or did not fit into the context."""
         return self.hints.refused + self.hints.too_long if self.hints else 0
 
     @property
@@ -78,7 +79,7 @@ class StepBatch:
 
 
 def policy_sample(trace: Trace, advantage: float) -> PolicySample:
-    """A trace as a sample; what was not sampled has log-prob 0 and version -1."""
+    """Convert a trace to a sample; ids that were not sampled get log-prob 0 and version -1."""
     logprobs: list[float] = []
     versions: list[int] = []
     for turn in trace.turns:
@@ -96,14 +97,14 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
 
 @dataclass(frozen=True, slots=True)
 class HintedSites:
-    """The error sites of a step that the teacher sees, and what became of all hints."""
+    """Hinted error sites of a step, with the outcome counts of all hints."""
 
     views: list[HintedView]
     counts: HintCounts
 
     @property
     def refused(self) -> int:
-        """Hints that told the answer or did not fit."""
+        """Number of hints that leaked the answer or did not fit into the context."""
         return self.counts.refused + self.counts.too_long
 
 
@@ -116,11 +117,12 @@ def hinted_sites(
     config: HintsConfig | None = None,
     written: Mapping[Place, Written] | None = None,
 ) -> HintedSites:
-    """The first `limit` hinted turns of the traces, as student and teacher see them.
+    """Return the first `limit` hinted turns of the traces, as the student and the teacher see them.
 
-    Refused are hints that hold the verified answer, and hinted contexts longer than `max_context`;
-    the turn's next hint is tried then. Turns are taken round by round over the traces, so that one
-    trace full of errors does not fill the step. `written` holds a writer's words by place.
+    Hints that contain the verified answer and hinted contexts longer than `max_context` are
+    refused; the turn's next hint is tried instead. Turns are taken round-robin over the traces, so
+    that one trace with many errors does not fill the step. `written` maps places to texts of a hint
+    writer.
     """
     sources = hint_sources(chat, answer_of, config or HintsConfig(), written or {})
     groups = by_group(traces)
@@ -141,13 +143,13 @@ def hint_sources(
     config: HintsConfig,
     written: Mapping[Place, Written],
 ) -> HintSources:
-    """The sources as a config wants them, with its own templates beside the built-in ones."""
+    """Build the configured hint sources, with the config's templates added to the built-in ones."""
     templates = TEMPLATES.extended(config.templates) if config.templates else TEMPLATES
     return HintSources(config, answer_of, chat.content_tokens, templates, written)
 
 
 def by_group(traces: Iterable[Trace]) -> dict[int, list[Trace]]:
-    """The rollouts of each prompt, in the order in which they come."""
+    """Group rollouts by prompt, in input order."""
     groups: dict[int, list[Trace]] = {}
     for trace in traces:
         groups.setdefault(trace.group_id, []).append(trace)
@@ -157,7 +159,7 @@ def by_group(traces: Iterable[Trace]) -> dict[int, list[Trace]]:
 def _view(
     trace: Trace, hints: Iterable[Hint], chat: ChatFormat, max_context: int, counts: HintCounts
 ) -> HintedView | None:
-    """The view of a turn with its first hint that fits."""
+    """Return the view of a turn with its first hint that fits into `max_context`, else None."""
     for hint in hints:
         view = hinted_view(trace, hint.turn, chat.hint(hint.text), chat.generation_prompt)
         if len(view.teacher_ids) <= max_context:
@@ -170,7 +172,7 @@ def _view(
 def pair_samples(
     pairs: Sequence[PreferencePair], chat: ChatFormat, max_context: int
 ) -> list[PairSample]:
-    """Pairs as ids; the chosen text is encoded here, once. Too long ones are left out."""
+    """Convert pairs to ids, encoding the chosen text once; drop pairs longer than `max_context`."""
     samples = [
         PairSample(
             p.pair_id, p.context_ids, chat.action(p.chosen_text), p.rejected_ids, p.reference

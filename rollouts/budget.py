@@ -1,9 +1,9 @@
-"""The rules of a hard ceiling: what one more request sets aside, and whether that still fits.
+"""Rules of a hard spending limit: what to reserve for the next request and whether it fits.
 
-A request's highest possible cost is set aside before it is sent, and its real cost replaces that
-when it has ended. So what was charged never passes a ceiling, however many requests are under
-way, as long as nobody charges more than the bound. A teacher that does raises its later bounds.
-Nothing here stores, waits or sends; amounts are nano-dollars.
+The highest possible cost of a request is reserved before it is sent, and replaced by the actual
+cost when the request ends. Charges therefore never exceed a limit, however many requests are in
+flight, as long as no charge exceeds its bound. A teacher whose charge exceeds its bound gets higher
+bounds from then on. Amounts are nano-dollars; this module does no storage or I/O.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from composer_mesh.rollouts.money import ceiling, dollars, nano
 
 MILLION = 10**6
 LARGEST_RATIO = 10**6
-"""Bounds that were passed by more than this are raised by amount, not by ratio."""
+"""Above this ratio of charge to bound, later bounds are raised by amount instead of by ratio."""
 
 
 class BudgetRefusal(Exception):
-    """A request must not be sent, because of what it costs or may cost."""
+    """A request must not be sent because of its actual or possible cost."""
 
 
 class OverBudget(BudgetRefusal):
-    """One more request might pass a ceiling."""
+    """The next request might exceed a spending limit."""
 
     def __init__(self, of: str, limit: int, taken: int, amount: int) -> None:
         super().__init__(of, limit, taken, amount)
@@ -38,14 +38,14 @@ class OverBudget(BudgetRefusal):
 
 
 class UnknownPrice(BudgetRefusal):
-    """Nobody says what a request costs, and such requests are refused."""
+    """The price of a request is unknown, and the budget refuses such requests."""
 
     def __str__(self) -> str:
         return "nobody says what a request costs, so no ceiling could hold"
 
 
 class SettledTwice(Exception):
-    """A reservation was settled before: the second charge is a mistake, and is not counted."""
+    """A reservation was settled twice; the second charge is not counted."""
 
     def __init__(self, reservation: int) -> None:
         super().__init__(reservation)
@@ -56,17 +56,17 @@ class SettledTwice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """By how much a teacher passed its bounds so far: the most by ratio, and by amount."""
+    """Largest excess of a teacher's charges over their bounds so far, by ratio and by amount."""
 
     millionths: int = MILLION
     least: int = 0
 
     def amount(self, bound: int) -> int:
-        """What is set aside for a request with this bound."""
+        """Return the amount to reserve for a request with this bound."""
         return max(-(-bound * self.millionths // MILLION), self.least)
 
     def after(self, bound: int, charge: int) -> "Raise":
-        """The same, once a request with this bound was charged this much."""
+        """Return the raise after a request with this bound was charged `charge`."""
         if charge <= self.amount(bound):
             return self
         if charge > bound * LARGEST_RATIO:
@@ -76,7 +76,7 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What was set aside for one request, under which number."""
+    """The amount reserved for one request, and the reservation's number."""
 
     number: int
     amount: int
@@ -84,7 +84,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What is charged or set aside under each of the ceilings that one request falls under."""
+    """Amounts charged or reserved under each limit that applies to one request."""
 
     run: int
     teacher: int
@@ -93,10 +93,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class BudgetRules:
-    """Ceilings in dollars, and what happens where nobody says a price.
+    """Spending limits in dollars, and the policy for requests with unknown prices.
 
-    `usd` bounds the run, `per_teacher` some of its teachers, `usd_per_day` all runs of a UTC day
-    that share a ledger. A request counts for the day on which it was sent.
+    `usd` limits the run, `per_teacher` individual teachers, `usd_per_day` all runs of a UTC day
+    that share a ledger. A request counts towards the day on which it was sent.
     """
 
     usd: float = 0.0
@@ -118,7 +118,7 @@ class BudgetRules:
         return None if self.usd_per_day is None else ceiling(self.usd_per_day)
 
     def bound(self, bound: int | None) -> int:
-        """A request's bound, or what is assumed for one that has none; raises UnknownPrice."""
+        """Return a request's bound, or the assumed cost if it is None; may raise UnknownPrice."""
         if bound is not None:
             return bound
         if self.unknown_prices == "refuse":
@@ -126,9 +126,9 @@ class BudgetRules:
         return nano(self.assumed_usd)
 
     def check(self, teacher: str, taken: Taken, amount: int) -> None:
-        """Raises OverBudget where setting `amount` aside would pass a ceiling.
+        """Raise OverBudget if reserving `amount` would exceed a limit.
 
-        What costs nothing always fits, also where an overrun has passed a ceiling.
+        A zero amount always fits, even if an overrun has already exceeded a limit.
         """
         ceilings = (
             ("the run", self.of_run, taken.run),
@@ -142,7 +142,7 @@ class BudgetRules:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Sums over some requests: charged, still set aside, how many, and how many passed a bound."""
+    """Sums over some requests: charged, still reserved, their number, number of exceeded bounds."""
 
     spent: int = 0
     reserved: int = 0
@@ -160,10 +160,10 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class BudgetReport:
-    """What a ledger holds: one run in all and by teacher, and all its runs by UTC day.
+    """Contents of a ledger: one run in total and by teacher, and all its runs by UTC day.
 
-    `abandoned` is the part of the run's `reserved` that no living process will settle: its
-    requests may have been charged, so it stays counted.
+    `abandoned` is the part of the run's `reserved` that no live process will settle; it stays
+    counted, because its requests may have been charged.
     """
 
     run: Account

@@ -1,8 +1,8 @@
-"""From chat messages to token ids, each text exactly once.
+"""Conversion of chat messages to token ids that encodes each text exactly once.
 
-A conversation grows by ids: the first prompt, then after each action only what follows it. What
-the policy sampled is never decoded and tokenized again. Content (questions, tool results, hints)
-is untrusted: control tokens written inside it are encoded as plain text.
+A conversation grows by ids: the first prompt, then after each action only the messages that follow
+it. Sampled ids are never decoded and tokenized again. Content (questions, tool results, hints) is
+untrusted: control tokens in it are encoded as plain text.
 """
 
 import json
@@ -20,11 +20,11 @@ from composer_mesh.rollouts.traces import Message
 _MARK = "COMPOSERMESHMARK"
 
 MOST_RENDERED = 1024
-"""Rendered templates that are kept, and the pieces of them that are."""
+"""Maximum number of cached rendered templates, and of cached encoded template pieces."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of the Hugging Face tokenizer interface that is used."""
 
     eos_token: str
 
@@ -40,14 +40,14 @@ class Tokenizer(Protocol):
 
 
 class ChatTemplateError(ValueError):
-    """The model's chat template cannot be used for growing a conversation by ids."""
+    """The model's chat template cannot extend a conversation by ids."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Renders messages with a tokenizer's own chat template.
+    """Renders messages with the tokenizer's own chat template.
 
-    `system` is put before every conversation when it is not empty.
+    A non-empty `system` is prepended to every conversation as the system message.
     """
 
     tokenizer: Tokenizer
@@ -56,52 +56,53 @@ class ChatFormat:
 
     @property
     def stop_id(self) -> int:
-        """The id that ends an assistant turn."""
+        """The token id that ends an assistant turn."""
         return self.tokenizer.convert_tokens_to_ids(self.tokenizer.eos_token)
 
     def first_prompt(self, messages: list[Message]) -> list[int]:
-        """Ids of the whole conversation so far, up to where the policy writes."""
+        """Return the ids of the conversation so far, including the generation prompt."""
         return self._render(self._opening(messages), generate=True)
 
     def continuation(self, messages: list[Message], closed: bool) -> list[int]:
-        """Ids between an action and the next one.
+        """Return the ids between an action and the next one.
 
-        `closed` says that the action ended with the stop token; otherwise it is added here, as
-        context that nobody sampled.
+        `closed` means that the action ended with the stop token; otherwise the stop token is
+        prepended here, as context that was not sampled.
         """
         after = self._after_action(_marked(messages), generate=True)
         ids = self._encode(after, [str(m.get("content") or "") for m in messages])
         return ids if closed else [self.stop_id, *ids]
 
     def action(self, text: str) -> list[int]:
-        """Ids of an assistant action that was written as text, with the stop token."""
+        """Return the ids of an assistant action given as text, with the stop token."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.stop_id]
 
     def action_text(self, ids: list[int]) -> str:
-        """The text of sampled ids, without the stop token."""
+        """Return the text of sampled ids, without the stop token."""
         kept = ids[:-1] if ids and ids[-1] == self.stop_id else ids
         return self.tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def hint(self, text: str) -> list[int]:
-        """Ids of a user message that holds a hint, to stand before a generation prompt."""
+        """Return the ids of a user message with a hint, to insert before a generation prompt."""
         return self._encode(self.hint_frame, [text])
 
     def content_tokens(self, text: str) -> int:
-        """Ids that an untrusted text takes inside a message."""
+        """Return the number of ids that an untrusted text takes inside a message."""
         return len(self._plain(text))
 
     @property
     def frame_mark(self) -> str:
-        """What stands in `hint_frame` for the hint's text."""
+        """Placeholder of the hint's text in `hint_frame`."""
         return _mark(0)
 
     @cached_property
     def hint_frame(self) -> str:
-        """A user message that follows another one, with a mark for its content.
+        """Rendered user message after another user message, with a placeholder for its content.
 
-        A template that lets only assistants follow users writes it as it does behind an assistant.
+        If the template refuses two user messages in a row, the form after an assistant turn is
+        used.
         """
         asked, hint = {"role": "user", "content": "q"}, {"role": "user", "content": _mark(0)}
         after_action = self._after_action([hint], generate=False)
@@ -114,7 +115,7 @@ class ChatFormat:
         return frame
 
     def added_by(self, messages: list[Message], message: Message) -> str | None:
-        """The text that one more message adds; None where the template refuses or rewrites."""
+        """Return the text that one more message adds; None if the template refuses or rewrites."""
         try:
             before = self._text(messages, generate=False)
             after = self._text([*messages, message], generate=False)
@@ -124,7 +125,7 @@ class ChatFormat:
 
     @cached_property
     def generation_prompt(self) -> list[int]:
-        """The ids that every context ends with before the policy writes."""
+        """The ids at the end of every context, after which the policy writes."""
         messages = [{"role": "user", "content": "q"}]
         before = self._text(messages, generate=False)
         after = self._text(messages, generate=True)
@@ -145,7 +146,7 @@ class ChatFormat:
         return self._encode(text, [str(m.get("content") or "") for m in messages])
 
     def _after_action(self, messages: list[Message], generate: bool) -> str:
-        """What the template writes behind an assistant turn that messages follow."""
+        """Return what the template writes after an assistant turn that is followed by messages."""
         key = json.dumps(["after", messages, generate])
         return self._known(key, lambda: self._written_after(messages, generate))
 
@@ -166,7 +167,7 @@ class ChatFormat:
         )
 
     def _encode(self, template: str, contents: list[str]) -> list[int]:
-        """Ids of a rendered template in which each content stands as a numbered mark."""
+        """Encode a rendered template in which each content is a numbered placeholder."""
         spans = [(m.start(), m.end(), int(m[1])) for m in re.finditer(rf"{_MARK}(\d+)E", template)]
         ids: list[int] = []
         edges = [(0, 0, -1), *spans, (len(template), len(template), -1)]
@@ -177,9 +178,9 @@ class ChatFormat:
         return ids
 
     def _plain(self, text: str) -> list[int]:
-        """Ids of untrusted text: no control token comes out of it, whatever it says."""
+        """Encode untrusted text without ever producing a control token."""
         pattern, ids = self._controls, list[int]()
-        # One cut behind the first character of each control; what is left may begin another one.
+        # Cuts after the first character of each control token; the rest may contain another one.
         while pattern is not None and (found := pattern.search(text)):
             ids += self.tokenizer.encode(text[: found.start() + 1], add_special_tokens=False)
             text = text[found.start() + 1 :]
@@ -187,12 +188,12 @@ class ChatFormat:
 
     @cached_property
     def _controls(self) -> re.Pattern[str] | None:
-        """Finds the tokenizer's control tokens in a text, the longest first."""
+        """Pattern of the tokenizer's control tokens, longest first."""
         controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, controls))) if controls else None
 
     def _known(self, key: str, render: Callable[[], str]) -> str:
-        """A rendered template: marks stand for contents, so few differ, and each is made once."""
+        """Return a rendered template, cached; few differ, as contents are placeholders."""
         if (text := self._rendered.get(key)) is None:
             if len(self._rendered) >= MOST_RENDERED:
                 self._rendered.clear()
@@ -205,7 +206,7 @@ class ChatFormat:
 
     @cached_property
     def _frame(self) -> Callable[[str], tuple[int, ...]]:
-        """Ids of what a template itself writes; each text is encoded once."""
+        """Cached encoding of texts that the template itself writes."""
 
         @lru_cache(maxsize=MOST_RENDERED)
         def encoded(text: str) -> tuple[int, ...]:
@@ -219,7 +220,7 @@ def _mark(index: int) -> str:
 
 
 def _marked(messages: list[Message]) -> list[Message]:
-    """The messages with their contents replaced by marks; tool calls stay as they are."""
+    """Replace the messages' contents by placeholders; tool calls stay unmodified."""
     marked = [dict(message) for message in messages]
     for index, message in enumerate(marked):
         if message.get("content"):

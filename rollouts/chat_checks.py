@@ -1,7 +1,7 @@
-"""Whether a model's chat template and tokenizer can grow conversations by ids and take hints.
+"""Checks that a chat template and tokenizer can extend conversations by ids and take hints.
 
-Asked once, when a policy is loaded, so that nothing is sampled or trained with one that cannot.
-What each check guards stands in its message; `chat` itself trusts that they have passed.
+They run once, when a policy is loaded, before anything is sampled or trained. Each check's error
+message states what it guards; `chat` relies on them.
 """
 
 from jinja2 import TemplateError
@@ -13,7 +13,7 @@ _USER, _TOOL = {"role": "user", "content": "q"}, {"role": "tool", "content": "4"
 
 
 def check_chat(chat: ChatFormat, *, hints: bool) -> None:
-    """Raise ChatTemplateError where a run, or with `hints` its SDPO channel, would go wrong."""
+    """Raise ChatTemplateError if a run, or with `hints` its SDPO channel, would get wrong ids."""
     _adds_nothing(chat)
     _ends_with_the_prompt(chat, "a question", [_USER], first=True)
     _ends_with_the_prompt(chat, "a remark", [_USER], first=False)
@@ -24,7 +24,7 @@ def check_chat(chat: ChatFormat, *, hints: bool) -> None:
 
 
 def _adds_nothing(chat: ChatFormat) -> None:
-    """A tokenizer that adds a BOS to every piece would put it into the middle of a conversation."""
+    """Refuse a tokenizer that adds a BOS to every piece, and so inside a conversation."""
     added = chat.tokenizer.encode("", add_special_tokens=False)
     if added:
         raise ChatTemplateError(
@@ -37,7 +37,7 @@ def _adds_nothing(chat: ChatFormat) -> None:
 def _ends_with_the_prompt(
     chat: ChatFormat, what: str, messages: list[Message], *, first: bool
 ) -> None:
-    """A hint goes in front of the generation prompt, which must be the same after everything."""
+    """Require the same generation prompt after every context, as hints are inserted before it."""
     prompt = chat.generation_prompt
     try:
         ids = chat.first_prompt(messages) if first else chat.continuation(messages, closed=True)
@@ -56,7 +56,7 @@ def _ends_with_the_prompt(
 
 
 def _hint_is_one_message(chat: ChatFormat) -> None:
-    """The same user message must be right behind a question and behind a tool result."""
+    """Require that a user message is rendered alike after a question and after a tool result."""
     frame = chat.hint_frame
     if not chat.tools:
         return

@@ -1,21 +1,18 @@
-"""The rules of disagreement: when teachers' answers to a state make a preference pair.
+"""Voting rules that decide when teachers' answers to a state make a preference pair.
 
-1. Each teacher that was asked has one vote: the class of its action (`actions`). It abstains where
-   it failed, where its answer is malformed, and where it answered twice in different ways; the same
-   answer twice is one vote. The student has no vote.
+1. Each queried teacher has one vote: the class of its action (`actions`). It abstains if it failed,
+   if its answer is malformed, or if it gave two different answers; the same answer twice is one
+   vote. The student has no vote.
 2. Fewer votes than `threshold`: TOO_FEW_VOTES.
 3. The action with the most votes needs at least `threshold` of them: else NO_MAJORITY.
-4. Two actions that lead together: TIE, also where one of them is the student's.
+4. Two actions share the lead: TIE, even if one of them is the student's.
 5. The leading action needs more than half of the votes cast: else NO_MAJORITY.
-6. The majority's action is the student's own: STUDENT_AGREES. If it is not: PAIR, and the answer of
-   the majority is preferred to the student's. A malformed action of the student is nobody's.
+6. The majority's action equals the student's: STUDENT_AGREES. Otherwise: PAIR, and the majority's
+   answer is preferred to the student's. A malformed student action equals no vote.
 
-Partial failures therefore only take votes away: two of three teachers that agree make a pair where
-the third one failed, and one that answers alone makes none. The order of the replies never matters.
-Of the majority's answers the one is chosen that most of it wrote in the same words, and among those
-that of the teacher whose name comes first.
-
-Nothing here asks a teacher or decides which pairs are good enough to train on.
+Partial failures therefore only remove votes: two of three teachers that agree make a pair if the
+third one failed, and a single answer makes none. The order of the replies does not matter. The
+chosen answer is the majority's most frequent wording; ties are broken by teacher name.
 """
 
 import math
@@ -41,7 +38,7 @@ LONGEST_ACTION = 400
 
 
 class Outcome(StrEnum):
-    """What the teachers' replies to one state came to; only `PAIR` makes a pair."""
+    """Result of the vote on one state; only `PAIR` makes a pair."""
 
     PAIR = "pair"
     STUDENT_AGREES = "student_agrees"
@@ -51,14 +48,14 @@ class Outcome(StrEnum):
 
 
 MAJORITY = (Outcome.PAIR, Outcome.STUDENT_AGREES)
-"""Outcomes in which a majority of the teachers did the same."""
+"""Outcomes in which a majority of the teachers chose the same action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of one state, what each teacher said, and the pair when there is one.
+    """Outcome of one state, the teacher votes, and the pair if there is one.
 
-    `agreeing` names the majority's teachers; it is empty where there is no majority.
+    `agreeing` names the majority's teachers; it is empty without a majority.
     """
 
     state_id: str
@@ -70,9 +67,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Ballot:
-    """One teacher's replies; it abstains where it has no vote.
+    """Replies of one teacher; `vote` is None if it abstains.
 
-    `answer` is the one that it is quoted with: the well-formed one, if there is any.
+    `answer` is the reply to quote: the well-formed one, if there is any.
     """
 
     teacher: str
@@ -83,7 +80,7 @@ class _Ballot:
 
 
 def decide(student: StudentState, replies: Sequence[TeacherReply], threshold: int) -> Decision:
-    """Whether the teachers agree against the student, by the rules of this module."""
+    """Decide by the rules of this module whether the teachers disagree with the student."""
     if threshold < 2:
         raise ValueError(f"agreement threshold is {threshold}, below 2: one teacher agrees alone")
     ballots = _ballots(replies)
@@ -116,7 +113,7 @@ def _outcome(
 
 
 def _ballots(replies: Sequence[TeacherReply]) -> list[_Ballot]:
-    """One for each teacher that was asked, by name."""
+    """Return one ballot for each queried teacher, sorted by name."""
     said: defaultdict[str, list[TeacherReply]] = defaultdict(list)
     for reply in replies:
         said[reply.teacher].append(reply)

@@ -1,6 +1,6 @@
 """Demonstrations of an imperfect agent: conversations with mistakes, recoveries and hints.
 
-Text first, then ids as a rollout would have them. Who imitates them is not known here.
+They are generated as text, then encoded to ids exactly as a rollout would.
 """
 
 import random
@@ -17,22 +17,22 @@ from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 
 ANSWER_SHARE = 0.25
-"""How much rarer errors are in final answers than in calls."""
+"""Ratio of the error rate in final answers to that in calls."""
 
 Piece = tuple[str, str]
-"""(kind, text): kind is question, result, remark, hint or action."""
+"""(kind, text), where kind is question, result, remark, hint or action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Ids of one conversation; True in `learn` where the policy shall imitate."""
+    """Ids of one conversation; `learn` is True at the ids to imitate."""
 
     ids: list[int]
     learn: list[bool]
 
 
 def conversations(task: Task, settings: WarmStartConfig, rng: random.Random) -> list[list[Piece]]:
-    """One demonstrated conversation for each of the first training episodes."""
+    """Generate one conversation for each of the first training episodes."""
     episodes = range(settings.demonstrations)
     return [list(demonstrate(task, index, settings, rng)) for index in episodes]
 
@@ -40,10 +40,10 @@ def conversations(task: Task, settings: WarmStartConfig, rng: random.Random) -> 
 def demonstrate(
     task: Task, index: int, settings: WarmStartConfig, rng: random.Random
 ) -> Iterator[Piece]:
-    """One conversation of an imperfect agent.
+    """Generate one conversation of an imperfect agent.
 
-    It errs with `error_rate` and after an error recovers with `recovery_rate`. In
-    `hinted_share` of the conversations a hint comes before what would have been the error.
+    The agent errs with `error_rate` and recovers after an error with `recovery_rate`. In
+    `hinted_share` of the conversations a hint replaces what would have been the error.
     """
     session = task.session(task.episode("train", index))
     yield "question", session.messages[-1]["content"]
@@ -70,7 +70,7 @@ def demonstrate(
 def _would_fail(
     task: Task, index: int, messages: list[dict[str, Any]], text: str
 ) -> ErrorSite | None:
-    """The error site that an action would leave, found in a copy of the session."""
+    """Return the error site that an action would cause, using a copy of the session."""
     copy = task.session(task.episode("train", index))
     for message in messages:
         if message["role"] == "assistant":
@@ -79,7 +79,7 @@ def _would_fail(
 
 
 def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
-    """Ids of a conversation as a rollout would have them: contexts grow, actions are learnt."""
+    """Encode a conversation as a rollout would: contexts grow by ids, actions are learned."""
     ids: list[int] = []
     learn: list[bool] = []
     roles = {"result": "tool", "remark": "user"}

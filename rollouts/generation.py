@@ -1,6 +1,6 @@
-"""What is asked of a generator and what comes back: token ids in, token ids out.
+"""Request and result types of a generator: token ids in, token ids out.
 
-No text, no engine and no messaging: any engine that answers these is a generator.
+Any engine that serves these types can be a generator.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from composer_mesh.rollouts.traces import StopReason
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One continuation. `temperature` 0 is greedy; `seed` makes the sample repeatable."""
+    """One continuation to sample. `temperature` 0 is greedy; `seed` makes the sample repeatable."""
 
     request_id: str
     prompt_ids: list[int]
@@ -22,9 +22,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """Sampled ids with a log-prob (nats) and a policy version for each.
+    """Sampled ids with a log-prob (nats) and a policy version for each id.
 
-    The stop token, where one was sampled, is the last id.
+    The stop token, if sampled, is the last id.
     """
 
     request_id: str

@@ -1,7 +1,6 @@
-"""Math word problems from a GSM8K-format JSONL: a calculator, and a numeric answer check.
+"""Math word problems from a GSM8K-format JSONL: a calculator and a numeric answer check.
 
-The expert reads a problem's own annotations back as calculator calls. Reading the file is
-`gsm8k_rows.py`; nothing here knows a model.
+The expert turns a problem's own annotations into calculator calls. `gsm8k_rows` reads the file.
 """
 
 import random
@@ -20,11 +19,10 @@ TOLERANCE = 1e-6
 
 
 class Gsm8kTask:
-    """Episodes are rows of the file in its order; every `heldout_every`-th row is held out.
+    """Episodes are rows of the file in order; every `heldout_every`-th row is held out.
 
-    Rows with the same words are one row, so no question is in both splits. Episode `index` of a
-    split is its row `index` modulo the number of its rows: asking for more episodes than there
-    are rows begins again at the first.
+    Rows with the same words count as one row, so no question is in both splits. Episode `index` of
+    a split is row `index` modulo the number of rows: indices beyond the last row wrap around.
     """
 
     name = "gsm8k"
@@ -49,7 +47,7 @@ class Gsm8kTask:
 
     @classmethod
     def from_config(cls, data: DataConfig, environment: EnvironmentConfig) -> "Gsm8kTask":
-        """The task that a config names; raises DataError where the file is not usable."""
+        """Create the configured task; raise DataError if the file is not usable."""
         if data.path is None:
             raise DataError("data.path is not set: name the JSONL file that holds the problems")
         return cls(
@@ -57,7 +55,7 @@ class Gsm8kTask:
         )
 
     def rows(self, split: Split) -> int:
-        """How many different questions a split has."""
+        """Return the number of different questions in a split."""
         return len(self._splits[split])
 
     def episode(self, split: Split, index: int) -> Episode:
@@ -77,7 +75,7 @@ class Gsm8kTask:
         return format_number(episode.payload["answer"])
 
     def expert(self, messages: list[Message]) -> str:
-        """The row's next calculator call, or its answer when there is none.
+        """Return the row's next calculator call, or its answer if none is left.
 
         Rows without usable annotations are answered at once, and so is any row in the last turn.
         """
@@ -106,5 +104,5 @@ class Gsm8kTask:
 
 
 def is_right(value: float, answer: Number) -> bool:
-    """Equal up to a millionth of the answer, or a millionth where the answer is below 1."""
+    """Compare with a tolerance of 1e-6 relative to the answer, absolute for answers below 1."""
     return abs(value - answer) <= TOLERANCE * max(1.0, abs(answer))

@@ -1,6 +1,6 @@
-"""Reading GSM8K-format JSONL: a question, worked annotations and a final number in each line.
+"""Reader of GSM8K-format JSONL: a question, worked annotations and a final number in each line.
 
-Knows no sessions. A file is read once in a process for as long as it does not change.
+A file is parsed once per process as long as it does not change.
 """
 
 import re
@@ -29,7 +29,7 @@ _TOOLS: dict[str, Tool] = {"calculator": calculator()}
 
 
 class DataError(ValueError):
-    """A file of problems that cannot be used; names the line, the value and the repair."""
+    """A problem file cannot be used; the message names the line, the value and the repair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Line(BaseModel):
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """The file's problems, each question once; raises DataError."""
+    """Return the file's problems, each question once; raise DataError."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -56,13 +56,13 @@ def read_rows(path: Path) -> tuple[Row, ...]:
 
 
 def normalized(question: str) -> str:
-    """A question's content: what makes two questions the same."""
+    """Return a question with normalized white space; equal results mean equal questions."""
     return " ".join(question.split())
 
 
 @lru_cache(maxsize=4)
 def _read(path: Path, *_state: int) -> tuple[Row, ...]:
-    """The rows of a file in the state (time of change, size) that is part of the cache's key."""
+    """Parse a file; `_state` (modification time, size) is only part of the cache key."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -115,7 +115,7 @@ def _final_number(where: str, answer: str) -> Number:
 
 
 def _steps(answer: str) -> tuple[Step, ...]:
-    """The annotations as calculator calls that work, or none where one of them does not."""
+    """Return the annotations as working calculator calls, or none if one of them fails."""
     steps: list[Step] = []
     try:
         for expression in _ANNOTATION.findall(answer):
@@ -127,7 +127,7 @@ def _steps(answer: str) -> tuple[Step, ...]:
 
 
 def _try(steps: list[Step]) -> None:
-    """Plays the calls as a session would, rounding included; raises ToolError."""
+    """Run the calls as a session would, rounding included; raise ToolError on a failure."""
     results: list[Number] = []
     for step in steps:
         shown = as_number(format_number(execute(_TOOLS, step.call(results))))

@@ -1,8 +1,7 @@
-"""What a hint writer may still spend: requests and dollars of one run.
+"""Budget of a hint writer: requests and dollars of one run.
 
-Dollars are set aside before a request is sent and settled when its price is known, so requests
-that are under way together cannot overspend by more than their prices exceed what was set aside.
-Nothing here sends or waits.
+Dollars are reserved before a request is sent and settled when its price is known. Concurrent
+requests can therefore overspend by at most the excess of their prices over the reserved amounts.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HintBudget:
-    """`assumed_usd` is set aside for each request, or the highest price seen where that is more.
+    """Reserves `assumed_usd` for each request, or the highest price seen if that is more.
 
-    It is also charged for requests without a known price; `spent_usd` never falls.
+    `assumed_usd` is also charged for requests without a known price; `spent_usd` never falls.
     """
 
     requests: int
@@ -24,7 +23,7 @@ class HintBudget:
     _aside: float = field(default=0.0, init=False)
 
     def reserve(self) -> float | None:
-        """The dollars set aside for one more request, which `settle` must be told; None for no."""
+        """Reserve one request; return the dollars to pass to `settle`, or None if over budget."""
         wanted = max(self.assumed_usd, self._highest)
         if self.sent >= self.requests or self.spent_usd + self._aside + wanted > self.usd:
             return None
@@ -33,7 +32,7 @@ class HintBudget:
         return wanted
 
     def settle(self, reserved: float, usd: float | None) -> float:
-        """Charge a request that has ended; None where nobody told its price. Returns the charge."""
+        """Charge a finished request and return the charge; `usd` is None for an unknown price."""
         self._aside = max(0.0, self._aside - reserved)
         charged = self.assumed_usd if usd is None else usd
         self._highest = max(self._highest, charged)
@@ -42,7 +41,7 @@ class HintBudget:
 
     @property
     def refusal(self) -> str:
-        """Why `reserve` says no, with the repair."""
+        """Why `reserve` returned None, with the repair."""
         if self.sent >= self.requests:
             return (
                 f"all {self.requests} requests of the run are spent: raise "

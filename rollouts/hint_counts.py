@@ -1,10 +1,8 @@
-"""What became of the hints of one step, as counts and dollars.
+"""Outcome counts and dollars of the hints of one step.
 
-    shown     template + llm + cached + fallback  = those of the error source
-              sibling, feedback                   = those of the other two
-    not shown refused (told the answer), too_long (did not fit the context)
-
-Nothing here decides anything.
+shown     template + llm + cached + fallback  = hints of the error source
+          sibling, feedback                   = hints of the other two sources
+not shown refused (leaked the answer), too_long (did not fit into the context)
 """
 
 from dataclasses import asdict, dataclass
@@ -13,9 +11,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class HintCounts:
-    """`cut` hints are shown ones, or such as did not fit afterwards; `requests` were paid for.
+    """Counts of one step. `cut` counts truncated hints, shown or too long; `requests` were paid.
 
-    `fallback` are templates that a writer's words should have been.
+    `fallback` counts templates that were used in place of a writer's text.
     """
 
     template: int = 0
@@ -36,9 +34,9 @@ class HintCounts:
         return own + self.sibling + self.feedback
 
     def show(self, what: str) -> None:
-        """Count one shown hint by its wording, or by its source where it has none."""
+        """Count one shown hint by its wording, or by its source if it has none."""
         setattr(self, what, getattr(self, what) + 1)
 
     def metrics(self) -> dict[str, Any]:
-        """The counts as keys of `metrics.jsonl`."""
+        """Return the counts under their `metrics.jsonl` keys."""
         return {f"hints/{name}": value for name, value in asdict(self).items()}

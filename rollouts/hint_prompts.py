@@ -1,7 +1,7 @@
-"""What a hint writer is asked, what it is answered with, and how its words are tidied.
+"""Prompts for a hint writer, its replies, and the normalization of its text.
 
-The prompt holds the error's own data and the turn, never the verified answer. All of it, and all
-that comes back, is untrusted: facts travel as one JSON object, words become one line of content.
+The prompt contains the error's own data and the turn, never the verified answer. Inputs and replies
+are untrusted: facts are sent as one JSON object, replies are reduced to one line of content.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from composer_mesh.rollouts.traces import ErrorSite, Message, Trace
 
 LONGEST_FACT = 500
 LONGEST_HINT = 2000
-"""Characters; tokens are bounded by max_tokens later."""
+"""In characters; `max_tokens` limits the tokens later."""
 HINT_WRITER = "composer-mesh/hint-writer"
-"""The model name under which a run serves its builtin writer."""
+"""Model name under which a run serves its built-in writer."""
 INSTRUCTIONS = (
     "An agent is about to repeat a mistake. You are given one JSON object: the kind of the error, "
     "its facts, what the agent wrote, what the environment answered, and a plain hint. Write one "
@@ -32,21 +32,21 @@ INSTRUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class HintRequest:
-    """One question to a writer. Equal messages deserve the same answer, so they are paid once."""
+    """One request to a writer. Equal messages share one answer, so they are paid for once."""
 
     messages: list[Message]
 
     def key(self, model: str) -> str:
-        """A hash of all that the answer depends on."""
+        """Return a hash of everything that the answer depends on."""
         content = json.dumps([model, self.messages], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class HintReply:
-    """A writer's words, or "" and why there are none. `sent` says that a request was made for it.
+    """The writer's text, or "" with the reason. `sent` means that a request was made for it.
 
-    Two places that ask the same at once share one request: one reply is "llm", the other "cached".
+    Two places with equal concurrent requests share one: one reply is "llm", the other "cached".
     """
 
     text: str
@@ -57,7 +57,7 @@ class HintReply:
 
 
 def hint_request(trace: Trace, site: ErrorSite, plain: str, answer: str) -> HintRequest | None:
-    """What a writer is asked about an error site; None where that would tell it the answer."""
+    """Build the writer's request for an error site; None if it would contain the answer."""
     said = exchanges(trace)
     action, reply = said[site.turn] if site.turn < len(said) else ({"role": "assistant"}, None)
     asked = {
@@ -76,7 +76,7 @@ def hint_request(trace: Trace, site: ErrorSite, plain: str, answer: str) -> Hint
 
 
 def tidied(text: str) -> str:
-    """A writer's words as one line without its own "Hint:"; "" where it made a call instead."""
+    """Reduce a writer's text to one line without its own "Hint:"; "" if it is a tool call."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if line.startswith(OPEN):
         return ""
@@ -84,9 +84,9 @@ def tidied(text: str) -> str:
 
 
 def reworded(messages: Sequence[Message]) -> str:
-    """The builtin writer's hint: the plain one with a word about the kind of error.
+    """Return the built-in writer's hint: the plain hint prefixed with the kind of error.
 
-    Raises ValueError where the messages are no question of `hint_request`.
+    Raises ValueError if the messages were not built by `hint_request`.
     """
     asked = json.loads(str(messages[-1].get("content")))
     if not isinstance(asked, dict) or not {"plain_hint", "error_kind"} <= asked.keys():

@@ -1,11 +1,11 @@
-"""Which hints a rollout gets: its turns, and for each turn the sources in their configured order.
+"""Selection of hints for a rollout: its turns, and for each turn the sources in configured order.
 
-    error     the template of the error site, or a writer's words for it
+    error     the template of the error site, or a writer's text for it
     sibling   what a successful rollout of the same prompt did before its answer
-    feedback  what the environment said to the action
+    feedback  the environment's response to the action
 
-Every text is cut to its length first and checked for the verified answer afterwards; what fails is
-counted and the next source is tried. Nothing here asks a model, and ids are `batches`' business.
+Every text is truncated first and then checked for the verified answer; a hint that contains it is
+counted and the next one is tried. `batches` converts hints to ids.
 """
 
 import re
@@ -29,12 +29,12 @@ FEEDBACK = "An earlier try at this turn was answered with:"
 
 Wording = Literal["template", "llm", "cached", "fallback"]
 Place = tuple[str, int]
-"""Trace id and turn."""
+"""(trace id, turn)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A writer's words for one error site."""
+    """A hint writer's text for one error site."""
 
     text: str
     wording: Literal["llm", "cached"]
@@ -42,7 +42,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """One hint that may be shown. `wording` and `site` are those of the error source."""
+    """A candidate hint. `wording` and `site` are set for the error source only."""
 
     turn: int
     source: HintSource
@@ -53,9 +53,9 @@ class Hint:
 
 @dataclass(frozen=True)
 class HintSources:
-    """The hints of rollouts, from their own data and their group's.
+    """Hints of rollouts, from their own data and that of their group.
 
-    `tokens` counts the ids of a text; `answer_of` knows the verified answer of a rollout.
+    `tokens` counts the ids of a text; `answer_of` returns the verified answer of a rollout.
     """
 
     config: HintsConfig
@@ -65,7 +65,7 @@ class HintSources:
     written: Mapping[Place, Written] = field(default_factory=dict)
 
     def turns(self, trace: Trace, group: Sequence[Trace]) -> list[int]:
-        """The turns of a rollout that may get a hint, each once, in the order of its errors."""
+        """Return the distinct turns of a rollout that may get a hint, in order of its errors."""
         found: list[int] = []
         if "error" in self.config.sources or "feedback" in self.config.sources:
             found += [site.turn for site in trace.error_sites]
@@ -76,7 +76,7 @@ class HintSources:
     def hints(
         self, trace: Trace, turn: int, group: Sequence[Trace], counts: HintCounts
     ) -> Iterator[Hint]:
-        """The hints of one turn without the answer, the preferred one first; others are counted."""
+        """Yield the answer-free hints of one turn, preferred first; leaking ones are counted."""
         answer = self.answer_of(trace)
         for source in self.config.sources:
             for hint in self._from(source, trace, turn, group, answer, counts):
@@ -113,7 +113,7 @@ class HintSources:
                 counts.refused += 1
 
     def _worded(self, trace: Trace, site: ErrorSite) -> Iterator[Hint]:
-        """The writer's words where there are some, and the template behind them."""
+        """Yield the writer's text, if there is one, and then the template."""
         written = self.written.get((trace.trace_id, site.turn))
         if written is not None:
             yield Hint(site.turn, "error", PREFIX + written.text, written.wording, site)
@@ -125,7 +125,7 @@ class HintSources:
 def rounds(
     traces: Sequence[Trace], turns: Callable[[Trace], list[int]]
 ) -> Iterator[tuple[Trace, int]]:
-    """The turns of all traces, the first of each trace before the second of any."""
+    """Iterate over the turns of all traces round-robin: every first turn before any second one."""
     queues = [(trace, turns(trace)) for trace in traces]
     for place in range(max((len(queue) for _, queue in queues), default=0)):
         for trace, queue in queues:
@@ -134,7 +134,7 @@ def rounds(
 
 
 def shortened(text: str, limit: int, tokens: Callable[[str], int]) -> tuple[str, bool]:
-    """A text of at most `limit` tokens, cut behind a word if it can be, and whether it was cut."""
+    """Truncate a text to `limit` tokens, at a word end if possible; also return whether it was."""
     if tokens(text) <= limit:
         return text, False
     ends = [match.end() for match in re.finditer(r"\S+", text)]
@@ -149,7 +149,7 @@ def _longest(text: str, ends: list[int], limit: int, tokens: Callable[[str], int
         low, high = (
             (middle, high) if tokens(text[: ends[middle - 1]]) <= limit else (low, middle - 1)
         )
-    # Encodings need not grow with each character, so what was found is proved once more.
+    # Token counts need not grow with each character, so the result is verified.
     while low and tokens(text[: ends[low - 1]]) > limit:
         low -= 1
     return text[: ends[low - 1]] if low else ""
@@ -160,7 +160,7 @@ def _is_shown_a_sibling(trace: Trace, group: Sequence[Trace]) -> bool:
 
 
 def _sibling_turn(trace: Trace) -> int:
-    """The first error's turn, or the last turn where a rollout failed without an error site."""
+    """Return the first error's turn, or the last turn if a failed rollout has no error site."""
     return min((site.turn for site in trace.error_sites), default=len(trace.turns) - 1)
 
 

@@ -1,8 +1,7 @@
-"""Hints for error sites: one sentence from a template, filled with the error's own data.
+"""Hint templates for error sites: one sentence filled with the error's own data.
 
-A hint says what was wrong with the call, never the answer; a hint that would hold the answer is
-refused. Other sources of hints are `hint_sources`; where one goes in a context is alignment's
-business.
+A hint states what was wrong with the call, never the answer; a hint that contains the answer is
+refused. Other hint sources are in `hint_sources`; `alignment` inserts hints into contexts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,18 +15,18 @@ PREFIX = "Hint: "
 
 
 class HintLeak(ValueError):
-    """A hint would have told the verified answer."""
+    """A hint contains the verified answer."""
 
 
 class HintTemplateError(KeyError):
-    """A site asks for a template that is not there, or a template for data that a site lacks."""
+    """The template that a site names does not exist, or it needs data that the site lacks."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class HintTemplates(Mapping[str, str]):
-    """Texts by `hint_template_key`; `{field}` stands for a field of the error's data."""
+    """Templates by `hint_template_key`; `{field}` is replaced by a field of the error's data."""
 
     def __init__(self, templates: Mapping[str, str]) -> None:
         self._texts: dict[str, str] = {}
@@ -35,7 +34,7 @@ class HintTemplates(Mapping[str, str]):
             self.register(key, text)
 
     def register(self, key: str, template: str, *, replace: bool = False) -> None:
-        """Add a template before a run starts; raises ValueError for a taken key or a bad text."""
+        """Add a template before a run starts; raise ValueError for a taken key or invalid text."""
         if key in self._texts and not replace:
             raise ValueError(
                 f"hint template {key!r} is there already: pass replace=True, or name another key"
@@ -43,11 +42,11 @@ class HintTemplates(Mapping[str, str]):
         self._texts[key] = checked_template(template)
 
     def extended(self, templates: Mapping[str, str]) -> "HintTemplates":
-        """These templates with others beside them, or instead of them where keys are equal."""
+        """Return a copy with `templates` added; they replace templates with equal keys."""
         return HintTemplates({**self._texts, **templates})
 
     def fill(self, site: ErrorSite) -> str:
-        """The site's sentence; values are put in as they are, braces in them mean nothing."""
+        """Fill the site's template; values are inserted literally, including braces."""
         template = self[site.hint_template_key]
         for _, field, _, _ in Formatter().parse(template):
             if field is not None and field not in site.data:
@@ -97,14 +96,14 @@ TEMPLATES = HintTemplates(
 def render_hint(
     site: ErrorSite, answer: str | None = None, templates: HintTemplates = TEMPLATES
 ) -> str:
-    """The hint for a site; raises HintTemplateError (a KeyError), or HintLeak for a leak."""
+    """Return the hint for a site; raise HintTemplateError (a KeyError), or HintLeak for a leak."""
     text = PREFIX + templates.fill(site)
     refuse_leak(text, answer, f"the hint for {site.error_kind!r}")
     return text
 
 
 def refuse_leak(text: str, answer: str | None, what: str) -> None:
-    """Raise HintLeak where a text tells the verified answer."""
+    """Raise HintLeak if a text contains the verified answer."""
     if answer is not None and holds_answer(text, answer):
         raise HintLeak(f"{what} holds the answer {answer}: reword it")
 

@@ -1,7 +1,7 @@
-"""Whether a text tells the verified answer.
+"""Detection of the verified answer in a text.
 
-Numbers are compared as values, so `12.0`, `1.2e1`, `twelve` and full-width digits all tell 12; an
-answer that is no number is looked for as words. What follows from a leak is the caller's business.
+Numbers are compared as values, so `12.0`, `1.2e1`, `twelve` and full-width digits all match 12; a
+non-numeric answer is searched as words.
 """
 
 import re
@@ -20,14 +20,14 @@ _DECADES = "twenty thirty forty fifty sixty seventy eighty ninety"
 _SMALL = {word: value for value, word in enumerate(_ONES.split())}
 _TENS = {word: 10 * value for value, word in enumerate(_DECADES.split(), start=2)}
 SMALLEST_WORD = 2
-"""Every second sentence says "one", so smaller numbers are looked for as digits only."""
+"""Smallest number searched as a word: "one" is too common, so smaller ones match only as digits."""
 TOLERANCE = 1e-9
 
 
 def holds_answer(text: str, answer: str) -> bool:
-    """Whether a text has the answer as a number or as words of its own; 12 is not in 120 or 1.12.
+    """Whether a text contains the answer as a separate number or words; 12 is not in 120 or 1.12.
 
-    A number that is the end of a word (`x12`) or has the other sign does not count.
+    A number that ends a word (`x12`) or has the other sign does not count.
     """
     plain, wanted = _plain(text), _plain(answer)
     if wanted and re.search(rf"(?<![\w.-]){re.escape(wanted)}(?!\w|\.\d)", plain):
@@ -41,7 +41,7 @@ def holds_answer(text: str, answer: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text in one spelling: compatibility forms, one minus sign, one space, nothing unseen."""
+    """Normalize a text: NFKC, casefold, one minus sign, single spaces, no format characters."""
     text = unicodedata.normalize("NFKC", text).translate(_MINUS).casefold()
     text = "".join(char for char in text if unicodedata.category(char) != "Cf")
     return " ".join(text.split())
@@ -52,14 +52,14 @@ def _numbers(text: str) -> list[float]:
     for match in _NUMBER.finditer(text):
         sign, digits, exponent = match.groups()
         before = text[match.start() - 1] if match.start() else " "
-        # A hyphen behind a word or a number joins or subtracts; it is no sign.
+        # A hyphen after a word or a number joins or subtracts; it is not a sign.
         minus = sign if not (before.isalnum() or before == ")") else ""
         found.append(float(f"{minus}{digits}e{exponent or 0}"))
     return found
 
 
 def _spelled(text: str) -> Iterator[int]:
-    """The whole numbers from 2 to 999 that a text writes as English words."""
+    """Yield the integers from 2 to 999 that a text spells as English words."""
     total: int | None = None
     for word in [*_WORD.findall(text), "."]:
         value = _SMALL.get(word, _TENS.get(word))
@@ -76,7 +76,7 @@ def _spelled(text: str) -> Iterator[int]:
 
 
 def _continues(total: int, value: int) -> bool:
-    """Whether `value` may follow as the smaller part: twenty five, two hundred five."""
+    """Return whether `value` may follow as the smaller part: twenty five, two hundred five."""
     if total and total % 100 == 0:
         return 0 < value < 100
     return total % 100 >= 20 and total % 10 == 0 and 0 < value < 10

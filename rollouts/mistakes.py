@@ -1,7 +1,6 @@
-"""Wrong actions, of the kinds that real agents write, made from right ones.
+"""Generator of realistic wrong actions from correct ones.
 
 They make the warm start's demonstrations imperfect and the rule-based teachers fallible.
-What is right is the task's business.
 """
 
 import random
@@ -19,7 +18,7 @@ GIVE_UP = "I can not answer."
 
 
 def corrupt(right: str, messages: list[Message], rng: random.Random) -> str:
-    """A wrong version of the right action, drawn from the mistakes that apply to it."""
+    """Return a wrong version of the correct action, drawn from the mistakes that apply to it."""
     action = parse_action(right)
     if not isinstance(action, ToolCall):
         return rng.choice([GIVE_UP, _wrong_answer(right, messages)])
@@ -29,7 +28,7 @@ def corrupt(right: str, messages: list[Message], rng: random.Random) -> str:
 
 
 def recover_or_give_up(right: str, rng: random.Random, recovery: float) -> str:
-    """What an imperfect agent does after an error: the right thing with that probability."""
+    """Return an imperfect agent's action after an error: correct with probability `recovery`."""
     return right if rng.random() < recovery else GIVE_UP
 
 
@@ -37,7 +36,7 @@ Mistake = Callable[[ToolCall, list[Message]], str]
 
 
 def _applicable(call: ToolCall) -> list[Mistake]:
-    """The mistakes that fit a call, its habitual one first."""
+    """Return the mistakes that apply to a call, the habitual one first."""
     anywhere: list[Mistake] = [_unknown_tool, _malformed, _early_answer]
     if call.name == "lookup":
         return [_wrong_key, *anywhere]
@@ -57,7 +56,7 @@ def _malformed(call: ToolCall, _: list[Message]) -> str:
 
 
 def _early_answer(call: ToolCall, messages: list[Message]) -> str:
-    """Answers with a number that is at hand; not with a zero, which might be right."""
+    """Answer with a number from the conversation; not with zero, which might be correct."""
     results = [as_number(content) for _, content in calls_and_results(messages)]
     guesses = [number for number in [*_numbers(call), *results] if number]
     return f"Answer: {format_number(guesses[0] if guesses else 0)}"
@@ -80,20 +79,20 @@ def _swapped(call: ToolCall, _: list[Message]) -> str:
 
 
 def _wrong_answer(right: str, messages: list[Message]) -> str:
-    """Answers with a number of an earlier step instead of the last result."""
+    """Answer with a number of an earlier step instead of the last result."""
     numbers = [number for call, _ in calls_and_results(messages) for number in _numbers(call)]
     wrong = f"Answer: {format_number(numbers[0])}" if numbers else GIVE_UP
     return wrong if wrong != right else GIVE_UP
 
 
 def _numbers(call: ToolCall) -> list[int | float]:
-    """The numeric arguments of a call in their order."""
+    """Return the numeric arguments of a call in order."""
     values = call.arguments.values()
     return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 def calls_and_results(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str]]:
-    """Each tool call of a conversation with what the tool answered."""
+    """Yield each tool call of a conversation with the tool's response."""
     for message, answer in pairwise(messages):
         if message["role"] == "assistant" and answer["role"] == "tool":
             action = parse_action(message_text(message))
@@ -102,7 +101,7 @@ def calls_and_results(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, s
 
 
 def as_number(content: str) -> int | float | None:
-    """The number in a tool's answer; None where the tool answered with an error."""
+    """Parse the number in a tool's response; None if the response is an error."""
     try:
         value = float(content)
     except ValueError:

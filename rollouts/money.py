@@ -1,7 +1,7 @@
-"""Money as it is counted inside: integer nano-dollars, and what tokens cost.
+"""Prices and amounts in integer nano-dollars.
 
-Every amount that is charged or set aside is rounded up, every ceiling down, so that rounding can
-never overspend. Nothing here knows teachers, requests or what was spent.
+Charges and reservations are rounded up and limits are rounded down, so that rounding never
+overspends.
 """
 
 from dataclasses import dataclass, fields
@@ -9,18 +9,18 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal, InvalidOperati
 from typing import Self
 
 NANO = 10**9
-"""Nano-dollars of a dollar."""
+"""Nano-dollars per dollar."""
 
 LARGEST_USD = 10**9
-"""More than this is a mistake, and sums of less always fit in 64 bits."""
+"""Larger amounts are mistakes; sums of smaller ones always fit into 64 bits."""
 
 LARGEST_CHARGE = 10**6 * NANO
-"""What one request can be charged at most; a claim above it is counted as this."""
+"""Largest charge of one request; a higher claim is counted as this."""
 
 TEMPLATE_TOKENS = 512
-"""What a provider's chat template may add to a prompt: role marks, a preamble for tools."""
+"""Most tokens that a provider's chat template adds to a prompt: role markers, a tool preamble."""
 
-# So many digits that rounding, where any is needed, stays far below a nano-dollar.
+# Enough digits that rounding, if needed at all, stays far below a nano-dollar.
 _UP = Context(prec=60, rounding=ROUND_CEILING)
 _DOWN = Context(prec=60, rounding=ROUND_FLOOR)
 
@@ -41,7 +41,7 @@ class Prices:
     def per_million(
         cls, prompt_usd: float, completion_usd: float, request_usd: float = 0.0
     ) -> Self:
-        """From dollars per million tokens, and per single request."""
+        """Build prices from dollars per million tokens and per request."""
         million = Decimal(10**6)
         prompt, completion = _decimal(prompt_usd), _decimal(completion_usd)
         return cls(
@@ -50,11 +50,11 @@ class Prices:
 
     @property
     def free(self) -> bool:
-        """Whether no request can cost anything."""
+        """Whether every request costs nothing."""
         return not (self.prompt or self.completion or self.request)
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Nano-dollars of one request with so many tokens, rounded up."""
+        """Return the cost of one request in nano-dollars, rounded up."""
         for name, tokens in (("prompt", prompt_tokens), ("completion", completion_tokens)):
             if tokens < 0:
                 raise ValueError(f"{name}_tokens is {tokens}, below 0: a provider counts from 0")
@@ -64,27 +64,27 @@ class Prices:
         return _nano(usd, _UP)
 
     def bound(self, prompt_bytes: int, max_tokens: int) -> int:
-        """Nano-dollars that one request costs at most, rounded up.
+        """Return the highest possible cost of one request in nano-dollars, rounded up.
 
-        `prompt_bytes` is the size of the whole request body: no token that it holds is shorter
-        than a byte, and JSON is never shorter than the text in it. What the provider's chat
-        template adds is allowed for by `TEMPLATE_TOKENS`.
+        `prompt_bytes` is the size of the complete request body: a token has at least one byte, and
+        JSON is never shorter than the text in it. `TEMPLATE_TOKENS` covers what the provider's chat
+        template adds.
         """
         return self.cost(prompt_bytes + TEMPLATE_TOKENS, max_tokens)
 
 
 def nano(usd: float | str | Decimal) -> int:
-    """Dollars that are charged or set aside, as nano-dollars: rounded up."""
+    """Convert dollars to charge or reserve into nano-dollars, rounded up."""
     return _nano(_checked(_decimal(usd), "amount"), _UP)
 
 
 def ceiling(usd: float | str | Decimal) -> int:
-    """Dollars that may be spent at most, as nano-dollars: rounded down."""
+    """Convert a spending limit in dollars into nano-dollars, rounded down."""
     return _nano(_checked(_decimal(usd), "ceiling"), _DOWN)
 
 
 def dollars(amount: int) -> float:
-    """Nano-dollars as dollars, for reports."""
+    """Convert nano-dollars to dollars, for reports."""
     return amount / NANO
 
 
@@ -93,7 +93,7 @@ def _nano(usd: Decimal, context: Context) -> int:
 
 
 def _decimal(usd: float | str | Decimal) -> Decimal:
-    """Exactly the digits that a person or a provider wrote."""
+    """Return exactly the decimal digits that were given."""
     if isinstance(usd, Decimal):
         return usd
     try:

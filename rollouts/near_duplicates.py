@@ -1,8 +1,8 @@
-"""Texts that are nearly the same as an earlier one: MinHash over character shingles.
+"""Near-duplicate detection of texts by MinHash over character shingles.
 
-Similarity is Jaccard's, estimated from `permutations` hash values with a standard error of at most
+The Jaccard similarity is estimated from `permutations` hash values with a standard error of at most
 0.5 / sqrt(permutations). Hashes are fixed, so the same texts in the same order give the same
-answers on every machine. Which texts are compared is the caller's business.
+results on every machine.
 """
 
 import unicodedata
@@ -15,14 +15,14 @@ from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
 
 MISSED = 0.01
-"""Largest chance that the index overlooks a text that is just similar enough."""
+"""Largest probability that the index misses a text whose similarity equals the threshold."""
 _CHUNK = 8192
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _SCHEME = "affine32"
 
 
 class NearDuplicates:
-    """Remembers the last `window` texts that were not near an earlier one."""
+    """Index of the last `window` texts that were not near-duplicates of earlier ones."""
 
     def __init__(self, threshold: float, shingle: int, permutations: int, window: int) -> None:
         self._threshold, self._shingle, self._window = threshold, shingle, window
@@ -34,7 +34,7 @@ class NearDuplicates:
         self._names = count()
 
     def seen(self, text: str, topic: bytes) -> bool:
-        """Whether a text is near a remembered one of its topic; if not, it is remembered."""
+        """Return whether a text is a near-duplicate within its topic; if not, index it."""
         signature = self._signature(text, topic)
         for name in self._index.query(signature):
             if signature.jaccard(self._signatures[name]) >= self._threshold:
@@ -57,13 +57,13 @@ class NearDuplicates:
         found = shingles(text, self._shingle)
         for start in range(0, len(found), _CHUNK):
             signature.update_batch(found[start : start + _CHUNK].tolist())
-        # Texts of different topics share no hash value then, so that the index never meets them.
+        # Texts of different topics then share no hash value, so the index never compares them.
         signature.hashvalues ^= np.uint32(zlib.crc32(topic))
         return signature
 
 
 def shingles(text: str, size: int) -> NDArray[np.uint32]:
-    """Hashes of all runs of `size` characters; case and the width of white space do not count."""
+    """Hash all runs of `size` characters; case and the amount of white space are ignored."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     raw = plain.encode("utf-32-le", "surrogatepass")
     codes = np.frombuffer(raw, dtype="<u4").astype(np.uint64)
@@ -76,10 +76,10 @@ def shingles(text: str, size: int) -> NDArray[np.uint32]:
 
 
 def index_shape(threshold: float, permutations: int) -> tuple[int, int]:
-    """Bands and rows of the index: the fewest bands that overlook a similar text seldom enough.
+    """Return the bands and rows of the index: the fewest bands that miss at most `MISSED`.
 
-    Two texts meet where all values of one band are equal: with b bands of r values, texts of
-    similarity t are overlooked with chance (1 - t^r)^b.
+    Two texts collide if all values of one band are equal: with b bands of r values, a pair of
+    similarity t is missed with probability (1 - t^r)^b.
     """
     for rows in range(permutations // 2, 1, -1):
         bands = permutations // rows

@@ -1,17 +1,14 @@
-"""Which sequences share a forward, and where packed ones lie in its rows.
-
-Only lengths are known here; tensors and losses are the caller's.
-"""
+"""Grouping of sequences into microbatches and packed rows, from their lengths only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 def microbatches(lengths: Sequence[int], budget: int, packed: bool = False) -> list[list[int]]:
-    """Indices grouped so that rows times longest row is at most `budget` tokens.
+    """Group indices so that rows times the longest row is at most `budget` tokens.
 
-    A row is one sequence, or with `packed` as many as fit beside each other. Longest first; every
-    index appears once. Raises ValueError for a sequence above the budget.
+    A row is one sequence, or with `packed` as many as fit. Longest first; every index appears once.
+    Raises ValueError for a sequence longer than the budget.
     """
     groups: list[Rows] = []
     for index in longest_first(lengths):
@@ -20,7 +17,7 @@ def microbatches(lengths: Sequence[int], budget: int, packed: bool = False) -> l
                 f"a sequence has {lengths[index]} tokens but a microbatch holds {budget}: raise "
                 "trainer.microbatch_tokens or lower policy.max_context"
             )
-        # Packed rows have gaps that shorter ones fill; whole rows are full.
+        # Packed rows have gaps that shorter sequences fill; unpacked rows have none.
         tried = groups if packed else groups[-1:]
         rows = next((rows for rows in tried if rows.take(index, lengths[index], budget)), None)
         if rows is None:
@@ -30,9 +27,9 @@ def microbatches(lengths: Sequence[int], budget: int, packed: bool = False) -> l
 
 
 def packed_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices by row, none longer than the longest sequence: first fit, the longest first.
+    """Pack indices into rows no longer than the longest sequence: first fit, longest first.
 
-    The sequences of one packed microbatch lie in these rows.
+    These are the rows of one packed microbatch.
     """
     rows = Rows(max(lengths, default=0), packed=True)
     for index in longest_first(lengths):
@@ -41,13 +38,13 @@ def packed_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Indices from the longest to the shortest; equal ones keep their order."""
+    """Return indices from the longest to the shortest; equal lengths keep their order."""
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
 @dataclass
 class Rows:
-    """Rows of one width that fill up; `taken` is what lies in them, in the order of its coming."""
+    """Rows of one width being filled; `taken` lists the placed indices in insertion order."""
 
     width: int
     packed: bool
@@ -56,7 +53,7 @@ class Rows:
     taken: list[int] = field(default_factory=list)
 
     def take(self, index: int, length: int, budget: int | None = None) -> bool:
-        """Find a sequence its place; False where that takes more tokens than the budget has."""
+        """Place a sequence in a row; return False if that would exceed the token budget."""
         place = next((row for row, free in enumerate(self.free) if free >= length), None)
         if place is None:
             if budget is not None and self.width * (len(self.rows) + 1) > budget:

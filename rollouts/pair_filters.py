@@ -1,12 +1,10 @@
-"""Quality filters between preference pairs and training: a recipe of them, in order.
+"""Quality filters for preference pairs before training, applied in configured order.
 
-A pair is dropped by the first filter that it fails, and counted there. A filter that looks at a
-side looks at `chosen_text` or `rejected_text`; of a well-formed tool call, the special characters
-are counted in its values, because JSON's own marks say nothing about quality. Two pairs are the
-same where context and both actions are (as votes are counted: `actions`). Two are nearly the same
-where the chosen action is and the wording almost: so tasks that differ in numbers only stay apart.
-
-Nothing here makes a pair, and no loss is computed.
+A pair is dropped and counted by the first filter that it fails. Filters with a side look at
+`chosen_text` or `rejected_text`; special characters of a well-formed tool call are counted in its
+values only, because JSON punctuation says nothing about quality. Two pairs are duplicates if
+context and both actions are equal (as for votes: `actions`). Two are near-duplicates if the chosen
+action is equal and the wording similar, so tasks that differ only in numbers stay distinct.
 """
 
 import hashlib
@@ -35,14 +33,14 @@ _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-"""Characters of scripts that put no spaces between words: Thai to Khmer, kana, Han."""
+"""Characters of scripts without spaces between words: Thai to Khmer, kana, Han."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """The pairs that passed, in order, and how many each filter of the recipe dropped.
+    """Pairs that passed, in order, and the number of pairs that each filter dropped.
 
-    A filter's name is its type; a type's second filter is `length_2`, and so on.
+    A filter is named by its type; the second filter of a type is `length_2`, and so on.
     """
 
     kept: list[PreferencePair]
@@ -51,18 +49,18 @@ class Filtered:
 
 class _Filter(Protocol):
     def __call__(self, pair: PreferencePair) -> bool:
-        """Whether a pair passes. One that finds duplicates remembers the pair then."""
+        """Return whether a pair passes; duplicate filters also record the pair."""
 
 
 class PairFilters:
-    """A recipe, and what its filters remember of the run. Belongs to one run, not to a batch."""
+    """Configured filters with the state of their duplicate detection; one object per run."""
 
     def __init__(self, configs: Sequence[FilterConfig]) -> None:
         names = _names(configs)
         self._filters = {name: _filter(of) for name, of in zip(names, configs, strict=True)}
 
     def keep(self, pairs: Sequence[PreferencePair]) -> Filtered:
-        """The pairs that pass all filters. The order of pairs matters to duplicates."""
+        """Filter pairs; the order of pairs matters to the duplicate filters."""
         kept, dropped = [], dict.fromkeys(self._filters, 0)
         for pair in pairs:
             failed = self._failed(pair)
@@ -73,7 +71,7 @@ class PairFilters:
         return Filtered(kept, dropped)
 
     def remember(self, pairs: Sequence[PreferencePair]) -> None:
-        """Know pairs that an earlier process of the run kept, in their order."""
+        """Record pairs that an earlier process of the run kept, in their order."""
         for pair in pairs:
             for passes in self._filters.values():
                 passes(pair)
@@ -83,24 +81,24 @@ class PairFilters:
 
 
 def word_count(text: str) -> int:
-    """Words between white space; where a script writes no spaces, each character is one."""
+    """Count words between white space; in scripts without spaces each character is a word."""
     spaced, unspaced = _UNSPACED.subn(" ", text)
     return len(spaced.split()) + unspaced
 
 
 def special_ratio(text: str) -> float:
-    """The share of characters that are no letters with their marks, digits or white space."""
+    """Return the share of characters other than letters (with marks), digits and white space."""
     special = sum(1 for char in text if not (char.isalnum() or char.isspace() or _is_mark(char)))
     return special / len(text) if text else 0.0
 
 
 def _is_mark(char: str) -> bool:
-    """Whether a character belongs to its letter: a vowel sign, an accent, a joiner."""
+    """Return whether a character is part of a letter: a vowel sign, an accent, a joiner."""
     return unicodedata.category(char)[0] == "M" or char in "\u200c\u200d"
 
 
 def spoken(text: str) -> str:
-    """What an action's text says: of a tool call its name and values, without JSON's marks."""
+    """Return an action's content: of a tool call the name and values, without JSON punctuation."""
     action = parse_action(text)
     if not isinstance(action, ToolCall):
         return text
@@ -170,10 +168,10 @@ class _ExactDuplicates:
 
 
 class _NearDuplicates:
-    """The wording is the task, what was read last and both actions."""
+    """Near-duplicate filter over the task, the last message and both actions."""
 
     def __init__(self, config: NearDuplicatesFilter) -> None:
-        # Its library takes a second to import, which a run without it need not wait for.
+        # The library takes a second to import; runs without this filter skip that.
         from composer_mesh.rollouts.near_duplicates import NearDuplicates
 
         self._texts = NearDuplicates(
@@ -190,7 +188,7 @@ class _NearDuplicates:
 
 
 def _topic(pair: PreferencePair, wording: str) -> bytes:
-    """What must be equal in pairs that are nearly the same: the action, or the numbers of words."""
+    """Return what near-duplicates must share: the action, or the numbers in a words answer."""
     chosen = canonical_action(pair.chosen_text)
     if chosen.kind == "words":
         return _mark("words", re.findall(r"\d+", wording))
@@ -203,7 +201,7 @@ def _content(message: Message) -> str:
 
 
 def _without_ids(message: Message) -> Message:
-    """A message without the ids of its calls, which differ between equal conversations."""
+    """Return a message without its call ids, which differ between equal conversations."""
     plain = {key: value for key, value in message.items() if key not in ("tool_call_id",)}
     calls = plain.get("tool_calls")
     if calls:

@@ -1,12 +1,10 @@
-"""A preference pair as a row for other trainers: TRL's conversational preference format.
+"""Export of preference pairs as rows of TRL's conversational preference format.
 
-`prompt`, `chosen` and `rejected` are lists of messages that hold a role and a text and nothing
-else: a tool call is written into the text as the student writes it. So every row has the same keys
-and types, and loaders that infer a schema from the first rows (`datasets`) read a file of any
-length; and a chat template changes no call's spelling. What would break that stands as JSON in a
-text: `tools` (TRL reads it so), the chat messages with their `tool_calls`, and the `provenance`.
-
-Nothing here reads or writes files.
+`prompt`, `chosen` and `rejected` are lists of messages with only a role and a text: a tool call is
+written into the text as the student writes it. Every row therefore has the same keys and types, so
+loaders that infer a schema from the first rows (`datasets`) read files of any length, and a chat
+template does not change the spelling of a call. Everything else is stored as JSON strings: `tools`
+(TRL reads them so), the chat messages with their `tool_calls`, and the `provenance`.
 """
 
 import json
@@ -23,7 +21,7 @@ _PROVENANCE = TypeAdapter(Provenance)
 
 
 def pair_record(pair: PreferencePair, tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The row of a pair; it has the key `tools` where there are any."""
+    """Return the row of a pair; the key `tools` is present only if there are tools."""
     row: dict[str, Any] = {
         "prompt": [spoken_message(message) for message in pair.messages],
         "chosen": [{"role": "assistant", "content": pair.chosen_text}],
@@ -52,7 +50,7 @@ def pair_record(pair: PreferencePair, tools: Sequence[dict[str, Any]] = ()) -> d
 
 
 def spoken_message(message: Message) -> dict[str, str]:
-    """A chat message as its role and one text, its tool calls included."""
+    """Convert a chat message to a role and one text that includes its tool calls."""
     calls = message.get("tool_calls") or []
     parts = [_content(message.get("content")), *(_call(call["function"]) for call in calls)]
     return {"role": str(message["role"]), "content": "\n".join(part for part in parts if part)}

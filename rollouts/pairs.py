@@ -1,7 +1,4 @@
-"""The replay channel's data: states, teachers' replies, and the preference pairs they come to.
-
-Nothing here counts votes, asks a teacher, encodes text or knows what a pair is trained with.
-"""
+"""Data types of the replay channel: states, teacher replies and preference pairs."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +11,7 @@ from composer_mesh.rollouts.traces import Message
 
 @dataclass(frozen=True, slots=True)
 class FrozenState:
-    """What a teacher is shown: a conversation up to where an assistant acts."""
+    """Input of a teacher: a conversation up to the assistant turn to answer."""
 
     state_id: str
     messages: list[Message]
@@ -23,11 +20,11 @@ class FrozenState:
 
 @dataclass(frozen=True, slots=True)
 class StudentState:
-    """A frozen state with what the student did there.
+    """A frozen state with the student's own action.
 
-    `context_ids` are all ids the student had read, `action_ids` the ones it sampled, stop token
-    included where it came; `action_text` is the same action as text. `situation` names what kind
-    of state it is, coarsely.
+    `context_ids` are all ids that the student had read, `action_ids` the ones it sampled, including
+    the stop token if sampled; `action_text` is the same action as text. `situation` is a coarse
+    category of the state.
     """
 
     state: FrozenState
@@ -44,9 +41,9 @@ class StudentState:
 class TeacherAnswer:
     """One teacher's action.
 
-    `usd` is what it cost this time: 0.0 where it came from the cache, and where neither the
-    provider nor the prices say (`usd_known`). `model` and `request_id` are the provider's own words
-    about who answered what; they are untrusted text.
+    `usd` is the cost of this call: 0.0 if the answer came from the cache, and if neither the
+    provider nor the prices state a cost (`usd_known` is then False). `model` and `request_id` are
+    reported by the provider and are untrusted text.
     """
 
     teacher: str
@@ -63,7 +60,7 @@ class TeacherAnswer:
 
 
 class FailureKind(StrEnum):
-    """Why a teacher did not answer."""
+    """Reason why a teacher did not answer."""
 
     AUTH = "auth"
     PAYMENT = "payment"
@@ -79,7 +76,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TeacherFailure:
-    """A teacher that was asked and did not answer; it does not vote."""
+    """Failed query of a teacher; it does not vote."""
 
     teacher: str
     kind: FailureKind
@@ -95,12 +92,12 @@ VoiceKind = Literal["call", "number", "words", "malformed", "undecided", "failed
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """What one teacher said about a state, and whom it sided with.
+    """The vote of one teacher on a state, compared with the majority and the student.
 
-    `kind` and `action` are the class of its action, cut where it is long; "undecided" is a teacher
-    that answered twice in different ways, "failed" one that did not answer, for the reason in
-    `failure`. `usd` is what it cost this time, in all its attempts. `model` and `request_id` are
-    the provider's own words: untrusted text.
+    `kind` and `action` are the class of its action, truncated if long; "undecided" means that the
+    teacher gave two different answers, "failed" that it did not answer, for the reason in
+    `failure`. `usd` is the cost of this call over all attempts. `model` and `request_id` are
+    reported by the provider: untrusted text.
     """
 
     teacher: str
@@ -117,7 +114,7 @@ class Voice:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Every asked teacher's voice, by name, and how many had to agree."""
+    """Votes of all queried teachers, by name, and the agreement threshold."""
 
     threshold: int = 0
     voices: tuple[Voice, ...] = ()
@@ -125,14 +122,14 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """A teachers' action preferred to the student's own, with where it comes from.
+    """The teachers' action preferred to the student's own, with its origin.
 
     `chosen_text` is encoded by the chat format later; `rejected_ids` are the ids that the student
-    sampled, and `rejected_version` the policy version of the oldest of them. `teachers` agreed on
-    the chosen action, `votes` counts the teachers that voted, `asked` all that were asked. What
-    each of them said is in `provenance`, which is empty in pairs of older runs.
-    `reference` holds the frozen initial policy's summed log-probs (nats) of the chosen and of the
-    rejected answer, once they were computed.
+    sampled, and `rejected_version` is the policy version of the oldest of them. `teachers` agreed
+    on the chosen action, `votes` counts the teachers that voted, `asked` all that were queried.
+    `provenance` holds the vote of each; it is empty in pairs of older runs. `reference` holds the
+    summed log-probs (nats) of the chosen and the rejected answer under the frozen initial policy,
+    once computed.
     """
 
     pair_id: str
@@ -160,10 +157,10 @@ _ADAPTER = TypeAdapter(PreferencePair)
 
 
 def pair_to_json(pair: PreferencePair) -> bytes:
-    """One line of JSON without a newline."""
+    """Serialize a pair to one line of JSON without a newline."""
     return _ADAPTER.dump_json(pair)
 
 
 def pair_from_json(line: bytes | str) -> PreferencePair:
-    """The pair of one line; raises pydantic's ValidationError where the line is not one."""
+    """Parse one line; raise pydantic's ValidationError if it is not a pair."""
     return _ADAPTER.validate_json(line)

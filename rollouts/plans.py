@@ -1,7 +1,4 @@
-"""Plans: the tool calls that solve a problem, and how far a conversation has come with them.
-
-Which calls solve what is a task's business.
-"""
+"""Plans: the tool calls that solve a problem, and how many of them a conversation has completed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +12,14 @@ from composer_mesh.rollouts.traces import Message
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The result of an earlier step of a plan."""
+    """Reference to the result of an earlier step of a plan."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of a plan; argument values may be results of earlier steps."""
+    """One call of a plan; argument values may be references to earlier results."""
 
     tool: str
     arguments: dict[str, Any]
@@ -36,7 +33,7 @@ class Step:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """What the user asked first; raises ValueError where no user has spoken."""
+    """Return the first user message; raise ValueError if there is none."""
     for message in messages:
         if message["role"] == "user":
             return str(message["content"])
@@ -44,9 +41,9 @@ def question_of(messages: Sequence[Message]) -> str:
 
 
 def plan_results(steps: Sequence[Step], messages: Sequence[Message]) -> list[Number]:
-    """Results of the plan's steps that the conversation has done, in the plan's order.
+    """Return the results of the plan's completed steps, in the plan's order.
 
-    Other calls, and the plan's own calls that failed, count for nothing.
+    Other calls, and failed calls of the plan, are ignored.
     """
     results: list[Number] = []
     for call, content in calls_and_results(messages):
@@ -58,6 +55,6 @@ def plan_results(steps: Sequence[Step], messages: Sequence[Message]) -> list[Num
 
 
 def next_call(steps: Sequence[Step], results: Sequence[Number]) -> str:
-    """The action text of the first step that has no result yet."""
+    """Return the action text of the first step without a result."""
     call = steps[len(results)].call(results)
     return call_text(call.name, call.arguments)

@@ -1,8 +1,8 @@
-"""Episodes that fail again and again in the same way: the counting, without calls or clocks.
+"""Counting of episodes that fail repeatedly in the same way, without calls or clocks.
 
-A deterministic failure comes back in each attempt, so equal failures of one episode speak against
-the episode. Attempts that were under way together count once, because one cause may have hit them
-all. Which errors are equal, and what is done about an episode, is `services.retries`.
+A deterministic failure recurs in each attempt, so equal failures of one episode indicate a fault of
+the episode. Concurrent attempts count once, because one cause may have hit all of them.
+`services.episodes.retries` decides which errors are equal and what happens to an episode.
 """
 
 from collections import Counter
@@ -13,9 +13,9 @@ from composer_mesh.rollouts.tasks import Episode
 
 @dataclass(frozen=True, slots=True)
 class PoisonedInput:
-    """An episode that was set aside. `attempts` are those of its samples that failed.
+    """A quarantined episode. `attempts` counts the failed attempts of its samples.
 
-    `cause` is the class of the failure; `error` and `traceback` may hold text that a model wrote.
+    `cause` is the class of the failure; `error` and `traceback` may contain model-written text.
     """
 
     episode: Episode
@@ -26,28 +26,28 @@ class PoisonedInput:
 
 
 class Trial:
-    """The failures of one episode's attempts.
+    """Failure counts of one episode's attempts.
 
-    began = trial.begin()       an attempt begins
-    trial.failed(began, key)    it failed; returns how often that was seen
+    began = trial.begin()       start an attempt
+    trial.failed(began, key)    record its failure; returns how often it was seen
     """
 
     def __init__(self) -> None:
         self.attempts = 0
-        """Attempts that failed."""
+        """Number of failed attempts."""
         self._moment = 0
         self._counts: Counter[str] = Counter()
         self._counted: dict[str, int] = {}
 
     def begin(self) -> int:
-        """The moment at which an attempt begins."""
+        """Return the logical time at which an attempt starts."""
         self._moment += 1
         return self._moment
 
     def failed(self, began: int, key: str | None) -> int:
-        """Count a failure; returns how often one with its key was seen independently.
+        """Count a failure; return how often one with its key was seen in non-concurrent attempts.
 
-        None stands for what the attempt had no part in: it speaks against nothing.
+        A None key marks a failure that the attempt did not cause; it is not counted.
         """
         self.attempts += 1
         if key is None:
@@ -60,18 +60,18 @@ class Trial:
 
 
 class Shortage:
-    """Whether most groups of a step lack most of their rollouts, and how many steps running."""
+    """Detects consecutive steps in which most groups lack most of their rollouts."""
 
     def __init__(self, most: int = 2) -> None:
         self._most, self._running = most, 0
 
     def step(self, sizes: list[int], wanted: int) -> bool:
-        """Take note of the sizes of a step's groups; True where it has gone on for too long."""
+        """Record the group sizes of a step; return True after `most` short steps in a row."""
         short = short_groups(sizes, wanted)
         self._running = self._running + 1 if 2 * short > len(sizes) else 0
         return self._running >= self._most
 
 
 def short_groups(sizes: list[int], wanted: int) -> int:
-    """How many groups have fewer than half of the rollouts that they should have."""
+    """Return the number of groups with fewer than half of the wanted rollouts."""
     return sum(2 * size < wanted for size in sizes)

@@ -1,7 +1,4 @@
-"""A multi-turn tool session: actions in, tool results out, a verified answer at the end.
-
-It knows tools and an answer check, not which task they belong to.
-"""
+"""A multi-turn tool session: actions in, tool results out, a verified answer at the end."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,15 +18,15 @@ _ANSWER = re.compile(r"Answer:\s*(-?[\d,]*\.?\d+)\s*$")
 
 
 def read_answer(text: str) -> float | None:
-    """The number after a final `Answer:`, or None where there is none."""
+    """Return the number after a final `Answer:`, or None if there is none."""
     match = _ANSWER.search(text.strip()[-80:])
     return float(match[1].replace(",", "")) if match else None
 
 
 class ToolSession:
-    """One running episode, not shared between tasks of an event loop.
+    """One running episode; not safe to share between asyncio tasks.
 
-    `penalty` is taken off the reward for each failed call, never below 0.
+    `penalty` is subtracted from the reward for each failed call, never below 0.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class ToolSession:
         return deepcopy(self._messages)
 
     def state(self, turn: int) -> list[Message]:
-        """Exactly what the agent saw when it acted at `turn` (0-based)."""
+        """Return exactly what the agent saw when it acted at `turn` (0-based)."""
         if not 0 <= turn < len(self._seen):
             raise IndexError(
                 f"turn {turn} of an episode with {len(self._seen)} states: ask for 0 to "
@@ -60,7 +57,7 @@ class ToolSession:
         return deepcopy(self._messages[: self._seen[turn]])
 
     def step(self, text: str) -> StepResult:
-        """Takes the agent's action; raises RuntimeError when the episode has ended."""
+        """Apply the agent's action; raise RuntimeError after the end of the episode."""
         if self._done:
             raise RuntimeError(f"turn {self._turn} after the end: start a new session")
         call_id = f"call_{self._turn}"

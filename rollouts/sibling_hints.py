@@ -1,8 +1,8 @@
-"""A successful sibling rollout as a hint: what it did before its answer, in a few lines.
+"""Hints from a successful sibling rollout: its calls before the answer, in a few lines.
 
-Only calls that worked are shown, with their results, up to the first line that would tell the
-verified answer; that one and all behind it are left out, and the hint says so. The sibling's own
-words are left out too. Which rollout fails, and where the hint goes, is `hint_sources`' business.
+Only calls that worked are shown, with their results, up to the first line that contains the
+verified answer; that line and all later ones are omitted, and the hint says so. The sibling's own
+words are omitted too. `hint_sources` decides which rollout gets the hint and at which turn.
 """
 
 import json
@@ -18,10 +18,10 @@ REST = "The rest is left out. Do the next steps yourself."
 
 
 def chosen_sibling(failed: Trace, group: Sequence[Trace]) -> Trace | None:
-    """The successful rollout of the same prompt that shows most for least; never `failed` itself.
+    """Return the best successful rollout of the same prompt other than `failed`; None without one.
 
-    The highest reward wins, then the fewest turns, then the first sample: the order of `group`
-    does not matter.
+    The highest reward wins, then the fewest turns, then the lowest sample number: the order of
+    `group` does not matter.
     """
     others = [
         trace
@@ -35,9 +35,9 @@ def chosen_sibling(failed: Trace, group: Sequence[Trace]) -> Trace | None:
 
 
 def sibling_hint(sibling: Trace, answer: str) -> str | None:
-    """The hint that a sibling makes; None where it made no call before its answer.
+    """Return the hint from a sibling; None if it made no call before its answer.
 
-    Raises HintLeak where its first line already tells the answer.
+    Raises HintLeak if its first line already contains the answer.
     """
     lines: list[str] = []
     every = list(_worked(sibling))
@@ -56,17 +56,17 @@ def sibling_hint(sibling: Trace, answer: str) -> str | None:
 
 
 def exchanges(trace: Trace) -> list[tuple[Message, Message | None]]:
-    """Each turn's assistant message with the environment's answer, None where it gave none."""
+    """Pair each turn's assistant message with the environment's response, None if there is none."""
     messages = trace.messages
     places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    # An opening may hold assistant messages that nobody sampled.
+    # The prompt may contain assistant messages that were not sampled.
     own = places[len(places) - len(trace.turns) :] if len(places) >= len(trace.turns) else []
     following = [messages[n + 1] if n + 1 < len(messages) else None for n in own]
     return [(messages[n], after) for n, after in zip(own, following, strict=True)]
 
 
 def _worked(trace: Trace) -> Iterator[tuple[str, str]]:
-    """The calls before the last turn that left no error, with their results."""
+    """Yield the error-free calls before the last turn, with their results."""
     failed = {site.turn for site in trace.error_sites}
     for turn, (message, answer) in enumerate(exchanges(trace)[:-1]):
         call = _call_of(message)

@@ -1,7 +1,6 @@
-"""Which of the student's turns to show to teachers, when an answer costs something.
+"""Selection of the student's turns to show to teachers, when each answer costs money.
 
-The states worth most come first; those worth too little are skipped. Nothing here asks a teacher,
-says what a state is worth or knows what an answer costs.
+The states with the highest value come first; those below the gate's minimum are skipped.
 """
 
 import hashlib
@@ -30,10 +29,10 @@ from composer_mesh.rollouts.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The states to ask about, best first, and the `values` of each.
+    """Selected states, best first, and the `values` of each.
 
-    Of `distinct` states in all, `skipped` were below the gate's `min_value`; what is missing
-    beyond that found no room. `saved` is how many more would be asked about without that bound.
+    Of `distinct` states in total, `skipped` were below the gate's `min_value`; the others that are
+    missing exceeded the limit. `saved` is how many more would be selected without `min_value`.
     """
 
     states: list[StudentState]
@@ -45,7 +44,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """One turn of one trace. `context` stands for all ids that the student had read."""
+    """One turn of one trace. `context` is a digest of all ids that the student had read."""
 
     trace: Trace
     turn: int
@@ -61,12 +60,12 @@ def select_states(
     gate: GateConfig | None = None,
     novelty: Novelty | None = None,
 ) -> Selection:
-    """At most `limit` states, the most telling first; the same arguments give the same ones.
+    """Select at most `limit` states by descending value, deterministically for equal arguments.
 
-    Samples of a group start from one prompt: of states that have the same context and action the
-    best one is kept. States that have the same context and different actions are each kept, and
-    have the same seed, so that one question answers all of them. Nothing is counted in `novelty`:
-    the caller does that with the states it asks about.
+    Samples of a group share a prompt: of states with the same context and action only the best is
+    kept. States with the same context but different actions are all kept and have the same seed, so
+    that one query answers all of them. `novelty` is not updated: the caller does that for the
+    states it queries.
     """
     gate, novelty = gate or GateConfig(), novelty or Novelty()
     salt = rng.getrandbits(64)
@@ -87,7 +86,7 @@ def select_states(
 
 
 def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
-    """The state of one turn; its seed depends on `salt` and on what the student had read."""
+    """Return the state of one turn; its seed depends on `salt` and on the context ids."""
     context_ids = trace.prompt_ids(turn)
     digest = hashlib.sha256(f"{salt}/".encode() + _bytes(context_ids)).digest()
     at = _actions_at(trace)[turn]
@@ -106,7 +105,7 @@ def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
 
 
 def _actions_at(trace: Trace) -> list[int]:
-    """Where the turns' actions are in the messages; a prompt may hold assistant messages too."""
+    """Return the message indices of the turns' actions; a prompt may hold assistant messages."""
     spoken = [i for i, message in enumerate(trace.messages) if message["role"] == "assistant"]
     if len(spoken) < len(trace.turns):
         raise ValueError(
@@ -121,7 +120,7 @@ def _in_order(traces: Iterable[Trace]) -> list[Trace]:
 
 
 def _optimizer_state(trace: Trace) -> Iterator[_Moment]:
-    """Every turn in which the student sampled something."""
+    """Yield every turn in which the student sampled at least one token."""
     for turn, (at, context) in enumerate(zip(_actions_at(trace), _contexts(trace), strict=True)):
         if trace.turns[turn].action_ids:
             text = message_text(trace.messages[at])
@@ -130,7 +129,7 @@ def _optimizer_state(trace: Trace) -> Iterator[_Moment]:
 
 
 def _contexts(trace: Trace) -> Iterator[bytes]:
-    """A digest for each turn of the ids before its action."""
+    """Yield for each turn a digest of the ids before its action."""
     read = hashlib.sha256()
     for turn in trace.turns:
         read.update(_bytes(turn.context_ids))

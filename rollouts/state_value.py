@@ -1,14 +1,14 @@
-"""What a teacher's answer to a state may be worth: four signs from 0 to 1, and their mean.
+"""Estimated value of a teacher's answer to a state: the weighted mean of four signals in [0, 1].
 
-- error: 1 where the turn's own action failed, 0.5 where only its episode did, else 0.
-- entropy: 1 - exp(-s / entropy_scale), s the mean surprisal in nats of the turn's sampled tokens.
-  That is an estimate of the entropy from the one sample there is.
-- disagreement: the mean of two shares. How many of the group's other samples that stood in the
-  same context (the same token ids) did something else there; and how far the group's rewards are
-  spread, as 4 times their variance: 1 where half have reward 0 and half 1, and at most 1.
-- novelty: 1 / (1 + times that the caller has asked about such a situation before).
+- error: 1 if the turn's own action failed, 0.5 if only its episode did, else 0.
+- entropy: 1 - exp(-s / entropy_scale), where s is the mean surprisal in nats of the turn's sampled
+  tokens: a one-sample estimate of the entropy.
+- disagreement: the mean of two shares. The first is the share of the group's other samples in the
+  same context (the same token ids) that acted differently. The second is the spread of the group's
+  rewards, 4 times their variance: 1 if half have reward 0 and half 1, and at most 1.
+- novelty: 1 / (1 + number of earlier queries about the same situation).
 
-Pure rules about one state. Which states are chosen is `state_choice`.
+`state_choice` selects states by these values.
 """
 
 import math
@@ -28,7 +28,7 @@ LONGEST_NAME = 40
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """The signs of one state; the names are those of the weights in `GateConfig`."""
+    """Signals of one state; the names are those of the weights in `GateConfig`."""
 
     error: float
     entropy: float
@@ -37,7 +37,7 @@ class Signs:
 
 
 def state_value(signs: Signs, gate: GateConfig) -> float:
-    """The signs' mean by the gate's weights, from 0 to 1."""
+    """Return the mean of the signals by the gate's weights, from 0 to 1."""
     weighted = (
         (gate.error, signs.error),
         (gate.entropy, signs.entropy),
@@ -45,7 +45,7 @@ def state_value(signs: Signs, gate: GateConfig) -> float:
         (gate.novelty, signs.novelty),
     )
     largest = max(weight for weight, _ in weighted)
-    shares = [weight / largest for weight, _ in weighted]  # their sum can not overflow
+    shares = [weight / largest for weight, _ in weighted]  # their sum cannot overflow
     total = sum(share * sign for share, (_, sign) in zip(shares, weighted, strict=True))
     return min(1.0, total / sum(shares))
 
@@ -57,19 +57,22 @@ def error_sign(trace: Trace, turn: int) -> float:
 
 
 def error_kind(trace: Trace, turn: int) -> str:
-    """The kind of the error at a turn, or "" where there is none."""
+    """Return the kind of the error at a turn, or "" if there is none."""
     return next((site.error_kind for site in trace.error_sites if site.turn == turn), "")
 
 
 def entropy_sign(logprobs: Sequence[float], scale: float) -> float:
-    """How unsure the student was, from the log-probs (nats) of the tokens that it sampled."""
+    """Return the student's uncertainty from the log-probs (nats) of its sampled tokens."""
     if not logprobs:
         return 0.0
     return -math.expm1(-max(0.0, -fmean(logprobs)) / scale)
 
 
 def action_disagreement(own: ActionKey, same_context: Mapping[ActionKey, int]) -> float:
-    """The share of the others in a context who acted otherwise; `same_context` counts all."""
+    """Return the share of other samples in a context that acted differently.
+
+    `same_context` counts all samples.
+    """
     others = sum(same_context.values()) - 1
     if others < 1:
         return 0.0
@@ -77,14 +80,14 @@ def action_disagreement(own: ActionKey, same_context: Mapping[ActionKey, int]) -
 
 
 def reward_spread(rewards: Sequence[float]) -> float:
-    """4 times the variance, at most 1: how much it is open whether the group's prompt succeeds."""
+    """Return 4 times the variance, at most 1: the uncertainty of the group's success."""
     return min(1.0, 4 * pvariance(rewards)) if rewards else 0.0
 
 
 def situation(trace: Trace, turn: int, action_text: str) -> str:
-    """A coarse name of a state: task, the error before it, what the student did, the error it made.
+    """Return a coarse name of a state: task, preceding error, the student's action, its error.
 
-    States of one name are alike enough that an answer about one tells something about the others.
+    States of one name are similar enough that an answer about one is informative about the others.
     """
     action = parse_action(action_text)
     did = "answers" if action is None else "malformed"
@@ -95,7 +98,7 @@ def situation(trace: Trace, turn: int, action_text: str) -> str:
 
 
 class Novelty:
-    """How often each situation was asked about; `counts` make the same one again."""
+    """Number of queries for each situation; pass `counts` to restore an instance."""
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
         self._counts = Counter(counts or {})
@@ -105,13 +108,13 @@ class Novelty:
         return dict(self._counts)
 
     def asked(self, states: Iterable[StudentState]) -> None:
-        """Counts states that teachers are asked about."""
+        """Count states that are sent to teachers."""
         self._counts.update(state.situation for state in states)
 
     def know(self, situations: Iterable[str]) -> None:
-        """Counts states that an earlier process of the run has asked about."""
+        """Count states that an earlier process of the run has sent to teachers."""
         self._counts.update(situations)
 
     def sign(self, name: str) -> float:
-        """The novelty of a situation."""
+        """Return the novelty signal of a situation."""
         return 1 / (1 + self._counts[name])

@@ -1,7 +1,7 @@
-"""How a step is divided: samples over trainer ranks and microbatches, views over teachers.
+"""Division of a step: samples over trainer ranks and microbatches, views over teachers.
 
-A pure function of lengths, so that the trainer, its teachers and the controller agree without
-asking each other. Nothing here knows tensors or actors.
+A pure function of lengths, so that the trainer, its teachers and the controller compute the same
+plan without communication.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from composer_mesh.rollouts.packing import microbatches
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Places in the batch of the samples that share a forward, and of their views, in order."""
+    """Batch indices of the samples that share a forward, and of their views, in order."""
 
     samples: list[int]
     views: list[int]
@@ -23,7 +23,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one trainer rank does in a step, in this order, and the pairs that it trains."""
+    """Work of one trainer rank in a step, in order: its microbatches and its pairs."""
 
     microbatches: list[Microbatch]
     pairs: list[int]
@@ -31,7 +31,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How often all ranks of a sharded model run it in a step: as often as the busiest one must.
+    """Number of forwards that all ranks of a sharded model run in a step: that of the busiest rank.
 
     `teacher` counts the forwards of a teacher inside the trainer, by microbatch.
     """
@@ -46,8 +46,8 @@ def plan_step(
 ) -> list[RankPlan]:
     """Divide a step over ranks by tokens, and each rank's share into microbatches of `budget`.
 
-    A rank may get nothing. Microbatches without views come first: the teacher works meanwhile.
-    With `packed` samples share rows, and the budget counts those.
+    A rank may get nothing. Microbatches without views come first, so that they run while the
+    teacher computes. With `packed` samples share rows, and the budget applies to the packed rows.
     """
     owners = {sample.trace_id: place for place, sample in enumerate(batch.samples)}
     by_sample: dict[int, list[int]] = {}
@@ -67,7 +67,7 @@ def plan_step(
 
 
 def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Rounds:
-    """What the ranks of these plans do together. The same on every rank, as the plans are."""
+    """Return the common number of forwards for these plans; the same on every rank."""
     micros = [plan.microbatches for plan in plans]
     teacher = [
         max(len(teacher_groups([batch.views[place] for place in one.views], budget)) for one in row)
@@ -78,9 +78,9 @@ def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Round
 
 
 def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int) -> list[list[int]]:
-    """A rank's pairs, by place in the batch, in groups that share a forward.
+    """Group a rank's pairs, by index in the batch, into shared forwards.
 
-    A pair above the budget is a group of its own, and then as large as others become.
+    A pair longer than the budget raises the size limit of all groups to its own length.
     """
     tokens = [pair_tokens(pairs[place]) for place in places]
     groups = microbatches(tokens, max([budget, *tokens]))
@@ -88,19 +88,19 @@ def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int)
 
 
 def teacher_groups(views: Sequence[HintedView], budget: int) -> list[list[int]]:
-    """Indices of views whose hinted contexts share a forward of a teacher."""
+    """Group indices of views whose hinted contexts share a forward of a teacher."""
     return microbatches([len(view.teacher_ids) for view in views], budget)
 
 
 def pair_tokens(pair: PairSample) -> int:
-    """Padded tokens of both sides of a pair."""
+    """Return the padded tokens of both sides of a pair."""
     return 2 * (len(pair.context_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
 
 
 def spread(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Places in parts of about equal weight, the heaviest first to whoever has least.
+    """Divide indices into parts of about equal weight: heaviest first, to the lightest part.
 
-    One part keeps the order; several keep it within each part.
+    Indices stay in order within each part.
     """
     loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
     for place in sorted(range(len(weights)), key=lambda place: (-weights[place], place)):
@@ -111,10 +111,10 @@ def spread(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def split_views(views: Sequence[HintedView], parts: int) -> list[range]:
-    """Runs of neighbouring views, one for each teacher, of about as many tokens; some empty."""
+    """Divide views into contiguous runs of about equal tokens, one for each teacher; some empty."""
     ends = list(accumulate(len(view.teacher_ids) for view in views))
     total = ends[-1] if ends else 0
-    # A view goes to the part in which its middle token falls.
+    # A view belongs to the part that contains its middle token.
     owners = [
         min(parts - 1, (2 * end - len(view.teacher_ids)) * parts // (2 * total))
         for view, end in zip(views, ends, strict=True)

@@ -1,4 +1,4 @@
-"""The task that a config names."""
+"""Factory of the task that a config names."""
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.gsm8k import Gsm8kTask
@@ -7,7 +7,7 @@ from composer_mesh.rollouts.toolbox import ToolboxTask
 
 
 def make_task(config: Config) -> Task:
-    """The task that a config names; raises what its loader raises on bad data."""
+    """Create the configured task; loader errors on bad data propagate."""
     environment = config.environment
     if config.data.kind == "toolbox":
         return ToolboxTask(config.run.seed, environment.max_turns, environment.tool_error_penalty)

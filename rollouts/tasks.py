@@ -1,6 +1,6 @@
-"""What a task is: episodes from a seed, sessions that step, and an expert for demonstrations.
+"""Protocols of a task: seeded episodes, step-wise sessions, and an expert for demonstrations.
 
-Only the protocols; the tasks are files of their own, and `task_choice` makes one.
+The tasks are in modules of their own; `task_choice` creates one.
 """
 
 import random
@@ -12,7 +12,7 @@ from composer_mesh.rollouts.traces import ErrorSite, Message, Split
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A problem, complete: the same episode gives the same session anywhere."""
+    """A complete problem: the same episode gives the same session in any process."""
 
     task: str
     split: Split
@@ -22,7 +22,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an action caused. `messages` are new to the agent; `reward` counts once, at `done`."""
+    """Result of an action. `messages` are new to the agent; `reward` counts once, at `done`."""
 
     messages: list[Message]
     done: bool
@@ -43,7 +43,7 @@ class Session(Protocol):
 
 
 class Task(Protocol):
-    """A family of episodes. Train and held-out episodes never share a problem."""
+    """A family of episodes. Training and held-out episodes never share a problem."""
 
     name: str
     tools: list[dict[str, Any]]
@@ -53,13 +53,13 @@ class Task(Protocol):
     def session(self, episode: Episode) -> Session: ...
 
     def answer(self, episode: Episode) -> str:
-        """The verified answer as a hint would have to write it; hints that hold it are refused."""
+        """Return the verified answer in the form in which a hint would leak it."""
         ...
 
     def expert(self, messages: list[Message]) -> str:
-        """The right action's text, found from the messages alone."""
+        """Return the text of the correct action, derived from the messages alone."""
         ...
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        """A wrong action's text for the same messages, of a kind that real agents write."""
+        """Return the text of a realistic wrong action for the same messages."""
         ...

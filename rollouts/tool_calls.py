@@ -1,7 +1,7 @@
-"""Tool calls in text: reading what a model wrote, and writing what an expert means.
+"""Parser and writer of tool calls in text.
 
-The format is the one Hermes and Qwen models use: a JSON object between `<tool_call>` tags.
-The text is untrusted: it is parsed as JSON and nothing else. Tools are not run here.
+The format is that of Hermes and Qwen models: a JSON object between `<tool_call>` tags. The text is
+untrusted and is only parsed as JSON.
 """
 
 import json
@@ -21,14 +21,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """Text that opens a tool call but is not one."""
+    """Text that opens a tool call without being a valid one."""
 
     text: str
     reason: str
 
 
 def parse_action(text: str) -> ToolCall | MalformedCall | None:
-    """The tool call in an action's text, or None where the text is a plain answer.
+    """Parse the tool call in an action's text; None if the text is a plain answer.
 
     An action makes one call at most; a second one makes it malformed.
     """
@@ -41,8 +41,8 @@ def parse_action(text: str) -> ToolCall | MalformedCall | None:
         return MalformedCall(text, f"the call is not closed by {CLOSE}")
     try:
         value = json.loads(body.partition(CLOSE)[0])
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can not be written
-    except (ValueError, RecursionError):  # an integer of too many digits is a plain ValueError
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
+    except (ValueError, RecursionError):  # too many digits raise a plain ValueError
         return MalformedCall(text, "the call is not valid JSON")
     return _checked(text, value)
 
@@ -56,13 +56,13 @@ def _checked(text: str, value: Any) -> ToolCall | MalformedCall:
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """The action text of a call, as the chat templates of Qwen models write it."""
+    """Return the action text of a call, as the chat templates of Qwen models write it."""
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"{OPEN}\n{body}\n{CLOSE}"
 
 
 def assistant_message(text: str, call_id: str) -> Message:
-    """The OpenAI chat message of an action's text; a malformed call stays content."""
+    """Convert an action's text to an OpenAI chat message; a malformed call stays content."""
     action = parse_action(text)
     if not isinstance(action, ToolCall):
         return {"role": "assistant", "content": text}
@@ -73,9 +73,9 @@ def assistant_message(text: str, call_id: str) -> Message:
 
 
 def message_text(message: Message) -> str:
-    """The action text of an assistant message, the reverse of `assistant_message`.
+    """Return the action text of an assistant message, the inverse of `assistant_message`.
 
-    Raises ValueError where the message's arguments are not a JSON object.
+    Raises ValueError if the arguments are not a JSON object.
     """
     calls = message.get("tool_calls") or []
     if not calls:

@@ -1,7 +1,6 @@
 """The toolbox task: questions that need one to three tool calls and end in a checked answer.
 
-Questions, plans and the expert that reads them back out of a conversation. Tools and the
-session are files of their own; nothing here knows a model.
+Contains the questions, their plans, and the expert that derives the plan from a conversation.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ _CONVERSION = re.compile(
 
 
 def plan(question: str) -> list[Step]:
-    """The tool calls that answer a question; raises ValueError for another kind of question."""
+    """Return the tool calls that answer a question; raise ValueError for any other question."""
     match = _ARITHMETIC.fullmatch(question) or _CONVERSION.fullmatch(question)
     if match is None:
         raise ValueError(f"{question!r} is not a toolbox question: ask one from `episode`")
@@ -71,7 +70,7 @@ def _term(found: Mapping[str, str | None], name: str, steps: list[Step]) -> Numb
 
 
 class ToolboxTask:
-    """Episodes by seed. A question belongs to one split by its own hash, so none is in both."""
+    """Episodes by seed. A question's hash decides its split, so no question is in both."""
 
     name = "toolbox"
 
@@ -104,7 +103,7 @@ class ToolboxTask:
         return format_number(episode.payload["answer"])
 
     def expert(self, messages: list[Message]) -> str:
-        """The next right action: replays the plan against the calls that succeeded so far."""
+        """Return the next correct action: the plan's first call that has not succeeded yet."""
         steps = plan(question_of(messages))
         results = plan_results(steps, messages)
         if len(results) < len(steps):
@@ -125,7 +124,7 @@ class ToolboxTask:
 
 
 def split_of(question: str) -> Split:
-    """The split that a question belongs to, by its content alone."""
+    """Return the split of a question, from a hash of its text."""
     digest = hashlib.sha256(question.encode()).digest()
     return "heldout" if digest[0] < HELDOUT_SHARE * 256 else "train"
 

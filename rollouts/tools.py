@@ -1,7 +1,7 @@
-"""The tools of the built-in tasks, and how they fail.
+"""The tools of the built-in tasks and their errors.
 
-Arguments are checked by pydantic; each failure has a kind, a hint template and the facts a hint
-may use. Model-written arguments are data: nothing here evaluates text. Sessions are elsewhere.
+Pydantic checks the arguments; each failure has a kind, a hint template and the facts that a hint
+may use. Model-written arguments are data and are never evaluated.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ LARGEST = 10**15
 
 
 class ToolError(Exception):
-    """A failed call: `kind` names it, `text` is what the agent reads, `data` feeds hints."""
+    """A failed call: `kind` names it, `text` is shown to the agent, `data` fills hint templates."""
 
     def __init__(self, kind: str, text: str, data: dict[str, str]) -> None:
         super().__init__(kind, text, data)
@@ -60,7 +60,7 @@ class Tool:
     run: Callable[[Any], Number]
 
     def schema(self) -> dict[str, Any]:
-        """The tool as OpenAI's `tools` parameter wants it."""
+        """Return the tool in the format of OpenAI's `tools` parameter."""
         parameters = self.arguments.model_json_schema()
         function = {
             "name": self.name,
@@ -109,7 +109,7 @@ def converter() -> Tool:
 
 
 def lookup(table: Mapping[str, Number]) -> Tool:
-    """Reads the episode's own table."""
+    """Create the tool that reads the episode's own table."""
 
     def run(arguments: LookupArguments) -> Number:
         if arguments.key not in table:
@@ -122,7 +122,7 @@ def lookup(table: Mapping[str, Number]) -> Tool:
 
 
 def execute(tools: Mapping[str, Tool], call: ToolCall) -> Number:
-    """The call's result; raises ToolError for every way in which a call can be wrong."""
+    """Run the call and return its result; raise ToolError for every kind of invalid call."""
     tool = tools.get(call.name)
     if tool is None:
         data = {"tool": call.name[:40], "tools": ", ".join(tools)}
@@ -150,7 +150,7 @@ def _argument_error(tool: Tool, error: ValidationError) -> ToolError:
 
 
 def format_number(value: Number) -> str:
-    """A number as agents read and write it: `12`, not `12.0`; at most 6 decimals."""
+    """Format a number as agents read and write it: `12`, not `12.0`; at most 6 decimals."""
     if float(value).is_integer():
         return str(int(value))
     text = f"{value:.6f}".rstrip("0").rstrip(".")

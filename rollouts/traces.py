@@ -1,7 +1,7 @@
-"""What a rollout leaves behind: turns of token ids, error sites and the verified reward.
+"""Record of a rollout: turns of token ids, error sites and the verified reward.
 
-Token ids are the truth here. Text is kept beside them (`messages`) for people and for
-teachers, and is never tokenized again. Nothing here knows models, files or processes.
+Token ids are authoritative. The text (`messages`) is stored for people and for teachers, and is
+never tokenized again.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class ErrorSite:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One action and the context that was new to it.
+    """One action and the context ids added before it.
 
-    `context_ids` are the ids added since the previous action (turn 0: the whole prompt), so
-    a trace is the concatenation of its turns. `action_ids`, `logprobs` (nats, of the
-    distribution sampled from) and `versions` (policy version of each token) have equal length.
+    `context_ids` are the ids added since the previous action (turn 0: the complete prompt), so a
+    trace is the concatenation of its turns. `action_ids`, `logprobs` (nats, of the distribution
+    sampled from) and `versions` (policy version of each token) have equal length.
     """
 
     context_ids: list[int]
@@ -58,8 +58,8 @@ class Turn:
 class Trace:
     """A finished episode of one sample.
 
-    `group_id` counts prompt groups in the order of admission, `sample` counts inside the
-    group. `messages` is the whole conversation as the environment saw it.
+    `group_id` counts prompt groups in order of admission, `sample` counts within the group.
+    `messages` is the complete conversation as the environment saw it.
     """
 
     trace_id: str
@@ -75,11 +75,11 @@ class Trace:
     error_sites: list[ErrorSite]
 
     def token_ids(self) -> list[int]:
-        """All ids of the episode in order: context, action, context, action, …"""
+        """Return all ids of the episode in order: context, action, context, action, …"""
         return [token for turn in self.turns for token in (*turn.context_ids, *turn.action_ids)]
 
     def action_mask(self) -> list[bool]:
-        """True at the ids that the policy sampled; same length as `token_ids()`."""
+        """Return a mask that is True at sampled ids; same length as `token_ids()`."""
         mask: list[bool] = []
         for turn in self.turns:
             mask += [False] * len(turn.context_ids) + [True] * len(turn.action_ids)
@@ -89,11 +89,11 @@ class Trace:
         return sum(len(turn.action_ids) for turn in self.turns)
 
     def oldest_version(self) -> int:
-        """The policy version of the oldest sampled token."""
+        """Return the policy version of the oldest sampled token."""
         return min(version for turn in self.turns for version in turn.versions)
 
     def prompt_ids(self, turn: int) -> list[int]:
-        """Everything the policy had read when it acted at `turn`."""
+        """Return all ids that the policy had read when it acted at `turn`."""
         before = [i for past in self.turns[:turn] for i in (*past.context_ids, *past.action_ids)]
         return before + self.turns[turn].context_ids
 
@@ -102,10 +102,10 @@ _ADAPTER = TypeAdapter(Trace)
 
 
 def trace_to_json(trace: Trace) -> bytes:
-    """One line of JSON without a newline."""
+    """Serialize a trace to one line of JSON without a newline."""
     return _ADAPTER.dump_json(trace)
 
 
 def trace_from_json(line: bytes | str) -> Trace:
-    """The trace of one line; raises pydantic's ValidationError where the line is not one."""
+    """Parse one line; raise pydantic's ValidationError if it is not a trace."""
     return _ADAPTER.validate_json(line)

@@ -1,7 +1,8 @@
-"""The rules of the rollout window, without waiting or messages.
+"""Admission rules of the rollout window, without waiting or messages.
 
-P groups make a step, and the step that takes groups kP to (k+1)P-1 trains version k into k+1.
-A group enters only while at most S+1 steps' worth of groups are not yet paid for by a pull:
+P groups make a step, and the step that takes groups kP to (k+1)P-1 trains version k into k+1. A
+group enters only while the groups beyond those trained into the pulled version are at most S+1
+steps' worth:
 
     group i enters   only if   i < (v + S + 1) P        v: the version every generator has pulled
 
@@ -10,27 +11,27 @@ i < (v + S + 1) P, hence kP < (v + S + 1) P and v >= k - S. Versions only grow w
 runs, so each of its tokens has a version >= v >= k - S: the lag k - version is at most S. Steps
 take groups strictly in the order of entry, so no short episode overtakes a long one.
 
-The proof asks only that v is what *every* generator has pulled. So a version may be on its way
-beside a step: some generators serve v + 1 before `pulled` says so, and their tokens are only newer.
-Nobody serves a version that is not trained, so no lag is below 0 either.
+The proof needs only that *every* generator has pulled v. A version may therefore be transferred
+concurrently with a step: some generators serve v + 1 before `pulled` reports it, and their tokens
+are only newer. No generator serves a version that is not trained, so no lag is below 0 either.
 
-Nor does a run with S >= 1 get stuck where step k is trained beside the sync of version k, and a
-sync begins only when the one before it has ended. When step k wants its groups, v >= k - 1, so all
-i < (k + S) P may enter, and (k + S) P >= (k + 1) P. With S = 0 step k needs v = k: the sync comes
-before the step.
+A run with S >= 1 does not deadlock if step k is trained concurrently with the sync of version k,
+and a sync starts only when the previous one has ended. When step k needs its groups, v >= k - 1, so
+all i < (k + S) P may enter, and (k + S) P >= (k + 1) P. With S = 0 step k needs v = k: the sync
+precedes the step.
 
-A run that goes on after s trained steps enters groups from sP on and begins at v = s: the groups
-before are trained, and the proof reads the same for those that are not. A group that the former
-process had finished entered at a version of then, which was not above s, so it may enter now too;
-its tokens are those of then, for which the proof was true then. Where step s was planned already,
-its groups do not enter again (`planned`).
+A run resumed after s trained steps admits groups from sP on and starts at v = s: earlier groups are
+trained, and the proof holds unchanged for the others. A group that the previous process had
+finished entered at a version not above s, so it may enter now too; its tokens are from then, when
+the proof held. If step s was already planned, its groups do not enter again (`planned`).
 """
 
 
 class Window:
-    """Counts groups in and versions out. `max_lag` 0 is synchronous; `start` steps are done.
+    """Counts admitted groups and pulled versions. `max_lag` 0 is synchronous.
 
-    The groups of as many steps more as are `planned` have entered before.
+    `start` steps are already trained, and the groups of `planned` further steps have already
+    entered.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Window:
 
     @property
     def version(self) -> int:
-        """What every generator has pulled."""
+        """The version that every generator has pulled."""
         return self._version
 
     @property
@@ -56,7 +57,7 @@ class Window:
         return self._entered < min(limit, self._total)
 
     def enter(self) -> int:
-        """The id of the next group; raises RuntimeError while `may_enter()` is False."""
+        """Admit a group and return its id; raise RuntimeError while `may_enter()` is False."""
         if not self.may_enter():
             raise RuntimeError(
                 f"group {self._entered} may not enter at version {self._version} with max_lag "
@@ -66,7 +67,7 @@ class Window:
         return self._entered - 1
 
     def pulled(self, version: int) -> None:
-        """Every generator serves `version` from now on; versions only grow."""
+        """Record that every generator now serves `version`; versions only grow."""
         if version < self._version:
             raise ValueError(
                 f"generators went from version {self._version} back to {version}: pull the newest"
