@@ -1,1 +1,1 @@
-"""Runs of one config with and without its channels, compared."""
+"""Comparison of runs of one config with and without its channels."""

@@ -1,7 +1,4 @@
-"""The ablate command: trains the planned runs and publishes what is known after each of them.
-
-What a person is told and where the result is. The runs are `plan`, the tables `report`.
-"""
+"""The `composer-mesh ablate` command: trains the planned runs and reports after each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ INCOMPLETE = 1
 
 
 def ablate_command(plan: Ablation, output: Path, train: Train) -> int:
-    """The exit status: 0, 1 where a run did not finish, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Return the exit status: 0, 1 if a run did not finish, 130 after Ctrl-C, 143 after SIGTERM."""
     console = Console()
 
     def tell(line: str) -> None:
@@ -43,7 +40,7 @@ def ablate_command(plan: Ablation, output: Path, train: Train) -> int:
 
 
 def _publish(plan: Ablation, output: Path) -> dict[str, Any]:
-    """Write what the runs that have ended say."""
+    """Write the report of all ended runs."""
     report = ablation_report(plan, output)
     write_report(report, output)
     return report

@@ -1,6 +1,6 @@
-"""The picture of an ablation: held-out success by step, a curve and a band for each arm.
+"""Plot of an ablation: held-out success by step, with a curve and a band for each arm.
 
-Draws what `ablation.json` holds, with matplotlib's objects and no global state.
+Draws the contents of `ablation.json` with matplotlib objects and no global state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLORS = {"neither": "#52606d", "sdpo": "#7c3aed", "replay": "#059669", "both": 
 
 
 def draw_ablation(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture to `path`, as a whole; an arm without a finished run has no curve."""
+    """Write the plot to `path` atomically; an arm without a finished run has no curve."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(9, 7.5), dpi=150, layout=layout, facecolor="white")
     canvas = FigureCanvasAgg(figure)
@@ -38,7 +38,7 @@ def draw_ablation(report: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_means(axes: Axes, report: Mapping[str, Any]) -> None:
-    """The means of all arms beside each other; their bands would hide each other here."""
+    """Plot the means of all arms together, without bands, which would overlap."""
     for arm in report["arms"]:
         label = f"{TITLES[arm]}: {_reached(report, arm)}"
         _plot_mean(axes, arm, report, label=label, marker="o", markersize=4, linewidth=2.4)
@@ -58,7 +58,7 @@ def _draw_means(axes: Axes, report: Mapping[str, Any]) -> None:
 
 
 def _draw_arm(axes: Axes, arm: str, report: Mapping[str, Any]) -> None:
-    """One arm with its 95 % band and its seeds, over the mean of the baseline."""
+    """Plot one arm with its 95 % band and its seeds, over the baseline's mean."""
     color, points = COLORS[arm], report["arms"][arm]["curve"]
     if points:
         low, high = zip(*(point["interval_95"] for point in points), strict=True)

@@ -1,11 +1,10 @@
-"""What the runs of an ablation say together: means over seeds, their intervals, steps to a target.
+"""Statistics of an ablation: means over seeds, their intervals, steps to a target.
 
-Pure. A run counts when it went to its end; the others are named and left out.
-
-The interval of a success at a step is Student's over the seeds, because a seed, which draws policy,
-episodes and samples, is what was repeated. It is never narrower than Wilson's interval of all
-episodes together, which seeds that agree by chance would otherwise undercut; with one seed it is
-Wilson's alone and says nothing of other seeds.
+Only finished runs count. The interval of the success at a step is Student's t over seeds, because
+the seed, which determines policy, episodes and samples, is the unit of repetition. It is never
+narrower than Wilson's interval of all episodes together, which seeds that agree by chance would
+otherwise undercut. With one seed it is Wilson's alone and does not cover the variation between
+seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ INTERVAL = (
     "episodes together; one seed: Wilson's alone, which says nothing of other seeds"
 )
 
-# Student's 97.5 % quantile by degrees of freedom, 1 to 10; the series below is exact enough above.
+# Student's 97.5 % quantile by degrees of freedom, 1 to 10; above, the series below is accurate.
 _T_975 = (
     *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582),
     *(2.446912, 2.364624, 2.306004, 2.262157, 2.228139),
@@ -41,14 +40,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Point:
-    """An arm's held-out success after `step` optimizer steps."""
+    """Held-out success of an arm after `step` optimizer steps."""
 
     step: int
     success: Estimate
 
 
 def t_quantile(degrees: int) -> float:
-    """Student's 97.5 % quantile, to four digits."""
+    """Return Student's 97.5 % quantile, to four digits."""
     if degrees < 1:
         raise ValueError(f"degrees is {degrees} but must be 1 or more: give two values or more")
     if degrees <= len(_T_975):
@@ -64,7 +63,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def mean_over_seeds(values: Sequence[float]) -> Estimate | None:
-    """The mean with Student's interval; None where one value leaves the interval unknown."""
+    """Return the mean with Student's interval; None for fewer than two values."""
     if len(values) < 2:
         return None
     mean = statistics.fmean(values)
@@ -73,7 +72,7 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate | None:
 
 
 def success_over_seeds(evaluations: Sequence[Evaluation]) -> Estimate:
-    """The mean success of one step's evaluations, one of each seed."""
+    """Return the mean success of one step's evaluations, one of each seed."""
     mean = statistics.fmean(evaluation.success for evaluation in evaluations)
     low, high = wilson_interval(mean, sum(evaluation.episodes for evaluation in evaluations))
     if between := mean_over_seeds([evaluation.success for evaluation in evaluations]):
@@ -82,19 +81,19 @@ def success_over_seeds(evaluations: Sequence[Evaluation]) -> Estimate:
 
 
 def curve(runs: Mapping[int, Sequence[Evaluation]]) -> list[Point]:
-    """An arm's success by step, over the steps at which each of its seeds was evaluated."""
+    """Return an arm's success by step, over the steps at which every seed was evaluated."""
     by_step = [{evaluation.step: evaluation for evaluation in run} for run in runs.values()]
     shared = sorted(set(by_step[0]).intersection(*by_step[1:])) if by_step else []
     return [Point(step, success_over_seeds([run[step] for run in by_step])) for step in shared]
 
 
 def steps_to(evaluations: Sequence[Evaluation], target: float) -> int | None:
-    """The step of the first evaluation that reached the target; None where none did."""
+    """Return the step of the first evaluation that reached the target, or None."""
     return next((e.step for e in evaluations if e.success >= target), None)
 
 
 def median_steps(steps: Sequence[int | None]) -> float | None:
-    """The median, where None is later than any step; None where the middle was not reached."""
+    """Return the median, with None as infinity; None if the median is infinite."""
     if not steps:
         return None
     median = statistics.median(math.inf if step is None else step for step in steps)
@@ -102,7 +101,7 @@ def median_steps(steps: Sequence[int | None]) -> float | None:
 
 
 def mean_over_run(evaluations: Sequence[Evaluation]) -> float:
-    """The mean success from the first to the last step, by trapezoids between evaluations."""
+    """Return the mean success from the first to the last step, by the trapezoidal rule."""
     if len(evaluations) < 2:
         return evaluations[0].success
     area = sum((b.step - a.step) * (a.success + b.success) / 2 for a, b in pairwise(evaluations))
@@ -110,5 +109,5 @@ def mean_over_run(evaluations: Sequence[Evaluation]) -> float:
 
 
 def paired(values: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
-    """The differences by seed, over the seeds of both: they share policy and episodes."""
+    """Return the differences by seed, over common seeds, which share policy and episodes."""
     return [values[seed] - others[seed] for seed in sorted(values.keys() & others.keys())]

@@ -1,7 +1,7 @@
-"""An ablation: the same config with and without its channels, over seeds, one run after another.
+"""Plan of an ablation: one config with and without its channels, over seeds, run sequentially.
 
-Plans the runs, keeps those that finished earlier, and has the others trained. It starts no process
-and computes no figure; runs of one process share Monarch, so they never run beside each other.
+Finished runs are kept and the others are trained. Runs of one process share Monarch, so they never
+run concurrently.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CHANNELS_OF = {
     "replay": ("replay.beta",),
     "both": ("sdpo.alpha", "replay.beta"),
 }
-"""The weights that an arm keeps; it sets the others to 0."""
+"""The weights that each arm keeps; it sets the others to 0."""
 
 WEIGHTS = CHANNELS_OF["both"]
 EVALUATIONS_OF_A_RUN = 10
 SIGNALLED = 128
 
 Train = Callable[[Config, Path], int]
-"""Trains one run into a directory; the exit status is the train command's."""
+"""Trains one run into a directory and returns the train command's exit status."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedRun:
 
     @property
     def place(self) -> Path:
-        """Its directory, inside that of the ablation."""
+        """Directory of the run, relative to that of the ablation."""
         return Path(self.arm) / f"seed-{self.seed}"
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Ablation:
-    """What is compared; `base` is the config before an arm changed it."""
+    """The planned comparison; `base` is the config before the changes of an arm."""
 
     file: Path
     overrides: tuple[str, ...]
@@ -78,9 +78,9 @@ def plan_ablation(
     seeds: Sequence[int] = (0, 1, 2),
     eval_every: int | None = None,
 ) -> Ablation:
-    """The runs, all arms of a seed before the next seed; raises `ConfigError`.
+    """Plan the runs, all arms of a seed before the next seed; raise `ConfigError`.
 
-    So an ablation that is interrupted has compared whole seeds.
+    An interrupted ablation therefore has complete seeds to compare.
     """
     _check_choices(overrides, arms, seeds, eval_every)
     base = load_config(file, overrides)
@@ -140,9 +140,9 @@ def run_ablation(
     tell: Callable[[str], None],
     publish: Callable[[], object],
 ) -> int:
-    """Train every run that has not finished yet; 0, or the status of the signal that ended it.
+    """Train every unfinished run; return 0, or the status of the signal that ended it.
 
-    A run that fails is no reason to stop. `publish` is called whenever a run has ended.
+    A failed run does not stop the others. `publish` is called after each run.
     """
     for number, run in enumerate(plan.runs, 1):
         place, title = output / run.place, f"run {number} of {len(plan.runs)}: {run}"
@@ -162,13 +162,13 @@ def run_ablation(
 
 
 def is_finished(place: Path, steps: int) -> bool:
-    """Whether a run went to its end there: its last evaluation comes after its last step."""
+    """Return whether a run finished: its last evaluation is after its last step."""
     evaluations = read_evaluations(place / EVALUATIONS_FILE)
     return bool(evaluations) and evaluations[-1].step == steps
 
 
 def refuse_other_runs(plan: Ablation, output: Path) -> None:
-    """Raise where a run of another config has the place of a planned one."""
+    """Raise RunDirectoryError if a planned run's directory holds a run with another config."""
     for run in plan.runs:
         place = output / run.place
         if (place / "config.toml").exists() and (changed := _differences(run.config, place)):
@@ -179,7 +179,7 @@ def refuse_other_runs(plan: Ablation, output: Path) -> None:
 
 
 def _differences(wanted: Config, place: Path) -> str:
-    """The sections that differ; a config that this version cannot read differs as a whole."""
+    """Return the sections that differ; an unreadable config differs completely."""
     try:
         found = load_config(place / "config.toml")
     except ConfigError:

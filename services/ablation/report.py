@@ -1,7 +1,6 @@
-"""The result of an ablation: `ablation.json` with everything, a table, and notes that qualify them.
+"""Result of an ablation: `ablation.json` with all data, a table, and qualifying notes.
 
-Read from the runs' own files, so that it is the same whenever and however often they were made.
-What the figures mean is `figures`; nothing here trains.
+It is computed from the runs' own files, so it does not depend on when or how often runs were made.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Arm = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a planned run stands: finished, failed, stopped (may go on), or missing."""
+    """State of a planned run: finished, failed, stopped (can be resumed), or missing."""
 
     run: PlannedRun
     state: str
@@ -57,7 +56,7 @@ class Outcome:
 
 
 def outcomes(plan: Ablation, output: Path) -> list[Outcome]:
-    """Every planned run as its directory tells it."""
+    """Return the state of every planned run, read from its directory."""
     return [_outcome(run, output / run.place) for run in plan.runs]
 
 
@@ -78,7 +77,7 @@ def _wall_s(place: Path) -> float | None:
 
 
 def ablation_report(plan: Ablation, output: Path) -> dict[str, Any]:
-    """The content of `ablation.json`: plain objects, null where nothing is known."""
+    """Return the content of `ablation.json`: plain objects, null for unknown values."""
     found = outcomes(plan, output)
     return {
         "name": "ablate",
@@ -97,7 +96,7 @@ def ablation_report(plan: Ablation, output: Path) -> dict[str, Any]:
 
 
 def write_report(report: Mapping[str, Any], output: Path) -> None:
-    """Replace `ablation.json` as a whole."""
+    """Replace `ablation.json` atomically."""
     draft = output / f".{REPORT_FILE}.{os.getpid()}"
     draft.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     draft.replace(output / REPORT_FILE)
@@ -155,12 +154,12 @@ def _means(values: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _minus(values: Mapping[int, float], baseline: Mapping[int, float]) -> dict[str, Any]:
-    """The difference of the means over the run, paired by seed."""
+    """Return the difference of the means over the run, paired by seed."""
     return _estimate(paired(values, baseline), lowest=-1)
 
 
 def _estimate(values: Sequence[float], lowest: int) -> dict[str, Any]:
-    """The mean of shares, or of their differences, and its interval from `lowest` to 1 at most."""
+    """Return the mean of shares or of differences; its interval is clipped to [`lowest`, 1]."""
     interval = mean_over_seeds(values)
     return {
         "mean": sum(values) / len(values) if values else None,
@@ -173,7 +172,7 @@ def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
-    """Held-out success by step and arm, and below what sums a curve up."""
+    """Render held-out success by step and arm, with summary rows below."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text("held-out success by step"))
     table.add_column("step", justify="right", style="cyan")
     arms = report["arms"]
@@ -191,7 +190,7 @@ def report_table(report: Mapping[str, Any]) -> Table:
 
 
 def notes(report: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader of the table must know: how it was made, and what is not in it."""
+    """Yield notes on the table: the method, and runs that are not included."""
     yield (
         f"seeds {', '.join(map(str, report['seeds']))}; "
         f"{report['episodes']:,} held-out episodes every {report['eval_every']} steps"

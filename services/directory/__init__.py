@@ -1,1 +1,1 @@
-"""The directory of a run: who holds it, what it tells, whether one can go on with it."""
+"""The directory of a run: its lock, status, control socket, report and resumability."""

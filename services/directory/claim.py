@@ -1,7 +1,4 @@
-"""Which directory a run may write to, so that no run is ever overwritten.
-
-Only claims the place; what is written there is the run store's business.
-"""
+"""Locks on run directories, so that no run is ever overwritten."""
 
 import fcntl
 import os
@@ -10,19 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 RUNS = Path("runs")
-# Any of these says that a run was started here.
+# Any of these indicates that a run was started in the directory.
 _TRACES_OF_A_RUN = ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "traces")
 
 
 class RunDirectoryError(Exception):
-    """A directory that this run may not have: why, and what to do instead."""
+    """The directory cannot be used for this run; the message says why and what to do instead."""
 
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Hold `output` while the block runs; another run that asks for it is refused.
+    """Lock `output` for a block; raise RunDirectoryError if another run holds it.
 
-    The system gives the claim up when the process ends, however it ends.
+    The operating system releases the lock when the process ends, however it ends.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -43,9 +40,9 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def holder(output: Path) -> int | None:
-    """The process of this machine that holds a directory; None where nobody does.
+    """Return the process of this machine that holds a directory's lock, or None.
 
-    It only looks: who tried the lock would be in the way of a run that begins.
+    The lock is only inspected: trying to take it could block a run that is starting.
     """
     lock = (output / ".lock").resolve()
     try:
@@ -57,17 +54,17 @@ def holder(output: Path) -> int | None:
 
 
 def set_aside(output: Path) -> Path | None:
-    """Move an earlier run out of the way to `output.1`, `.2`, …; its new place, or None."""
+    """Move an earlier run to `output.1`, `.2`, …; return its new path, or None without one."""
     if not holds_a_run(output):
         return None
-    with claimed(output):  # refuses while that run is still being written
+    with claimed(output):  # fails while that run is still being written
         place = _free_place(output)
         output.rename(place)
     return place
 
 
 def refuse_a_used(output: Path) -> None:
-    """Raise when a run was already written to a directory that the user named."""
+    """Raise RunDirectoryError if the directory that the user named already holds a run."""
     if holds_a_run(output):
         raise RunDirectoryError(
             f"--output {output} already holds a run but must be empty or new: name another "
@@ -76,14 +73,14 @@ def refuse_a_used(output: Path) -> None:
 
 
 def holds_a_run(output: Path) -> bool:
-    """Whether a run was started in this directory, finished or not."""
+    """Return whether a run was started in this directory, finished or not."""
     return any((output / name).exists() for name in _TRACES_OF_A_RUN)
 
 
 def _leads_to(link: Path, file: Path) -> bool:
     try:
         return link.readlink() == file
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return False
 
 

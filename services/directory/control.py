@@ -1,10 +1,10 @@
-"""The control socket of a run: how another process of the same user asks its controller for things.
+"""Control socket of a run: commands from other processes of the same user to its controller.
 
     client  -- {"command": "scale", "arguments": {...}} -->  controller
             <-- {"answer": ...} or {"refused": "why"} or {"failed": "why"} --
 
-One line each way, then the connection ends. The socket lies in the run's directory and only its
-owner may use it; nothing listens on a network. What a command does is elsewhere.
+One line each way, then the connection ends. The Unix socket is in the run's directory with access
+for its owner only; there is no network listener.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from composer_mesh.services.directory.live import RunUnavailable
 
 CONTROL_FILE = "control.sock"
 LONGEST_ADDRESS = 100
-"""Bytes that the path of a socket may have on every system; Linux and macOS allow a few more."""
+"""Path length in bytes that every system allows for a socket; Linux and macOS allow a few more."""
 
 Command = Callable[..., Awaitable[Any]]
 
 
 class ControlRefused(Exception):
-    """The controller will not do what it was asked for: why, and what to do instead."""
+    """The controller refuses the command; the message says why and what to do instead."""
 
 
 class Control:
     """Serves commands while its block runs: `async with Control(run, {"scale": scale}):`.
 
-    A command that raises `ControlRefused` did nothing. One that was begun goes on when the client
-    leaves, and is cancelled when the block ends.
+    A command that raises `ControlRefused` had no effect. A running command continues when the
+    client disconnects, and is cancelled when the block ends.
     """
 
     def __init__(self, run: Path, commands: Mapping[str, Command]) -> None:
@@ -45,7 +45,7 @@ class Control:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._path.unlink(missing_ok=True)  # of a controller that was killed
+        self._path.unlink(missing_ok=True)  # left by a controller that was killed
         self._server = await asyncio.start_unix_server(self._begin, sock=_listening(self._path))
         return self
 
@@ -63,11 +63,11 @@ class Control:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             reply = await self._reply(await reader.readline())
-            with contextlib.suppress(ConnectionError):  # the client may have left
+            with contextlib.suppress(ConnectionError):  # the client may have disconnected
                 writer.write(_line(reply))
                 await writer.drain()
         except ValueError:
-            pass  # a line without an end is no request
+            pass  # a line without a newline is not a request
         finally:
             writer.close()
 
@@ -84,12 +84,12 @@ class Control:
             return {"answer": await self._commands[command](**arguments)}
         except ControlRefused as error:
             return {"refused": str(error)}
-        except Exception as error:  # noqa: BLE001  the run goes on; who asked is told
+        except Exception as error:  # noqa: BLE001  the run continues; the client gets the error
             return {"failed": f"{type(error).__name__}: {error}"}
 
 
 async def ask(run: Path, command: str, **arguments: Any) -> Any:
-    """Ask the controller of a live run for something. Waits until it is done."""
+    """Send a command to the controller of a live run. Waits for its result."""
     try:
         reader, writer = await _connected(run / CONTROL_FILE)
     except OSError as error:
@@ -121,7 +121,7 @@ def _listening(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address(path) as address:
-            os.fchmod(listener.fileno(), 0o600)  # on Linux the file is born with this mode
+            os.fchmod(listener.fileno(), 0o600)  # on Linux the file is created with this mode
             listener.bind(address)
         path.chmod(0o600)
     except BaseException:
@@ -132,7 +132,7 @@ def _listening(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """A name of the socket that is short enough for the system, valid inside the block."""
+    """Yield a socket path that is short enough for the system, valid inside the block."""
     if len(os.fsencode(path)) <= LONGEST_ADDRESS:
         yield str(path)
         return

@@ -1,7 +1,6 @@
-"""The reward curve of a run as a PNG: what the agent earned, and what each channel lost.
+"""Reward curve of a run as a PNG: reward, held-out success, and the loss of each channel.
 
-Draws with matplotlib's objects and no global state, so it needs no display and may run anywhere.
-It knows metrics and evaluations only, not the run directory.
+Draws with matplotlib objects and no global state, so it needs no display.
 """
 
 import math
@@ -18,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from composer_mesh.services.directory.report import CHANNELS, Evaluation
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-MARGIN = 0.1  # of the steps, left and right of the curve
+MARGIN = 0.1  # share of the steps, left and right of the curve
 REWARD, SUCCESS = "#2563eb", "#d97706"
 CHANNEL_COLORS = {"policy": "#2563eb", "sdpo": "#7c3aed", "replay": "#059669"}
 CHANNEL_TITLES = {
@@ -50,7 +49,7 @@ def draw_reward_curve(
 
 
 def smoothed(values: Sequence[float], radius: int) -> list[float]:
-    """Centred moving average over `radius` steps to each side, fewer at the ends; skips NaN."""
+    """Return the centred moving average over `radius` steps to each side, ignoring NaN."""
     windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
     return [_mean([v for v in window if not math.isnan(v)]) for window in windows]
 
@@ -72,7 +71,7 @@ def _draw_reward(
     floor = min([0.0, *(r for r in rewards if not math.isnan(r))])
     axes.set_ylim(floor - 0.03, max([1.0, *(r for r in rewards if not math.isnan(r))]) + 0.06)
     _finish(axes)
-    # Parsed as a formula otherwise, and a run may be called anything.
+    # A run's name may contain $, which would be parsed as a formula.
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
     axes.set_ylabel("reward · success (share)", color=INK)
     axes.set_xlabel("optimizer step", color=INK)
@@ -80,7 +79,7 @@ def _draw_reward(
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
-    """Held-out success with its 95 % interval, each marked with its figure."""
+    """Plot held-out success with its 95 % interval and its value."""
     if not evaluations:
         return
     low = [e.success - e.interval[0] for e in evaluations]
@@ -98,7 +97,7 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
         label=f"held-out success, {evaluations[-1].episodes} episodes, 95 % interval",
     )
     for number, evaluation in enumerate(evaluations):
-        # Beside the curve and not on it: the first label to the left, the others to the right.
+        # Labels are next to the curve: the first to the left, the others to the right.
         offset, side = ((-9, "right"), (9, "left"))[number > 0]
         axes.annotate(
             f"{evaluation.success:.1%}",
@@ -135,7 +134,7 @@ def _finish(axes: Axes) -> None:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one key; NaN, a gap in the line, where it has none."""
+    """Return steps and values of one key; missing values are NaN, a gap in the line."""
     found = [step.get(key) for step in metrics]
     return [int(step["step"]) for step in metrics], [math.nan if v is None else v for v in found]
 

@@ -1,6 +1,6 @@
-"""Finding the run that a command looks into, and whether it goes on.
+"""Lookup of the live run that a command inspects.
 
-It reads a run's status and its claim on its directory; it asks no process and no mesh.
+It reads the run's status file and directory lock, without contacting any process.
 """
 
 import shlex
@@ -14,11 +14,11 @@ EVENTS_FILE = "events.jsonl"
 
 
 class RunUnavailable(Exception):
-    """What was asked of a run cannot be had now: why, and what to do about it."""
+    """A run cannot serve the request now; the message says why and what to do about it."""
 
 
 def live_run(run: Path | None) -> Path:
-    """The run directory that was named, or the newest, where that run is live."""
+    """Return the named run directory, or the newest one; raise RunUnavailable if it is not live."""
     found = newest_live_run(RUNS) if run is None else run
     if found is not None and (status := read_status(found)) is not None and status.live:
         return found
@@ -29,7 +29,7 @@ def live_run(run: Path | None) -> Path:
 
 
 def commands_for(run: Path, telemetry: bool) -> list[str]:
-    """What to type in a second terminal to look into a run."""
+    """Return the commands that inspect a run from a second terminal."""
     place = shlex.quote(str(run))
     looks = [
         f"composer-mesh tree {place} --watch",
@@ -44,7 +44,7 @@ def commands_for(run: Path, telemetry: bool) -> list[str]:
 
 
 def status_of(run: Path) -> RunStatus:
-    """What the controller last said about a run."""
+    """Return the last status that the controller wrote; raise RunUnavailable without one."""
     status = read_status(run)
     if status is None:
         raise RunUnavailable(f"{run} holds no readable status.json: has the run been removed?")
@@ -52,7 +52,7 @@ def status_of(run: Path) -> RunStatus:
 
 
 def goes_on(run: Path) -> bool:
-    """Whether a run is live, or about to be: it has its directory before it has a status."""
+    """Return whether a run is live or starting: its directory is locked before it has a status."""
     status = read_status(run)
     if status is not None and status.live:
         return True
@@ -61,7 +61,7 @@ def goes_on(run: Path) -> bool:
 
 
 def _claimant(run: Path) -> int | None:
-    """The living process that claimed the directory last."""
+    """Return the live process that last locked the directory."""
     try:
         pid = int((run / ".lock").read_text())
     except (OSError, ValueError):

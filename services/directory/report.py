@@ -1,7 +1,6 @@
-"""The end of a run on one page: `summary.json`, a table and the reward curve.
+"""Final report of a run: `summary.json`, a table and the reward curve.
 
-Pure functions over what the run wrote down. Nothing here talks to an actor, and no figure is
-made that the metrics do not hold.
+Pure functions over the run's files; every figure comes from the metrics.
 """
 
 import json
@@ -40,19 +39,19 @@ class Evaluation:
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a share; without trials it says nothing: (0, 1)."""
+    """Return Wilson's 95 % score interval of a share; (0, 1) without trials."""
     if trials <= 0:
         return 0.0, 1.0
     shrink = 1 + Z_95**2 / trials
     centre = share + Z_95**2 / (2 * trials)
     half = Z_95 * math.sqrt(share * (1 - share) / trials + Z_95**2 / (4 * trials**2))
-    # Exact at the ends, where rounding would leave 0 and 1 just out of reach.
+    # Exact at the ends, where rounding would exclude 0 and 1.
     low = 0.0 if share <= 0 else (centre - half) / shrink
     return low, 1.0 if share >= 1 else (centre + half) / shrink
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in a metrics file; a last line that was cut off mid-write is left out."""
+    """Read the steps of a metrics file; an incomplete last line is skipped."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -60,7 +59,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """The evaluations in a file of a run, read as metrics are."""
+    """Read the evaluations of a run's file, as `read_metrics` does."""
     return [Evaluation(**evaluation) for evaluation in read_metrics(path)]
 
 
@@ -72,10 +71,10 @@ def summarize(
     restarts: int = 0,
     rest: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The figures of `summary.json`; counts in the metrics are per step and are added up here.
+    """Return the figures of `summary.json`; counts per step are summed.
 
-    The first evaluation is the initial one and the last of several the final one; what was not
-    reached is None. `rest` is what the teachers did after the last step.
+    The first evaluation is the initial one and the last of several the final one; a missing one is
+    None. `rest` holds the teachers' figures after the last step.
     """
     return {
         "steps": len(metrics),
@@ -102,7 +101,7 @@ def write_summary(
     restarts: int = 0,
     rest: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the `summary.json` of a run directory, replaced as a whole, and return it."""
+    """Write the `summary.json` of a run directory atomically, and return it."""
     summary = summarize(
         read_metrics(run / METRICS_FILE),
         wall_s=wall_s,
@@ -117,7 +116,7 @@ def write_summary(
 
 
 def summary_table(name: str, summary: Mapping[str, Any]) -> Table:
-    """The summary as a table to print."""
+    """Return the summary as a printable table."""
     table = Table("", "", title=Text(f"run {name}"), box=SIMPLE_HEAD, show_header=False)
     table.columns[0].style = "cyan"
     for label, value in _rows(summary):
@@ -145,7 +144,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _replay(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the teachers were asked, cost and came to; `pairs` are those that were trained on."""
+    """Return the totals of the teacher queries; `pairs` counts those that were trained on."""
     totals = {name: _total(metrics, f"replay/{name}") for name in REPLAY_TOTALS}
     named = {
         name: _totals(metrics, f"replay/{prefix}/")
@@ -155,7 +154,7 @@ def _replay(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _asked(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is worth a row only where something was asked."""
+    """Return the table rows that apply only if teachers were queried."""
     if not replay.get("states"):
         return []
     dropped = ", ".join(f"{count:,} {name}" for name, count in replay["dropped"].items())
@@ -213,14 +212,14 @@ def _active_steps(metrics: Sequence[Mapping[str, Any]], channel: str) -> int:
 
 
 def _hints(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What became of all hints; nothing where the SDPO channel was off."""
+    """Return the outcome counts of all hints; empty if the SDPO channel was off."""
     keys = dict.fromkeys(key for step in metrics for key in step if key.startswith("hints/"))
     totals = {key.removeprefix("hints/"): _total(metrics, key) for key in keys}
     return {"hints": totals} if totals else {}
 
 
 def _shown_hints(hints: Mapping[str, Any]) -> str:
-    """`120 llm, 8 fallback, 3 refused; 120 requests for $0.12`, without what did not happen."""
+    """Format `120 llm, 8 fallback, 3 refused; 120 requests for $0.12`, omitting zero counts."""
     counts = {name: n for name, n in hints.items() if n and name not in ("requests", "usd")}
     text = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items()) or "none"
     if not hints["requests"]:

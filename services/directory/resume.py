@@ -1,7 +1,6 @@
-"""Whether a run directory may be gone on with: the run is there, unfinished, and of this config.
+"""Checks that a run can be resumed: it exists, is unfinished, and has a compatible config.
 
-Reads files only, and loads no torch. How the run then goes on is `resume_loader`; whether another
-process has the directory is `claim`'s business.
+Reads files only and does not import torch. `resume_loader` restores the run; `claim` locks it.
 """
 
 from collections.abc import Sequence
@@ -23,23 +22,23 @@ from composer_mesh.services.directory.report import (
 
 CONFIG_FILE = "config.toml"
 MOST_CHANGES = 8
-"""Changes that a refusal names."""
+"""Maximum number of changes that an error message lists."""
 
 
 class RunFinished(RunDirectoryError):
-    """A run that has come to its end, so that there is nothing to go on with."""
+    """The run has finished, so there is nothing to resume."""
 
 
 def may_be_resumed(output: Path) -> bool:
-    """Whether a run was begun in this directory as far as its config being there."""
+    """Return whether a run was started in this directory and has written its config."""
     return holds_a_run(output) and (output / CONFIG_FILE).exists()
 
 
 def refuse_unfit(output: Path, config: Config) -> list[Change]:
-    """The changes with which the run in a directory goes on.
+    """Return the config changes with which the run in a directory would be resumed.
 
-    Raises RunDirectoryError when the run is not there, has come to its end, or when its config was
-    changed in a way that what it has learned and stored would no longer fit.
+    Raises RunDirectoryError if there is no run, if it has finished, or if its config was changed in
+    a way that is incompatible with its weights and stored data.
     """
     if not may_be_resumed(output):
         raise RunDirectoryError(
@@ -80,7 +79,7 @@ def _refusal(output: Path, unsafe: Sequence[Change]) -> str:
 
 
 def whence(output: Path, steps: int) -> str:
-    """How far a run that was stopped has come, and what a resume would train again."""
+    """Describe how far a stopped run came, and which steps a resume would train again."""
     done = len(read_metrics(output / METRICS_FILE))
     newest = max((one.step for one in checkpoints_of(output) if one.step <= done), default=0)
     reached = f"stopped after step {done} of {steps}"

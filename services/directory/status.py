@@ -1,6 +1,6 @@
-"""The status file of a run: what the controller says about itself to whoever looks from outside.
+"""Status file of a run: the controller's current state for outside observers.
 
-One small JSON object, replaced as a whole. It is no log and no record: it tells the present only.
+One small JSON object, replaced atomically, without history.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ENDED = frozenset({"finished", "stopped", "failed"})
 
 @dataclass(frozen=True)
 class ActorStatus:
-    """One actor as the controller knows it.
+    """Status of one actor as reported by the controller.
 
-    `pid` is None where its process is still to come, `outstanding` the calls that the controller
-    has under way there, None where it does not count them. `host` is None, or `localhost`, for the
-    controller's own machine; what a process uses of another one is told by that host.
+    `pid` is None until its process starts; `outstanding` is the number of calls in flight from the
+    controller, None if they are not counted. `host` is None or `localhost` for the controller's own
+    machine; a remote host reports the resources of its processes itself.
     """
 
     name: str
@@ -49,12 +49,11 @@ class ActorStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as it is now; `state` is one of the controller's words, or one of `ENDED`.
+    """Current status of a run; `state` is a phase of the controller, or one of `ENDED`.
 
-    `host` is what the controller's machine and container are known by (`mesh.machine.this_host`),
-    `hostname` its name. `admin_tls` are the paths of the fields of `mesh.admin.TlsFiles`, where the
-    admin server asks for a certificate. `hosts` are the names that the run has for hosts, by
-    Monarch's address.
+    `host` identifies the controller's machine and container (`mesh.machine.this_host`), `hostname`
+    is its name. `admin_tls` holds the paths of the fields of `mesh.admin.TlsFiles`, if the admin
+    server requires a certificate. `hosts` maps Monarch addresses to the run's names for hosts.
     """
 
     pid: int
@@ -74,20 +73,20 @@ class RunStatus:
 
     @property
     def here(self) -> bool:
-        """Whether its controller is on this machine, in this container."""
+        """Whether its controller is on this machine and in this container."""
         return not self.host or self.host == this_host()
 
     @property
     def live(self) -> bool:
-        """Whether the run goes on: not ended by its own word, and its process is there.
+        """Whether the run is live: its state is not an ended one, and its process exists.
 
-        Of a process elsewhere its word is all that is known here.
+        For a process on another machine only its state is checked.
         """
         return self.state not in ENDED and (not self.here or is_alive(self.pid))
 
 
 def write_status(path: Path, status: RunStatus) -> None:
-    """Replace the status file, atomically; `path` is the run directory or the file in it."""
+    """Replace the status file atomically; `path` is the run directory or the file in it."""
     path = _file(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n")
@@ -95,7 +94,7 @@ def write_status(path: Path, status: RunStatus) -> None:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """The status in a run directory, or None where there is none that can be read."""
+    """Read the status in a run directory; None if there is none or it is unreadable."""
     try:
         data: dict[str, Any] = json.loads(_file(path).read_text())
         actors = tuple(ActorStatus(**actor) for actor in data.pop("actors"))
@@ -105,7 +104,7 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 def newest_live_run(runs: Path) -> Path | None:
-    """The run directory under `runs` whose live status is the newest, an ablation's included."""
+    """Return the run directory under `runs` with the newest live status, including ablations."""
     found = [*runs.glob(f"*/{STATUS_FILE}"), *runs.glob(f"*/*/*/{STATUS_FILE}")]
     files = sorted(found, key=_modified, reverse=True)
     for file in files:

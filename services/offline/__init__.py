@@ -1,1 +1,1 @@
-"""Channel 3 without a mesh: stored traces to preference pairs."""
+"""Teacher replay without a mesh: stored traces to preference pairs."""

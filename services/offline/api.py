@@ -1,11 +1,12 @@
-"""Teacher replay in Python: states or traces in, teachers' replies or training rows out, no mesh.
+"""Python API of offline teacher replay: states or traces to teacher replies or training rows.
 
     replies = await replay_trace(states, teachers, max_total_usd=2.0)
     rows = extract_dpo_pairs(states, replies, agreement_threshold=2)
     rows = await replay_and_normalize_trace("runs/quickstart", max_total_usd=2.0)
 
-The same parts as in a run and behind `composer-mesh replay`. Without a `folder` the ceiling holds
-for one call and nothing is kept; with one, what was paid for there is not paid again.
+It shares its parts with training runs and `composer-mesh replay`, and needs no mesh. Without a
+`folder` the spending limit applies to one call and nothing is stored; with one, requests that were
+paid for are not paid again.
 """
 
 import asyncio
@@ -49,13 +50,13 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 Teacher = TeacherConfig | Mapping[str, Any] | str
-"""A teacher's config, the same as a table, or an OpenRouter model id."""
+"""A teacher's config, the equivalent table, or an OpenRouter model id."""
 
 Tools = Sequence[dict[str, Any]]
 
 
 def chat_state(state_id: str, messages: Sequence[Message], action: str | Message) -> StudentState:
-    """A state from any chat: the messages up to where an assistant acted, and what it did there."""
+    """Create a state from a chat: the messages before an assistant turn, and the turn's action."""
     text = action if isinstance(action, str) else message_text(action)
     seed = int.from_bytes(hashlib.sha256(state_id.encode()).digest()[:4]) >> 1
     frozen = FrozenState(state_id, list(messages), seed)
@@ -75,11 +76,11 @@ async def replay_trace(
     environ: Mapping[str, str] = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> dict[str, list[TeacherReply]]:
-    """Ask `n` of the teachers, or all, about each state; replies by `state_id`.
+    """Query `n` of the teachers, or all, about each state; return replies by `state_id`.
 
-    Waits until every teacher has answered or failed. A failure is a value among the replies: also
-    that of a question that would have passed the ceiling. Raises `ReplayRefused` or `ConfigError`
-    for what would stop every question. Teachers of kind "builtin" need traces of a run: see
+    Waits until every teacher has answered or failed. A failure is a value among the replies, also
+    if a query would exceed the spending limit. Raises `ReplayRefused` or `ConfigError` for errors
+    that affect every query. Teachers of kind "builtin" need traces of a run: see
     `replay_and_normalize_trace`.
     """
     config = _asking(teachers, overrides, max_total_usd)
@@ -113,10 +114,10 @@ def extract_dpo_pairs(
     agreement_threshold: int = 2,
     tools: Tools = (),
 ) -> list[dict[str, Any]]:
-    """One row for each state whose teachers agree against the student, in the states' order.
+    """Return one row for each state whose teachers disagree with the student, in state order.
 
     A row has `state_id`, `state_messages` (chat messages), `chosen` and `rejected` (lists of one
-    chat message, with `prompt` in TRL's format), `n_teachers_agreeing`, and where it comes from.
+    chat message, with `prompt` in TRL's format), `n_teachers_agreeing`, and its origin.
     """
     rows = []
     for state in states:
@@ -144,12 +145,12 @@ async def replay_and_normalize_trace(
     environ: Mapping[str, str] = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> list[dict[str, Any]]:
-    """Traces to rows in one call: states chosen, teachers asked, decided, filtered.
+    """Convert traces to rows in one call: select states, query teachers, vote, filter.
 
-    `traces` are a run directory, a file, or traces in memory; `teachers` None are the run's own, a
-    string is what `--teachers` takes; `overrides` are `replay.agreement_threshold=3` and the like.
-    `tools` are those of the traces' task where they are not given. Rows are those of
-    `extract_dpo_pairs`. Waits for all answers; raises as `replay_trace`.
+    `traces` is a run directory, a file, or traces in memory; `teachers` None uses the run's own, a
+    string is parsed as by `--teachers`; `overrides` are `replay.agreement_threshold=3` and the
+    like. `tools` defaults to those of the traces' task. Rows are those of `extract_dpo_pairs`.
+    Waits for all answers; raises as `replay_trace`.
     """
     source = _source(traces, has_tools=tools is not None)
     named = teachers if teachers is None or isinstance(teachers, str) else _tables(teachers)
@@ -189,12 +190,12 @@ def _synchronous(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T
 
 
 replay_and_normalize_trace_sync = _synchronous(replay_and_normalize_trace)
-"""The same for code without an event loop."""
+"""`replay_and_normalize_trace` for code without an event loop."""
 
 
 @dataclass(frozen=True)
 class _InMemory:
-    """Traces that lie in no run directory."""
+    """Traces in memory that belong to no run directory."""
 
     traces: Sequence[Trace]
     task: str
@@ -213,12 +214,12 @@ def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> An
     if not listed:
         raise ReplayRefused("traces is empty: pass one trace or more")
     _refuse_repeated([trace.trace_id for trace in listed])
-    # A task of another framework is not known here, nor needed where its tools are given.
+    # Tasks of other frameworks are unknown, and not needed if their tools are given.
     return _InMemory(listed, "toolbox" if has_tools else listed[0].task)
 
 
 def _asking(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:
-    """The config of a job without traces."""
+    """Return the config of a job without traces."""
     return offline_config(
         _InMemory((), "toolbox"), _tables(teachers), overrides, usd, makes_pairs=False
     )
@@ -237,7 +238,7 @@ def _table(teacher: Teacher) -> dict[str, Any]:
 
 
 def _row(pair: PreferencePair, tools: Tools) -> dict[str, Any]:
-    """A row as it is written to a file, but for the state's messages, which are no text here."""
+    """Return a row as in the output file, except that `state_messages` is not serialized."""
     return {**pair_record(pair, tools), "state_messages": pair.messages}
 
 

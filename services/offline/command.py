@@ -1,7 +1,6 @@
-"""The replay command: stored traces to preference pairs, with a price before and a report after.
+"""The `composer-mesh replay` command: stored traces to preference pairs, priced and reported.
 
-The order of things, and what a person is told. Choosing, asking, deciding and filtering are the
-run's own parts; no mesh is started.
+Selection, queries, votes and filters are those of a training run; no mesh is started.
 """
 
 import asyncio
@@ -57,11 +56,11 @@ def replay_command(
     environ: Mapping[str, str] = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> int:
-    """The exit status; keys are in `environ`, and `transport` replaces the network.
+    """Run the command and return the exit status; `transport` replaces the network.
 
-    0 when all was asked, 3 when the budget kept a teacher from a state, 1 when no question was
-    answered, 130 after Ctrl-C, 143 after SIGTERM. Raises `ReplayRefused`, `TraceFileError`,
-    `ConfigError` or `DataError` before anything was asked.
+    API keys are read from `environ`. The status is 0 when every query was made, 3 when the budget
+    prevented some, 1 when no query was answered, 130 after Ctrl-C, 143 after SIGTERM. Raises
+    `ReplayRefused`, `TraceFileError`, `ConfigError` or `DataError` before any query.
     """
     index = index_traces(options.traces)
     config = offline_config(index, options.teachers, options.overrides, options.max_usd)
@@ -75,7 +74,7 @@ def replay_command(
 
 @dataclass
 class _Work:
-    """One replay that was accepted."""
+    """A validated replay job."""
 
     options: ReplayOptions
     index: TraceIndex
@@ -86,7 +85,7 @@ class _Work:
     transport: httpx.AsyncBaseTransport | None
 
     def price(self) -> int:
-        """Say what it would cost."""
+        """Print the price of the job."""
         teachers = asyncio.run(
             priced_teachers(self.config, environ=self.environ, transport=self.transport)
         )
@@ -97,7 +96,7 @@ class _Work:
         return 0
 
     async def replay(self, output: ReplayOutput) -> int:
-        """Ask, write, report. Waits for the teachers."""
+        """Query the teachers, write pairs and report. Waits for the teachers."""
         async with self._panel(output) as panel:
             plan = self._plan(panel.teachers)
             teacher_client = TeacherClient(
@@ -154,10 +153,10 @@ class _Work:
 
 
 class _Ending:
-    """How the work ends: by itself, or by a signal.
+    """Runs the job until it ends or a signal stops it.
 
-    After the first SIGINT or SIGTERM nothing new is asked, but what is under way is paid for and
-    therefore waited for; the second one drops it. `status` is then the signal's.
+    After the first SIGINT or SIGTERM no new query is sent, but queries in flight are awaited,
+    because they are paid for; the second signal cancels them. `status` is then the signal's.
     """
 
     def __init__(self, teacher_client: TeacherClient, view: ReplayView) -> None:
@@ -167,7 +166,7 @@ class _Ending:
         self.began = time.monotonic()
 
     async def of(self, work: Coroutine[Any, Any, bool]) -> None:
-        """Wait for the work; raises what it raises."""
+        """Wait for the job; raise its exception."""
         self._work = asyncio.create_task(work)
         with self._signals():
             await asyncio.wait([self._work])

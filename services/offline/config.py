@@ -1,6 +1,6 @@
-"""The config of an offline replay: the run that the traces are from, and the teachers asked for.
+"""Config of an offline replay: that of the traces' run, combined with the requested teachers.
 
-Nothing is asked here and no key is read.
+No request is sent and no API key is read.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
 
 ON = 1.0
-"""The weight of a channel whose run had it off; no offline figure depends on it."""
+"""Weight for a channel that was off in the run; no offline figure depends on it."""
 
 READ = {"run", "data", "environment", "policy", "generator", "trainer", "schedule", "replay"}
-"""The sections of a run's config that matter here, or that others of these are checked against.
+"""Config sections that the replay needs, or that those are validated against.
 
-What else a run holds, of an older version too, is no reason not to replay it.
+Other sections, which may be of an older version, cannot prevent a replay.
 """
 
 
 class Origin(Protocol):
-    """Where traces are from: a run's directory where one is known, and the name of their task."""
+    """Origin of traces: the run's directory, if known, and the name of their task."""
 
     @property
     def run(self) -> Path | None: ...
@@ -40,12 +40,12 @@ def offline_config(
     *,
     makes_pairs: bool = True,
 ) -> Config:
-    """What to select, whom to ask and for how much; raises `ConfigError` or `ReplayRefused`.
+    """Build the config of a replay; raise `ConfigError` or `ReplayRefused`.
 
-    `teachers` are a TOML file, OpenRouter model ids with commas between them, or tables as in
-    [[replay.teachers]]; None are those of the run. Task, seed and schedule are those of the traces'
-    run, where one is known, so that the states are chosen as the run chose them. Where no pairs are
-    to be made, one teacher is enough.
+    `teachers` is a TOML file, comma-separated OpenRouter model ids, or tables as in
+    [[replay.teachers]]; None uses those of the run. Task, seed and schedule are those of the
+    traces' run, if known, so that the same states are selected. With `makes_pairs` False one
+    teacher suffices.
     """
     source, table = _with_teachers(traces, teachers)
     if not _section(table, "replay").get("teachers"):
@@ -58,7 +58,7 @@ def offline_config(
 
 
 def _with_teachers(traces: Origin, teachers: str | Sequence[Table] | None) -> tuple[str, Table]:
-    """What an error calls the config, and its table."""
+    """Return the config's name for error messages, and its table."""
     table = _of_run(traces)
     if teachers is None and traces.run is None:
         raise ReplayRefused(
@@ -75,7 +75,7 @@ def _with_teachers(traces: Origin, teachers: str | Sequence[Table] | None) -> tu
 
 
 def merged(table: Table, over: Table) -> Table:
-    """`over` laid on `table`: tables key by key, all else as a whole. Neither is changed."""
+    """Return `table` updated by `over`, tables recursively; the inputs are unmodified."""
     result = dict(table)
     for key, value in over.items():
         below = result.get(key)
@@ -101,9 +101,9 @@ def _is_file(teachers: str) -> bool:
 
 
 def _from_file(traces: Origin, table: Table, path: Path) -> Table:
-    """A whole run lends its [replay]; other files are laid on the run's config.
+    """Read a config file: of a complete run config only [replay] is used, other files are merged.
 
-    Where the traces have no run, a whole run is taken as theirs.
+    If the traces have no run, a complete run config is used as theirs.
     """
     given = read_table(path)
     if "run" not in given:
@@ -114,7 +114,7 @@ def _from_file(traces: Origin, table: Table, path: Path) -> Table:
 
 
 def openrouter_teacher(model: str) -> Table:
-    """A teacher of OpenRouter by the id of its model; raises `ReplayRefused` for no such id."""
+    """Return an OpenRouter teacher by model id; raise `ReplayRefused` for an invalid id."""
     if "/" not in model.strip("/"):
         raise ReplayRefused(
             f"teacher {model!r} is neither a TOML file nor an OpenRouter model id such as "
@@ -128,7 +128,7 @@ def _openrouter(ids: str) -> list[Table]:
 
 
 def _asking_all(teachers: Sequence[Table]) -> Table:
-    """Who is listed for this one job is asked about every state."""
+    """Query all teachers of this job about every state."""
     return {"replay": {"teachers": list(teachers), "ask": max(2, len(teachers))}}
 
 
@@ -138,7 +138,7 @@ def _section(table: Table, name: str) -> Table:
 
 
 def _copied(value: Any) -> Any:
-    """Lists and tables of a config as new ones, because overrides are put into them."""
+    """Copy lists and tables of a config, because overrides modify them in place."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,4 @@
-"""What is counted while teachers answer: outcomes, and each teacher's answers, votes and dollars.
-
-Pure sums over replies. How they are shown, and what a ledger says, is the report's business.
-"""
+"""Counters of an offline replay: outcomes, and each teacher's answers, votes and dollars."""
 
 import math
 from collections import Counter
@@ -24,7 +21,7 @@ ABSTAINED = ("failed", "malformed", "undecided")
 
 @dataclass
 class Agreement:
-    """How often, of how many times."""
+    """Number of agreements out of a total."""
 
     agreed: int = 0
     of: int = 0
@@ -39,7 +36,7 @@ class Agreement:
 
 @dataclass
 class TeacherFigures:
-    """One teacher. `malformed` answers cannot vote; `usd` is what it cost this time."""
+    """Figures of one teacher. `malformed` answers cannot vote; `usd` is the cost of this pass."""
 
     asked: int = 0
     answered: int = 0
@@ -53,7 +50,7 @@ class TeacherFigures:
     example: str = ""
 
     def add_voice(self, voice: Voice, majority: bool) -> None:
-        """Count whom it sided with, where it voted; `majority` says whether there was one."""
+        """Count an actual vote's side; `majority` says whether there was a majority."""
         self.asked += 1
         self.malformed += voice.kind == "malformed"
         if voice.kind in ABSTAINED:
@@ -63,7 +60,7 @@ class TeacherFigures:
             self.majority.add(voice.with_majority)
 
     def add_reply(self, reply: TeacherReply) -> None:
-        """Count what became of the question."""
+        """Count the outcome of a query."""
         self.usd += reply.usd
         if isinstance(reply, TeacherFailure):
             self.failures[reply.kind.value] += 1
@@ -75,7 +72,7 @@ class TeacherFigures:
             self.latencies.append(reply.latency_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the report. Latencies are those of answers that did not come from the cache."""
+        """Return the report's object. Latencies exclude cached answers."""
         return {
             "asked": self.asked,
             "answered": self.answered,
@@ -92,7 +89,7 @@ class TeacherFigures:
 
 
 class ReplayFigures:
-    """The sums so far."""
+    """Running totals of a replay."""
 
     def __init__(self, threshold: int) -> None:
         self._threshold = threshold
@@ -109,7 +106,7 @@ class ReplayFigures:
     def add(self, state: StudentState, replies: Sequence[TeacherReply]) -> None:
         """Count one state's replies.
 
-        `short_of_budget` are the states that the budget kept a teacher from.
+        `short_of_budget` lists the states with a query that the budget prevented.
         """
         decision = decide(state, replies, self._threshold)
         self.states += 1
@@ -123,7 +120,7 @@ class ReplayFigures:
             self._of(reply.teacher).add_reply(reply)
 
     def add_group(self, skipped: int, dropped: Mapping[str, int], kept: int) -> None:
-        """Count what choosing and filtering did to one group."""
+        """Count the results of selection and filtering for one group."""
         self.groups += 1
         self.skipped += skipped
         self.kept += kept
@@ -134,7 +131,7 @@ class ReplayFigures:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that so many are not above; None of nothing."""
+    """Return the nearest-rank percentile; None without values."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

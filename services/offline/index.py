@@ -1,7 +1,7 @@
-"""The groups of traces that an offline replay goes through, wherever they stand.
+"""Index of the trace groups of an offline replay, independent of their storage.
 
-Only the places of groups are in memory: the traces may be larger than it. Who finds them is
-`traces` and `stored`.
+Only the locations of groups are in memory, because the traces may exceed it. `traces` and `stored`
+build the index.
 """
 
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from composer_mesh.services.offline.options import ReplayRefused
 
 
 class TraceFileError(ReplayRefused):
-    """Traces that cannot be replayed: which file and line, why, and what to do."""
+    """Traces that cannot be replayed; names the file and line, the reason and the repair."""
 
 
 class Place(Protocol):
-    """Where some traces of a group stand."""
+    """Location of some traces of a group."""
 
     def read(self) -> list[Trace]: ...
 
 
 @dataclass
 class TraceIndex:
-    """The groups of some traces by `group_id`, and which run wrote them, where one is known.
+    """Groups of traces by `group_id`, and the run that wrote them, if known.
 
-    `mark` stays the same while traces are only added. `cut` counts last lines that were left out
-    because their writer did not finish them.
+    `mark` is stable while traces are only appended. `cut` counts incomplete last lines that were
+    skipped.
     """
 
     run: Path | None
@@ -42,6 +42,6 @@ class TraceIndex:
         return len(self.places)
 
     def groups(self) -> Iterator[list[Trace]]:
-        """Each group's traces, in the order of the ids; one group is in memory at a time."""
+        """Yield each group's traces in id order; one group is in memory at a time."""
         for group_id in sorted(self.places):
             yield [trace for place in self.places[group_id] for trace in place.read()]

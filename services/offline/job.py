@@ -1,8 +1,8 @@
-"""The work of an offline replay: groups in order, their states to the teachers, pairs out in order.
+"""Job of an offline replay: groups in order, their states to the teachers, pairs out in order.
 
-The rules are those of a run: `Replay` chooses and decides, `PairFilters` drop. This file only
-keeps enough groups under way, and everything in the order of the groups, so that the same traces
-and answers make the same pairs. Files, money and what a person sees are not its business.
+The rules are those of a training run: `Replay` selects and votes, `PairFilters` drop. This module
+only keeps enough groups in flight, in group order, so that the same traces and answers make the
+same pairs.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from composer_mesh.services.steps.ports import Teachers
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 AHEAD = 2
-"""States of the groups under way, as a multiple of those that may be asked about at once."""
+"""States of groups in flight, as a multiple of the query concurrency."""
 
 
 class _Remembering:
-    """The desk as a `Teachers` port that keeps the replies until they are taken."""
+    """`Teachers` port over the teacher client that stores replies until they are taken."""
 
     def __init__(self, teacher_client: TeacherClient) -> None:
         self._teacher_client = teacher_client
@@ -51,7 +51,7 @@ def _nothing(_: ReplayFigures) -> None:
 
 @dataclass
 class OfflineJob:
-    """One pass over some groups. `tell` is called whenever another group is done."""
+    """One pass over some groups. `tell` is called after each finished group."""
 
     config: Config
     teacher_client: TeacherClient
@@ -67,10 +67,10 @@ class OfflineJob:
         self.figures = ReplayFigures(self.config.replay.agreement_threshold)
 
     async def run(self, groups: Iterable[Sequence[Trace]], limit: int | None = None) -> bool:
-        """Ask about all groups, or the first `limit` states; whether it came to the end.
+        """Query all groups, or the first `limit` states; return whether the pass was completed.
 
-        Once the desk stops it waits for what is under way and returns with the groups that are
-        complete. Cancelled, it drops what is under way.
+        Once the client is stopped, waits for queries in flight and returns with the completed
+        groups. On cancellation, queries in flight are dropped.
         """
         window: deque[tuple[Selection, asyncio.Task[ReplayOutcome]]] = deque()
         try:
@@ -104,18 +104,18 @@ def plan_job(
     tools: Sequence[Mapping[str, Any]],
     limit: int | None = None,
 ) -> ReplayPlan:
-    """What a job over these groups will ask, and its price; reads all of them and asks nobody."""
+    """Plan the queries of a job and their price; reads all groups and sends no query."""
     chosen = selections(make_replay(config, _Nobody()), groups, limit)
     return plan_replay(chosen, teachers, tools, config.replay)
 
 
 def make_replay(config: Config, teachers: Teachers) -> Replay:
-    """The run's own rules, with the run's own seed and schedule."""
+    """Create the rules of a training run, with the run's own seed and schedule."""
     return Replay(teachers, config.replay, config.schedule.prompts_per_step, config.run.seed)
 
 
 class _Nobody:
-    """Teachers for choosing states only."""
+    """A `Teachers` port for state selection only; any query raises."""
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
         raise RuntimeError(f"{n} teachers were asked about {state.state_id}: only choose states")
@@ -124,7 +124,7 @@ class _Nobody:
 def selections(
     replay: Replay, groups: Iterable[Sequence[Trace]], limit: int | None = None
 ) -> Iterator[Selection]:
-    """What is asked about, group by group; raises `TraceFileError` for traces that contradict."""
+    """Yield the selected states group by group; raise `TraceFileError` for inconsistent traces."""
     left = limit
     for group in groups:
         if left is not None and left <= 0:

@@ -1,6 +1,6 @@
-"""The options of `composer-mesh replay`, as they are typed and as they are passed on.
+"""Command-line options of `composer-mesh replay`.
 
-Light to import: the command line reads it before it knows which command will run.
+Cheap to import: the command line imports this module whichever command runs.
 """
 
 import argparse
@@ -12,15 +12,15 @@ CONCURRENCY = 64
 
 
 class ReplayRefused(Exception):
-    """An offline replay that cannot be done as it was asked for: why, and what to do instead."""
+    """The offline replay cannot be done as requested; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, with which teachers, within what.
+    """Options of a replay: traces, teachers and limits.
 
-    `teachers` is None for those of the run that the traces are from; `max_usd` is None where the
-    config says it; `out` may be None in a dry run only.
+    `teachers` None uses those of the traces' run; `max_usd` None uses the config's limit; `out` may
+    be None in a dry run only.
     """
 
     traces: Path
@@ -56,7 +56,7 @@ class ReplayOptions:
 
 
 def read_options(arguments: argparse.Namespace) -> ReplayOptions:
-    """The parsed command line as options; raises `ReplayRefused`."""
+    """Convert the parsed command line to options; raise `ReplayRefused`."""
     return ReplayOptions(
         arguments.traces,
         arguments.out,
@@ -71,7 +71,7 @@ def read_options(arguments: argparse.Namespace) -> ReplayOptions:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add the arguments of `composer-mesh replay` to a parser."""
     parser.add_argument(
         "traces",
         type=Path,

@@ -1,10 +1,9 @@
-"""The files of an offline replay: the pairs, and beside them what makes the same command go on.
+"""Output files of an offline replay: the pairs, and the state that lets the same command resume.
 
-    pairs.jsonl             one pair a line, replaced as a whole, so that it is never half written
-    pairs.jsonl.replay/     job.json: what it is a replay of; report.json; the ledger; the answers
+    pairs.jsonl             one pair per line, replaced atomically, so it is never incomplete
+    pairs.jsonl.replay/     job.json: the job's identity; report.json; the ledger; the answers
 
-What a line holds and what the ledger counts is others' business. No file of another job, and none
-that a person has changed, is ever replaced.
+Files of another job, and files that were edited, are never replaced.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ Job = dict[str, Any]
 
 @dataclass
 class ReplayOutput:
-    """One job's files; `open` makes it."""
+    """Files of one job; created by `open`."""
 
     out: Path
     job: Job
@@ -37,15 +36,15 @@ class ReplayOutput:
 
     @property
     def folder(self) -> Path:
-        """Where the ledger and the answers are kept."""
+        """The folder of the ledger and the cached answers."""
         return folder_of(self.out)
 
     @classmethod
     @contextmanager
     def open(cls, out: Path, job: Job) -> Iterator["ReplayOutput"]:
-        """Hold the place while the block runs; raises `ReplayRefused` where it is another's.
+        """Lock the output for a block; raise `ReplayRefused` if it belongs to another job.
 
-        `job` says what the pairs depend on, as plain JSON values.
+        `job` holds everything that the pairs depend on, as plain JSON values.
         """
         job = json.loads(json.dumps(job))
         check_place(out, job)
@@ -55,15 +54,15 @@ class ReplayOutput:
             yield output
 
     def write_pairs(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the pairs by these."""
+        """Replace the pairs."""
         content = b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
-        # First the hash: whenever this is interrupted, the file has a hash that is known.
+        # The hash is written first, so that after any interruption the file's hash is known.
         self._written = [*self._written[-1:], _digest(content)]
         self._remember()
         _replace(self.out, content)
 
     def write_report(self, report: Mapping[str, Any], other: Path | None = None) -> None:
-        """Keep the report beside the pairs, and wherever else it is wanted."""
+        """Write the report next to the pairs, and also to `other`."""
         write_json(self.folder / REPORT_FILE, report)
         if other is not None:
             write_json(other, report)
@@ -73,14 +72,14 @@ class ReplayOutput:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace a file by one object."""
+    """Replace a file by one JSON object."""
     _replace(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def job_of(config: Config, traces: str) -> Job:
-    """What makes the pairs these and no others. `traces` is a mark of theirs.
+    """Return everything that determines the pairs. `traces` is the mark of the trace index.
 
-    More traces or states, a higher ceiling, other timeouts and limits are the same job going on.
+    More traces or states, a higher spending limit, or other timeouts resume the same job.
     """
     replay = config.replay
     return {
@@ -95,12 +94,12 @@ def job_of(config: Config, traces: str) -> Job:
 
 
 def folder_of(out: Path) -> Path:
-    """Where the files beside a file of pairs are."""
+    """Return the folder of the job's state next to a file of pairs."""
     return out.with_name(out.name + FOLDER_SUFFIX)
 
 
 def check_place(out: Path, job: Job) -> list[str]:
-    """The hashes of what this job may have written there; raises `ReplayRefused` where it is not.
+    """Return the hashes that this job may have written; raise `ReplayRefused` for other content.
 
     Changes nothing.
     """
@@ -154,7 +153,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file as a whole, on disk before it takes the place of an earlier one."""
+    """Replace a file atomically; it is on disk before it replaces an earlier one."""
     try:
         write_whole(path, content)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The price of an offline replay before it is done: states, questions, a bound and an estimate.
+"""Price of an offline replay in advance: states, queries, an upper bound and an estimate.
 
-Each question counts once, for the longest answer (bound) or for one as long as the student's own
-action (estimate). Questions that fail may be sent again, which no price knows; the ledger's ceiling
-holds over those too. Asks nobody.
+Each query counts once, with the longest answer (bound) or one as long as the student's own action
+(estimate). Retries of failed queries are not priced; the ledger's limit covers them too. No query
+is sent.
 """
 
 import json
@@ -19,15 +19,15 @@ from composer_mesh.rollouts.pairs import StudentState
 from composer_mesh.rollouts.state_choice import Selection
 
 BYTES_PER_TOKEN = 4
-"""What English and JSON come to with today's tokenizers, for the estimate only."""
+"""Bytes per token of English and JSON with current tokenizers; used for the estimate only."""
 
 FRAME_BYTES = 256
-"""What a request holds beside messages and tools: model, seed, limits."""
+"""Size of a request besides messages and tools: model, seed, limits."""
 
 
 @dataclass
 class TeacherPlan:
-    """What one teacher will be asked; amounts in nano-dollars, None where nobody says a price."""
+    """Planned queries of one teacher; amounts in nano-dollars, None if the price is unknown."""
 
     prices: Prices | None
     questions: int = 0
@@ -35,7 +35,7 @@ class TeacherPlan:
     estimate: int | None = 0
 
     def add(self, bound: int | None, estimate: int | None) -> None:
-        """Count one question; a sum with an unknown part is unknown."""
+        """Count one query; a sum with an unknown part is unknown."""
         self.questions += 1
         self.bound = None if self.bound is None or bound is None else self.bound + bound
         self.estimate = (
@@ -45,7 +45,7 @@ class TeacherPlan:
 
 @dataclass
 class ReplayPlan:
-    """What one pass will ask. Of the `skipped` states, `saved` would have found room."""
+    """Planned queries of one pass. `saved` of the `skipped` states would have been queried."""
 
     teachers: dict[str, TeacherPlan]
     groups: int = 0
@@ -59,7 +59,7 @@ class ReplayPlan:
 
     @property
     def bound(self) -> int:
-        """Nano-dollars, of the teachers whose prices are known."""
+        """Upper bound in nano-dollars, over the teachers with known prices."""
         return sum(teacher.bound or 0 for teacher in self.teachers.values())
 
     @property
@@ -68,11 +68,11 @@ class ReplayPlan:
 
     @property
     def unknown(self) -> list[str]:
-        """The teachers whose prices nobody says."""
+        """Teachers with unknown prices."""
         return [name for name, teacher in self.teachers.items() if teacher.prices is None]
 
     def as_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the report's object."""
         return {
             "groups": self.groups,
             "states": self.states,
@@ -92,9 +92,9 @@ def plan_replay(
     tools: Sequence[Mapping[str, Any]],
     replay: ReplayConfig,
 ) -> ReplayPlan:
-    """Price every question that these selections lead to; reads all of them.
+    """Price every query of these selections; reads all of them.
 
-    A question of unknown price counts as the config assumes, where such questions are allowed.
+    A query of unknown price costs `assumed_usd`, if the config allows such queries.
     """
     budget = replay.budget
     assumed = nano(budget.assumed_usd) if budget.unknown_prices == "allow" else None
@@ -115,7 +115,7 @@ def plan_replay(
 def _price(
     teacher: TeacherEndpoint, state: StudentState, size: int, assumed: int | None
 ) -> tuple[int | None, int | None]:
-    """The bound and the estimate of one question."""
+    """Return the bound and the estimate of one query."""
     if teacher.prices is None:
         return assumed, assumed
     answer = min(len(state.action_ids), teacher.max_tokens)

@@ -1,7 +1,7 @@
-"""The end of an offline replay on one page: what it cost, who agreed with whom, what was kept.
+"""Final report of an offline replay: cost, agreement, and pairs kept.
 
-Pure functions over figures, a plan and a ledger's sums. Names and texts are others' words: they are
-shown without control codes and never as markup.
+Pure functions over figures, a plan and a ledger's sums. Names and texts are untrusted: control
+codes are removed and markup is not interpreted.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ HOW_PRICED = (
 
 @dataclass(frozen=True)
 class Money:
-    """What the ledger says of this replay, all its repetitions together, in dollars."""
+    """Ledger sums of this replay in dollars, over all its repetitions."""
 
     ceiling: float
     spent: float
@@ -50,9 +50,9 @@ class Money:
 def replay_report(
     figures: ReplayFigures, plan: ReplayPlan, money: Money, state: str, seconds: float
 ) -> dict[str, Any]:
-    """The figures as one object; `report.json` and `--json` hold it.
+    """Return the figures as one object, for `report.json` and `--json`.
 
-    What was saved is an estimate: questions not asked, at what such questions have cost.
+    Savings are estimates: the number of queries avoided times the mean cost of such queries.
     """
     made = figures.outcomes["pair"]
     return {
@@ -88,7 +88,7 @@ def _saved_by_cache(figures: ReplayFigures, money: Money) -> float:
 
 
 def _saved_by_gate(plan: ReplayPlan, money: Money) -> float:
-    """Questions that the gate made needless, at what those of a chosen state cost."""
+    """Return the cost of the queries that the gate avoided, at the mean of selected states."""
     if not plan.states:
         return 0.0
     chosen = sum(
@@ -99,12 +99,12 @@ def _saved_by_gate(plan: ReplayPlan, money: Money) -> float:
 
 
 def report_page(report: Mapping[str, Any]) -> RenderableType:
-    """The report to print."""
+    """Render the report."""
     return Group(_summary(report), _teachers(report["teachers"]), *_examples(report["teachers"]))
 
 
 def plan_page(plan: ReplayPlan, ceiling: float) -> RenderableType:
-    """A dry run's price to print."""
+    """Render the price of a dry run."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text("what it would cost"))
     table.add_column("teacher")
     for title in ("questions", "estimate", "at most"):
@@ -124,7 +124,7 @@ def plan_page(plan: ReplayPlan, ceiling: float) -> RenderableType:
 
 
 def plan_lines(plan: ReplayPlan, ceiling: float) -> list[str]:
-    """What is about to be asked, and whether the ceiling is high enough for it."""
+    """Describe the planned queries and whether the spending limit covers them."""
     most, about = dollars(plan.bound), dollars(plan.estimate)
     lines = [
         f"{plan.states:,} states of {plan.groups:,} groups, {plan.skipped:,} skipped by the gate: "
@@ -195,7 +195,7 @@ def _teachers(teachers: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _examples(teachers: Mapping[str, Mapping[str, Any]]) -> list[Text]:
-    """One line for each teacher that failed: how often, by kind, and its first reason."""
+    """Return one line for each teacher that failed: counts by kind, and the first reason."""
     return [
         Text(
             f"{plain_text(name)} failed: {_counts(of['failures'])}; "
@@ -207,7 +207,7 @@ def _examples(teachers: Mapping[str, Mapping[str, Any]]) -> list[Text]:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    """`84 pair, 12 tie`, without what did not happen."""
+    """Format nonzero counts: `84 pair, 12 tie`."""
     parts = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
     return ", ".join(parts) or "none"
 

@@ -1,6 +1,6 @@
-"""What an offline replay opens before it asks: the builtin teachers' server and the panel.
+"""Set-up of an offline replay: the server of the builtin teachers, and the teacher panel.
 
-The same panel as in a run, in this process and without a mesh. It knows no traces and no pairs.
+The panel is the same as in a run, in this process and without a mesh.
 """
 
 import math
@@ -28,7 +28,7 @@ from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.replay.teacher_settings import panel_settings
 
 UNSERVED = "http://127.0.0.1:9/v1"
-"""Stands for the builtin teachers' address while they are not served."""
+"""Placeholder for the builtin teachers' address while they are not served."""
 
 Environ = Mapping[str, str]
 
@@ -44,13 +44,12 @@ async def opened_panel(
     environ: Environ = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[TeacherPanel]:
-    """The config's teachers, ready to be asked; their ledger is in `folder`.
+    """Open the config's teachers; their ledger is in `folder`.
 
-    Answers are kept in the file that the config names, or else in `answers`, or else where runs
-    keep theirs.
-    `task` is what builtin teachers know, and may be None where there are none.
-    Waits for lists of models, where prices are read from them. Raises `ReplayRefused` for what
-    would stop every question: no key, no price, a file that is or becomes unusable.
+    Answers are cached in the config's file, else in `answers`, else in the default file of runs.
+    `task` provides the builtin teachers' answers; it may be None without such teachers. Waits for
+    model lists if prices are read from them. Raises `ReplayRefused` for errors that affect every
+    query: no key, no price, a file that is or becomes unusable.
     """
     with served_experts(config, task, environ) as (url, environ):
         settings = patient(panel_settings(config, url, folder, tools))
@@ -68,7 +67,7 @@ async def opened_panel(
 
 
 def refuse_unpayable(teachers: Sequence[TeacherEndpoint], usd: float) -> None:
-    """Raise where a teacher can never be asked, because it costs money and there is none."""
+    """Raise `ReplayRefused` for a teacher that costs money when the spending limit is 0."""
     for teacher in teachers if usd == 0 else ():
         if teacher.prices is None or not teacher.prices.free:
             raise ReplayRefused(
@@ -81,7 +80,7 @@ def refuse_unpayable(teachers: Sequence[TeacherEndpoint], usd: float) -> None:
 def served_experts(
     config: Config, task: Task | None, environ: Environ
 ) -> Iterator[tuple[str, Environ]]:
-    """Serve the builtin teachers, where there are any: their URL, and the keys with theirs."""
+    """Serve the builtin teachers, if any; yield their URL and the environment with their key."""
     builtin = [teacher for teacher in config.replay.teachers if teacher.kind == "builtin"]
     if not builtin:
         yield UNSERVED, environ
@@ -98,7 +97,7 @@ def served_experts(
 
 
 def patient(settings: PanelSettings) -> PanelSettings:
-    """The settings of a job that is alone and has all the time: limits are waited for."""
+    """Return the settings of a job that is not time-critical: rate limits are waited for."""
     return replace(settings, replicas=1, timeouts=replace(settings.timeouts, line_s=math.inf))
 
 
@@ -108,9 +107,9 @@ async def priced_teachers(
     environ: Environ = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> list[TeacherEndpoint]:
-    """The teachers with all prices that anybody names; asks no question and leaves no file.
+    """Return the teachers with all known prices; sends no query and leaves no file.
 
-    Raises `ReplayRefused` for one without a usable key or address.
+    Raises `ReplayRefused` for a teacher without a usable key or address.
     """
     with TemporaryDirectory(prefix="composer-mesh-") as folder:
         settings = panel_settings(config, UNSERVED, Path(folder), ())

@@ -1,6 +1,6 @@
-"""The traces of a run's store, as an offline replay reads them: indexed once, then group by group.
+"""Traces of a run's store for an offline replay: indexed once, then read group by group.
 
-Traces in .jsonl files are `traces`; which states of a group are worth asking about is neither's.
+`traces` does the same for .jsonl files.
 """
 
 import hashlib
@@ -18,25 +18,25 @@ from composer_mesh.services.store.schema import STORE_FILE
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Where one group's traces stand."""
+    """Location of one group's traces."""
 
     run: Path
     group_id: int
 
     def read(self) -> list[Trace]:
-        """The group's training traces that have turns."""
+        """Return the group's training traces that have turns."""
         with RunReader(self.run) as reader:
             return _training(reader, self.group_id)
 
 
 def store_of(source: Path) -> Path | None:
-    """The run directory whose store is meant by it or by its traces folder, None where none is."""
+    """Return the run directory of a run or of its traces folder; None if it has no store."""
     run = source.absolute().parent if source.name == FOLDER else source
     return run if (run / STORE_FILE).is_file() else None
 
 
 def index_store(run: Path) -> TraceIndex:
-    """Read all finished groups of a run once; raises `TraceFileError` where one is damaged."""
+    """Read all finished groups of a run once; raise `TraceFileError` if one is damaged."""
     index = TraceIndex(run.absolute())
     try:
         with RunReader(run) as reader:
@@ -60,7 +60,7 @@ def _add(index: TraceIndex, reader: RunReader, row: GroupRow) -> None:
 
 
 def _age(row: GroupRow) -> tuple[float, int]:
-    """In the order in which groups finished, so that a group more is never the first one."""
+    """Sort key by finishing time, so that a new group never becomes the first one."""
     return (row.finished_at or 0.0, row.group_id)
 
 

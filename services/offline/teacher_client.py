@@ -1,11 +1,11 @@
-"""Where an offline replay asks its teachers: so many states at once, and patient.
+"""Teacher client of an offline replay: bounded concurrency, waiting for budget and suspensions.
 
-A request sets its highest possible cost aside, which is mostly far more than it costs in the end.
-So where a teacher was refused for the budget while paid requests are under way, the state waits
-for those to be settled and asks again; it is final when nothing under way could make room. And
-where a teacher is left alone because it failed too often, the state waits a rest and asks again; a
-teacher that was waited for `RESTS` times in a row without an answer is no longer. Answers that a
-state has are kept. Which states are asked about is not decided here.
+A request reserves its highest possible cost, usually far more than its actual cost. If a teacher
+was refused for the budget while paid requests are in flight, the state waits for those to be
+settled and queries again; the refusal is final when no request in flight could free budget. If a
+teacher is suspended after too many failures, the state waits for the suspension and queries again;
+after `RESTS` waits in a row without an answer it is not waited for any more. Answers that a state
+already has are kept.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from composer_mesh.rollouts.pairs import (
 
 RESTS = 3
 BY_A_PERSON = (FailureKind.AUTH, FailureKind.PAYMENT)
-"""Failures that no rest repairs."""
+"""Failures that only a person can fix."""
 
 
 class Asked(Protocol):
-    """Who answers; in truth a `TeacherPanel`."""
+    """The queried object, a `TeacherPanel` outside tests."""
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
 
 
 class Stopped(Exception):
-    """The desk was told to stop before this state had its answers."""
+    """The client was stopped before this state had its answers."""
 
 
 class TeacherClient:
-    """A `Teachers` port. Belongs to one event loop. `rest_s` is a suspended teacher's rest."""
+    """A `Teachers` port for one event loop. `rest_s` is the duration of a teacher's suspension."""
 
     def __init__(self, panel: Asked, concurrency: int, rest_s: float) -> None:
         self._panel, self._slots = panel, asyncio.Semaphore(concurrency)
@@ -49,19 +49,19 @@ class TeacherClient:
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Ask nothing new; what is under way is answered still, and only then others give up."""
+        """Send no new query. Queries in flight complete before waiting ones raise `Stopped`."""
         self._stopping.set()
         self._tell()
 
     async def idle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in flight."""
         while self._asking:
             await self._changed.wait()
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        """The replies of `n` teachers. Waits for a slot, for them, for money and for rests.
+        """Return the replies of `n` teachers. Waits for a slot, answers, budget and suspensions.
 
-        Raises `Stopped` where the desk stopped first.
+        Raises `Stopped` if the client was stopped first.
         """
         async with self._slots:
             seen, replies = self._settled, await self._ask(state, n)
@@ -72,7 +72,7 @@ class TeacherClient:
 
     async def _ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
         if self._stopping.is_set():
-            await self.idle()  # whoever gives up at this must not take paid answers down with it
+            await self.idle()  # a caller that fails on this must not cancel paid answers
             raise Stopped
         self._asking += 1
         try:
@@ -85,13 +85,13 @@ class TeacherClient:
         return replies
 
     async def _may_ask_again(self, replies: Sequence[TeacherReply], seen: int) -> bool:
-        """Wait for whatever a refused teacher was refused for; False where nothing helps."""
+        """Wait for the cause of a refusal to pass; return False if no retry can help."""
         if is_short(replies) and await self._room(seen):
             return True
         return await self._rests.over(_refused(replies, FailureKind.SUSPENDED), self._stopping)
 
     async def _room(self, seen: int) -> bool:
-        """Whether a paid request was settled since; waits while that may still come."""
+        """Return whether a paid request was settled since; wait while one may still be."""
         while self._settled == seen and self._asking and not self._stopping.is_set():
             await self._changed.wait()
         return self._settled != seen or self._stopping.is_set()
@@ -102,7 +102,7 @@ class TeacherClient:
 
 
 class _Rests:
-    """How often each suspended teacher was waited for in vain; all states count together."""
+    """Counts the waits for each suspended teacher without an answer, over all states."""
 
     def __init__(self, rest_s: float) -> None:
         self._rest_s = rest_s
@@ -110,7 +110,7 @@ class _Rests:
         self._counted: dict[str, float] = {}
 
     def answered(self, replies: Sequence[TeacherReply]) -> None:
-        """Learn whom it is worth waiting for."""
+        """Record which teachers are worth waiting for."""
         for reply in replies:
             if isinstance(reply, TeacherFailure):
                 if reply.kind in BY_A_PERSON:
@@ -119,7 +119,7 @@ class _Rests:
                 self._in_vain.pop(reply.teacher, None)
 
     async def over(self, teachers: Sequence[str], stopping: asyncio.Event) -> bool:
-        """Wait one rest, or until the desk stops; False where there is nobody to wait for."""
+        """Wait one suspension, or until the client stops; return False if no wait can help."""
         hopeful = [teacher for teacher in teachers if self._in_vain[teacher] < RESTS]
         if not hopeful:
             return False
@@ -134,12 +134,12 @@ class _Rests:
 
 
 def is_short(replies: Sequence[TeacherReply]) -> bool:
-    """Whether a teacher was not asked because of the budget."""
+    """Return whether a teacher was not queried because of the budget."""
     return bool(_refused(replies, FailureKind.BUDGET))
 
 
 def together(earlier: Sequence[TeacherReply], later: Sequence[TeacherReply]) -> list[TeacherReply]:
-    """Both rounds as one: an answer stays, a failure gives way to what came of asking again."""
+    """Merge two rounds: answers are kept, failures are replaced by the later reply."""
     again = {reply.teacher: reply for reply in later}
     return [_better(reply, again.get(reply.teacher, reply)) for reply in earlier]
 

@@ -1,8 +1,7 @@
-"""The traces that an offline replay reads: found, checked line by line, then read group by group.
+"""Trace files of an offline replay: found, validated line by line, then read group by group.
 
-A run keeps them in its store (`stored`); here are .jsonl files, which runs of before have and
-`composer-mesh traces RUN export` makes. Which states of a group are worth asking about is not
-decided here.
+A run stores its traces in its store (`stored`); .jsonl files come from older runs and from
+`composer-mesh traces RUN export`.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ CONFIG_FILE = "config.toml"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where one trace stands."""
+    """Location of one trace."""
 
     path: Path
     line: int
@@ -28,7 +27,7 @@ class Line:
     length: int
 
     def read(self) -> list[Trace]:
-        """The trace; raises TraceFileError where the file has changed."""
+        """Read the trace; raise TraceFileError if the file has changed."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             line = file.read(self.length)
@@ -42,10 +41,10 @@ class Line:
 
 
 def index_traces(source: Path) -> TraceIndex:
-    """Read all that is at `source` once: a run directory, its traces folder, or one file.
+    """Index everything at `source` once: a run directory, its traces folder, or one file.
 
-    Held-out traces are left out, as in a run. Raises `TraceFileError` for anything that is no
-    trace, before the caller has asked anybody.
+    Held-out traces are skipped, as in a run. Raises `TraceFileError` for invalid traces, before any
+    teacher is queried.
     """
     if (run := store_of(source)) is not None:
         return index_store(run)
@@ -76,12 +75,12 @@ def _files(source: Path) -> list[Path]:
 
 
 def _is_trace_folder(folder: Path) -> bool:
-    """Whether its .jsonl files are traces; those beside a config are metrics and events."""
+    """Return whether the folder's .jsonl files are traces; next to a config they are metrics."""
     return not (folder / CONFIG_FILE).exists()
 
 
 def _run_of(file: Path) -> Path | None:
-    """The run directory that a trace file lies in."""
+    """Return the run directory of a trace file."""
     run = file.absolute().parent.parent
     return run if (run / CONFIG_FILE).is_file() else None
 
@@ -105,7 +104,7 @@ def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> 
     try:
         trace = trace_from_json(line)
     except ValidationError as error:
-        if not line.endswith(b"\n"):  # its writer was interrupted, or is still at it
+        if not line.endswith(b"\n"):  # its writer was interrupted or is still writing
             index.cut += 1
             return
         raise TraceFileError(

@@ -1,7 +1,4 @@
-"""What an offline replay shows while it works: a progress bar, or plain lines where none fits.
-
-It only shows what it is told; the report at the end is another file's.
-"""
+"""Progress display of an offline replay: a progress bar, or plain lines without a terminal."""
 
 import time
 from types import TracebackType
@@ -16,11 +13,11 @@ from composer_mesh.services.offline.plan import ReplayPlan
 from composer_mesh.services.offline.report import plan_lines
 
 LINES = 10
-"""Plain lines of a whole job, spread over its states."""
+"""Number of plain progress lines per job."""
 
 
 class ReplayView:
-    """A context manager around the asking that a plan foresees."""
+    """Context manager that shows the progress of a planned job."""
 
     def __init__(self, plan: ReplayPlan, ceiling: float, console: Console) -> None:
         self._plan, self._ceiling, self._console = plan, ceiling, console
@@ -56,7 +53,7 @@ class ReplayView:
             self._progress = None
 
     def tell(self, figures: ReplayFigures) -> None:
-        """Show the figures so far."""
+        """Show the current figures."""
         if self._progress is not None:
             text = f"states, {figures.kept} pairs, ${figures.usd:.4f} of ${self._ceiling:.2f}"
             self._progress.update(
@@ -69,7 +66,7 @@ class ReplayView:
             self.say(self._line(figures))
 
     def say(self, text: str) -> None:
-        """Show one line; a bar goes on below it."""
+        """Print one line above the progress bar."""
         self._console.print(Text(text), soft_wrap=True)
 
     def _line(self, figures: ReplayFigures) -> str:

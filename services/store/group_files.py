@@ -1,13 +1,13 @@
-"""The file of a group: the token arrays of its traces, and one JSON body for the rest.
+"""File of a group: the token arrays of its traces, and a JSON body for the rest.
 
     traces/000/000012.safetensors     ids: every trace's ids in order, contexts and actions
                                       logprobs: of the sampled ids, in the same order
-                                      versions, runs: their policy versions, run by run
+                                      versions, runs: their policy versions, run-length encoded
                                       body: JSON; lengths and stop reasons of turns, messages, ...
 
-Everything comes back bit for bit: log-probs are kept in 32 bits where that is exact, and in 64
-where it is not. A file is written under another name and renamed once it is on disk. Which groups
-there are, and what the CRC-32 of a file must be, is in `run.sqlite`.
+Contents are restored bit for bit: log-probs are stored in 32 bits if that is exact, else in 64. A
+file is written under a temporary name and renamed once it is on disk. `run.sqlite` lists the groups
+and the CRC-32 of each file.
 """
 
 import zlib
@@ -56,18 +56,18 @@ _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
 
 
 def path_of(root: Path, group_id: int) -> Path:
-    """Where a run keeps the traces of a group."""
+    """Return the path of a group's file."""
     folder = f"{group_id // GROUPS_IN_A_FOLDER:03}"
     return root / FOLDER / folder / f"{group_id:06}{SUFFIX}"
 
 
 def group_of(path: Path) -> int | None:
-    """The group whose file this would be, None where the name is none of ours."""
+    """Return the group of a file name, or None if it is not a group file."""
     return int(path.stem) if path.suffix == SUFFIX and path.stem.isdecimal() else None
 
 
 def group_bytes(traces: Sequence[Trace]) -> bytes:
-    """The content of a group's file."""
+    """Serialize traces to the content of a group file."""
     turns = [turn for trace in traces for turn in trace.turns]
     ids = _joined(part for turn in turns for part in (turn.context_ids, turn.action_ids))
     versions, runs = _runs(_joined(turn.versions for turn in turns))
@@ -83,7 +83,7 @@ def group_bytes(traces: Sequence[Trace]) -> bytes:
 
 
 def traces_of(content: bytes) -> list[Trace]:
-    """The traces of a file's content; raises ValueError where it is no group's."""
+    """Parse the content of a group file; raise ValueError if it is invalid."""
     try:
         tensors = load(content)
         heads = _HEADS.validate_json(tensors["body"].tobytes())
@@ -96,9 +96,9 @@ def traces_of(content: bytes) -> list[Trace]:
 
 
 def write_group(root: Path, group_id: int, traces: Sequence[Trace]) -> tuple[int, int]:
-    """Put a group's file on the disk; returns its size in bytes and its CRC-32.
+    """Write a group's file to disk; return its size in bytes and its CRC-32.
 
-    An earlier file of the group is replaced. Raises OSError, and then leaves no file.
+    Replaces an earlier file of the group. Raises OSError without leaving a file.
     """
     content, path = group_bytes(traces), path_of(root, group_id)
     if not path.parent.exists():
@@ -109,7 +109,7 @@ def write_group(root: Path, group_id: int, traces: Sequence[Trace]) -> tuple[int
 
 
 def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
-    """The traces of a group; raises DamagedRecord where its file is not what was written."""
+    """Read the traces of a group; raise DamagedRecord if its file is missing or modified."""
     path = path_of(root, group_id)
     try:
         content = path.read_bytes()
@@ -173,13 +173,13 @@ def _trace(
 
 
 def _joined(parts: Iterable[list[int]]) -> NDArray[np.int64]:
-    """One array of many lists, each converted alone: a long call would hold up the event loop."""
+    """Concatenate lists, converting each alone: one long call would block the event loop."""
     arrays = [np.array(part, np.int64) for part in parts]
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 def _narrow(values: NDArray[np.int64]) -> NDArray[np.generic]:
-    """The same whole numbers in the fewest bytes."""
+    """Cast integers to the smallest type that holds them."""
     top, bottom = (int(values.max()), int(values.min())) if values.size else (0, 0)
     for kind in (np.uint16, np.int32):
         if bottom >= np.iinfo(kind).min and top <= np.iinfo(kind).max:
@@ -188,7 +188,7 @@ def _narrow(values: NDArray[np.int64]) -> NDArray[np.generic]:
 
 
 def _exact(parts: Sequence[list[float]]) -> NDArray[np.floating]:
-    """The same numbers in 32 bits, as engines compute them, or in 64 where one needs them."""
+    """Store numbers in 32 bits, the precision of engines, or in 64 if any value needs it."""
     arrays = [np.array(part, np.float64) for part in parts]
     values = np.concatenate(arrays) if arrays else np.empty(0)
     with np.errstate(over="ignore"):
@@ -197,6 +197,6 @@ def _exact(parts: Sequence[list[float]]) -> NDArray[np.floating]:
 
 
 def _runs(values: NDArray[np.int64]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The values of runs of equal ones, and how long each run is."""
+    """Run-length encode: return the values and the lengths of the runs."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return _narrow(values[starts]), _narrow(np.diff(starts, append=len(values)))

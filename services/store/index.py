@@ -1,4 +1,4 @@
-"""The index of rollouts as SQL: which columns there are, and what a `Where` asks of them."""
+"""SQL of the rollout index: its columns and the tests of a `Where`."""
 
 from composer_mesh.services.store.rows import Where
 from composer_mesh.services.store.schema import whole
@@ -20,7 +20,7 @@ COLUMNS = {
     "newest_version": "newest_version",
     "state": "groups.state",
 }
-"""In the order of a TraceRow's fields."""
+"""Columns in the order of a TraceRow's fields."""
 SORTED = COLUMNS | {"error_sites": "json_array_length(error_kinds)"}
 
 TESTS = {
@@ -39,7 +39,7 @@ TESTS = {
 def index_query(
     where: Where, sort: str, descending: bool, limit: int | None
 ) -> tuple[str, tuple[object, ...]]:
-    """The statement and its values; raises ValueError where `sort` is no field."""
+    """Return the statement and its values; raise ValueError if `sort` is not a field."""
     if sort not in SORTED:
         raise ValueError(f"sort is {sort!r} but must be one of {', '.join(SORTED)}")
     asked = {name: value for name in TESTS if (value := getattr(where, name)) is not None}

@@ -1,6 +1,6 @@
-"""The JSON lines of a run directory: for people and tools, and for whoever follows a live run.
+"""JSON-lines files of a run directory, for people, tools and followers of a live run.
 
-What has rows in `run.sqlite` is a copy here and can be made again; events are only here.
+Files with rows in `run.sqlite` are copies that can be rebuilt; events are stored here only.
 """
 
 import os
@@ -12,7 +12,7 @@ from composer_mesh.services.store.whole_files import write_whole
 
 
 class Lines:
-    """Files of a folder that lines are added to. Not shared between threads."""
+    """Append-only files of a folder. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -20,7 +20,7 @@ class Lines:
         self._dirty: set[str] = set()
 
     def add(self, name: str, line: bytes) -> None:
-        """Add a line. Readers see it at once; `sync` puts it on the disk."""
+        """Append a line. Readers see it at once; `sync` puts it on disk."""
         if name not in self._files:
             self._files[name] = (self._root / name).open("ab")
         self._files[name].write(line + b"\n")
@@ -28,12 +28,12 @@ class Lines:
         self._dirty.add(name)
 
     def sync(self) -> None:
-        """Have everything on the disk."""
+        """Flush all files to disk."""
         while self._dirty:
             os.fsync(self._files[self._dirty.pop()].fileno())
 
     def be(self, name: str, lines: Iterable[bytes]) -> None:
-        """Make a file again as a whole where it is another one."""
+        """Rewrite a file atomically if its content differs from these lines."""
         content, path = b"".join(line + b"\n" for line in lines), self._root / name
         if (path.read_bytes() if path.exists() else b"") == content:
             return

@@ -1,11 +1,11 @@
-"""A run directory of before the store, brought into it once, when it is opened for writing.
+"""One-time migration of a run directory that predates the store, when opened for writing.
 
     traces/traces.jsonl                  -> groups and their files
     pairs/pairs.jsonl, late.sqlite       -> pairs, late rewards
     metrics, evaluations, poisoned       -> rows; the files stay, as copies
 
-All rows are one transaction; then the old files move to `migrated/`, and none is deleted. Steps of
-then have no recipes: a run goes on from its newest checkpoint and can repeat no step before it.
+All rows are one transaction; then the old files move to `migrated/`, and none is deleted. Migrated
+steps have no manifests: a run resumes from its newest checkpoint and cannot repeat earlier steps.
 """
 
 import json
@@ -44,7 +44,7 @@ NEW_PAIR = (
 
 
 def migrate(root: Path, records: RunRecords, prompts_per_step: int) -> list[str]:
-    """Bring an older run into the store; returns what was moved, nothing where none is older."""
+    """Migrate an older run into the store; return the moved files, none if it is not older."""
     if _is_empty(records) and any((root / name).exists() for name in BEFORE):
         with records.file.transaction():
             done = _add_steps(root, records)
@@ -63,7 +63,7 @@ def _is_empty(records: RunRecords) -> bool:
 
 
 def _add_steps(root: Path, records: RunRecords) -> int:
-    """The metrics of each step; returns how many steps are done."""
+    """Store the metrics of each step; return the number of trained steps."""
     lines = list(_lines(root / METRICS_FILE))
     with records.file.transaction() as rows:
         for line in lines:
@@ -105,7 +105,7 @@ def _add_late(root: Path, records: RunRecords) -> None:
 
 
 def _add_pairs(root: Path, records: RunRecords, prompts_per_step: int) -> None:
-    """Pairs of a run that has no late ones: each was trained with its own group."""
+    """Store the pairs of a run without late ones: each was trained with its own group."""
     with records.file.transaction() as rows:
         for line in _lines(root / PAIRS_FILE):
             rows.execute(NEW_PAIR, _pair_row(line, "trained", None))
@@ -128,7 +128,7 @@ def _add_bodies(root: Path, records: RunRecords) -> None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The complete lines of a file; a last one that was cut off mid-write is left out."""
+    """Yield the complete lines of a file; an incomplete last one is skipped."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -138,7 +138,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _move(root: Path, name: str) -> bool:
-    """Move an old file to `migrated/`, with the log of a database; whether there was one."""
+    """Move an old file, and a database's log, to `migrated/`; return whether it existed."""
     if not (root / name).exists():
         return False
     folder = root / FOLDER

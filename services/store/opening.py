@@ -1,11 +1,11 @@
-"""A run directory before it is written to again: what a stop or a fault left is put in order.
+"""Repair of a run directory after a stop or a fault, before it is written again.
 
     drafts of files                                     removed: they were never used
     damaged rows                                        quarantined (`row_checksums`)
-    files of groups that have no finished row           quarantined: a stop between file and row
-    files of groups that wait for their step, damaged   quarantined, and the group is sampled again
+    files of groups without a finished row              quarantined: a stop between file and row
+    damaged files of groups that wait for their step    quarantined; the group is sampled again
 
-What was trained is not read here: a replay reads it, and `composer-mesh verify` does.
+Files of trained groups are not read here: a replay reads them, and `composer-mesh verify` does.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NO_ROW = "run.sqlite has no finished group for it"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What was moved away, why, its new place where it has one, and the group that it was of."""
+    """A quarantined file or row, the reason, its new path and its group, where they apply."""
 
     where: str
     why: str
@@ -33,7 +33,7 @@ class Moved:
 
 
 def repair_on_open(root: Path, records: RunRecords, reading: RunReader) -> list[Moved]:
-    """Put a run directory in order; returns what was moved to quarantine."""
+    """Repair a run directory; return what was quarantined."""
     for draft in root.glob(f"{FOLDER}/*/.*"):
         draft.unlink()
     moved = [Moved(str(row), WHY) for row in set_rows_aside(root, records.file)]
@@ -56,7 +56,7 @@ def move_file(root: Path, path: Path, why: str) -> Moved:
 
 
 def orphans(root: Path, reading: RunReader) -> Iterator[Path]:
-    """Files of groups that no row speaks of, in their order."""
+    """Yield the group files without a row, in order."""
     known = {row.group_id for row in reading.groups() if row.traces}
     for path in sorted(root.glob(f"{FOLDER}/*/*{SUFFIX}")):
         group_id = group_of(path)
@@ -65,7 +65,7 @@ def orphans(root: Path, reading: RunReader) -> Iterator[Path]:
 
 
 def unindexed(reading: RunReader) -> list[GroupRow]:
-    """Groups that have fewer rows in the index than rollouts in their files, or more."""
+    """Return groups whose number of index rows differs from the number of their rollouts."""
     with reading.file.reading() as rows:
         counts = dict(rows.execute("SELECT group_id, COUNT(*) FROM traces GROUP BY group_id"))
     return [row for row in reading.groups() if row.traces != counts.get(row.group_id, 0)]
@@ -76,5 +76,5 @@ def _index(root: Path, records: RunRecords, reading: RunReader) -> None:
         try:
             traces = read_group(root, row.group_id, row.bytes, row.crc)
         except DamagedRecord:
-            continue  # it was trained: whoever needs it finds the damage
+            continue  # it was trained: its damage is reported when it is read
         records.index(row.group_id, traces)

@@ -1,7 +1,4 @@
-"""What was found damaged is moved out of the way, into `quarantine/`, and never deleted.
-
-Who finds it tells of it; nothing here judges.
-"""
+"""Quarantine: damaged files are moved into `quarantine/` and never deleted."""
 
 from pathlib import Path
 
@@ -9,7 +6,7 @@ FOLDER = "quarantine"
 
 
 def quarantine(root: Path, path: Path) -> Path | None:
-    """Move a file or folder of a run away; its new place, or None where there is nothing."""
+    """Move a file or folder to quarantine; return its new path, or None if it does not exist."""
     if not path.exists():
         return None
     folder = root / FOLDER

@@ -1,7 +1,7 @@
-"""Reading the store of a run, while it goes on or afterwards, in this process or in another one.
+"""Reader of a run's store, concurrent with the run or afterwards, in any process.
 
-Changes nothing and is waited for by nobody. A row or a file that is not what was written raises
-DamagedRecord and is never returned. What groups and steps mean is `rows`.
+Changes nothing and blocks no writer. A row or a file with a wrong checksum raises DamagedRecord and
+is never returned. `rows` defines groups, steps and their states.
 """
 
 import json
@@ -36,7 +36,7 @@ Values = tuple[Any, ...]
 
 
 class RunReader:
-    """One run's store, as a context manager. Raises StoreMissing where a directory has none."""
+    """Reads one run's store, as a context manager. Raises StoreMissing if there is none."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -57,24 +57,24 @@ class RunReader:
         self.file.close()
 
     def groups(self, state: GroupState | None = None) -> list[GroupRow]:
-        """The groups in the order of their ids."""
+        """Return the groups in id order."""
         found = self._found("groups", "? IS NULL OR state = ?", (state, state), "group_id")
         return [_group(row) for row in found]
 
     def group(self, group_id: int) -> GroupRow | None:
-        """One group, None where it has not entered."""
+        """Return one group, or None if it has not entered the window."""
         found = self._found("groups", "group_id = ?", (group_id,), "group_id")
         return _group(found[0]) if found else None
 
     def traces(self, group_id: int) -> list[Trace]:
-        """The rollouts of a group; raises DamagedRecord where its file is not what was written."""
+        """Return the rollouts of a group; raise DamagedRecord for a missing or modified file."""
         row = self.group(group_id)
         if row is None or not row.traces:
             return []
         return read_group(self._root, group_id, row.bytes, row.crc)
 
     def all_traces(self) -> Iterator[Trace]:
-        """Every rollout that can be read, group by group; raises as `traces`."""
+        """Yield every rollout, group by group; raises as `traces`."""
         for row in self.groups():
             yield from self.traces(row.group_id)
 
@@ -85,20 +85,20 @@ class RunReader:
         descending: bool = False,
         limit: int | None = None,
     ) -> Iterator[TraceRow]:
-        """The index of the rollouts, sorted by a field; equal ones in the order of their groups.
+        """Yield the index of the rollouts, sorted by a field; equal ones in group order.
 
-        Raises ValueError where `sort` is no field of a TraceRow.
+        Raises ValueError if `sort` is not a field of a TraceRow.
         """
         for row in self._all(*index_query(where or Where(), sort, descending, limit)):
             yield _trace_row(_intact("traces", row))
 
     def worded(self, group_id: int) -> bytes | None:
-        """What the hint writer said about a group, None where it was not asked."""
+        """Return the hint writer's output for a group, or None if it was not queried."""
         found = self._found("groups", "group_id = ?", (group_id,), "group_id")
         return found[0][8] if found else None
 
     def asked(self) -> Iterator[TeacherQueryRow]:
-        """The groups that teachers were asked about, in the order of their ids."""
+        """Yield the groups with teacher queries, in id order."""
         for group_id, body in self._paged("asked"):
             ids = self._all(
                 "SELECT pair_id FROM pairs WHERE group_id = ? AND state != 'superseded' "
@@ -108,22 +108,21 @@ class RunReader:
             yield TeacherQueryRow(group_id, body, tuple(row[0] for row in ids))
 
     def steps(self, since: int = 0, superseded: bool = False) -> Iterator[StepRow]:
-        """The steps from `since` on, as they were planned; those that count, or all."""
+        """Yield the steps from `since` on, in planned order; superseded ones only if requested."""
         tests = "step >= ? AND (? OR state != 'superseded')"
         for _, step, state, manifest, line in self._paged("steps", tests, (since, superseded)):
             yield StepRow(step, manifest, line and json.loads(line), StepState(state))
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """The metrics of the steps that count, as in `metrics.jsonl`."""
+        """Yield the metrics of steps that are not superseded, as in `metrics.jsonl`."""
         return (step.metrics for step in self.steps() if step.metrics is not None)
 
     def pairs(
         self, state: ItemState | None = None, ids: Iterable[str] | None = None
     ) -> Iterator[PairRow]:
-        """The pairs in the order in which they came; with `ids` those of these, in their order.
+        """Yield the pairs in insertion order, or those with `ids` in the order of the ids.
 
-        Of pairs that are asked for by their ids those that are superseded are left out, and so are
-        unknown ones.
+        With `ids`, superseded and unknown pairs are omitted.
         """
         if ids is None:
             for row in self._paged("pairs", "? IS NULL OR state = ?", (state, state)):
@@ -134,11 +133,11 @@ class RunReader:
             yield from map(_pair, self._found("pairs", tests, (pair_id,), "place"))
 
     def waiting_pairs(self) -> int:
-        """Pairs that no step has taken."""
+        """Return the number of pairs that no step has taken."""
         return int(self._all("SELECT COUNT(*) FROM pairs WHERE state = 'waiting'")[0][0])
 
     def rewards(self, state: ItemState | None = ItemState.WAITING) -> list[LateReward]:
-        """The late rewards in the order in which they were posted; None is all of them."""
+        """Return the late rewards in the order of posting, all of them if `state` is None."""
         found = self._found("rewards", "? IS NULL OR state = ?", (state, state), "place")
         return [
             LateReward(place, trace_id, reward, source, ItemState(now), step)
@@ -146,16 +145,16 @@ class RunReader:
         ]
 
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations that count, in the order in which they were made."""
+        """Return the evaluations that are not superseded, in order."""
         found = self._paged("evaluations", "state != 'superseded'")
         return [Evaluation(**json.loads(row[3])) for row in found]
 
     def poisoned(self) -> list[dict[str, Any]]:
-        """The episodes that were set aside, as in `poisoned.jsonl`."""
+        """Return the quarantined episodes, as in `poisoned.jsonl`."""
         return [json.loads(body) for _, body in self._paged("poisoned")]
 
     def _paged(self, table: str, tests: str = "TRUE", values: Values = ()) -> Iterator[Values]:
-        """Rows by their first column, a page at a time: bodies may be more than memory holds."""
+        """Yield rows by their first column, in pages, because bodies may exceed memory."""
         key, last = COLUMNS[table].partition(",")[0], -1
         page = f"({tests}) AND {key} > ?"
         while found := self._found(table, page, (*values, last), f"{key} LIMIT {PAGE}"):
@@ -172,7 +171,7 @@ class RunReader:
 
 
 def _intact(table: str, row: Values) -> Values:
-    """A row without the last column, which says whether it is as it was written."""
+    """Drop the last column, the checksum test; raise DamagedRecord if it failed."""
     *values, intact = row
     if not intact:
         where = f"{STORE_FILE}, table {table}, row {values[0]}"

@@ -1,7 +1,6 @@
-"""What is written into `run.sqlite`, each thing in one transaction, and the files of groups.
+"""Writer of `run.sqlite` and of the group files; each operation is one transaction.
 
-Blocks until all is on the disk: `writing` calls it from its thread. What the rows are read for is
-`reading`; bodies are made and understood by whoever wrote them.
+Blocks until the data is on disk: `writing` calls it from its thread. Bodies are opaque bytes.
 """
 
 import json
@@ -41,7 +40,7 @@ FORGET_GROUP = (
 
 
 class RunRecords:
-    """The one writer of a run's groups, pairs and steps; other processes may post rewards."""
+    """The only writer of a run's groups, pairs and steps; other processes may post rewards."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -51,7 +50,7 @@ class RunRecords:
         self.file.close()
 
     def enter(self, group_id: int, version: int) -> None:
-        """A group enters the window, for the first time or again."""
+        """Record that a group enters the window, for the first time or again."""
         with self.file.transaction() as rows:
             rows.execute(
                 "INSERT INTO groups (group_id, state, entered) VALUES (?, 'in_flight', ?) "
@@ -61,7 +60,7 @@ class RunRecords:
             )
 
     def stored(self, group_id: int) -> list[Trace] | None:
-        """The traces that are kept of a group, None where it has none yet."""
+        """Return the stored traces of a group, or None if it has none yet."""
         with self.file.reading() as rows:
             row = rows.execute(
                 "SELECT bytes, crc, traces FROM groups WHERE group_id = ? AND state != 'in_flight'",
@@ -72,7 +71,7 @@ class RunRecords:
         return read_group(self._root, group_id, *row[:2]) if row[2] else []
 
     def add_group(self, group_id: int, traces: Sequence[Trace]) -> int:
-        """Keep a group's traces: the file first, then the rows; returns the bytes of the file."""
+        """Store a group's traces, the file first, then the rows; return the bytes of the file."""
         try:
             size, crc = write_group(self._root, group_id, traces) if traces else (0, 0)
         except OSError as error:
@@ -92,7 +91,7 @@ class RunRecords:
         return size
 
     def index(self, group_id: int, traces: Sequence[Trace]) -> None:
-        """Make the rows of a group's traces in the index."""
+        """Write the index rows of a group's traces."""
         insert = f"INSERT INTO traces ({COLUMNS['traces']}) VALUES ({', '.join('?' * 14)})"
         with self.file.transaction() as rows:
             rows.execute("DELETE FROM traces WHERE group_id = ?", (group_id,))
@@ -108,7 +107,7 @@ class RunRecords:
     def add_teacher_queries(
         self, group_id: int | None, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]:
-        """What asking about a group came to; returns the pairs that were not there before."""
+        """Store the outcome of a group's teacher queries; return the pairs that are new."""
         insert = (
             "INSERT OR IGNORE INTO pairs (pair_id, group_id, version, body) VALUES (?, ?, ?, ?)"
         )
@@ -125,7 +124,7 @@ class RunRecords:
         return fresh
 
     def take_pairs(self, step: int, max_age: int, limit: int) -> tuple[list[PreferencePair], int]:
-        """The oldest waiting pairs that are young enough, and how many are too old."""
+        """Return the oldest waiting pairs up to `max_age`, and the number of older ones."""
         with self.file.reading() as rows:
             expired = rows.execute(
                 "SELECT COUNT(*) FROM pairs WHERE state = 'waiting' AND ? - version > ?",
@@ -147,7 +146,7 @@ class RunRecords:
         max_age: int | None,
         rewards: Mapping[int, str],
     ) -> None:
-        """Write down what a step is made of, before it is trained: all of it, or nothing."""
+        """Store the contents of a step before it is trained, in one transaction."""
         with self.file.transaction() as rows:
             rows.execute(
                 "INSERT INTO steps (step, state, recipe) VALUES (?, 'planned', ?)", (step, manifest)
@@ -178,7 +177,7 @@ class RunRecords:
             )
 
     def end_step(self, step: int, metrics: bytes) -> bool:
-        """The metrics of a planned step; False where it has some, which stay."""
+        """Store the metrics of a planned step; return False, without change, if it has some."""
         with self.file.transaction() as rows:
             states = rows.execute(
                 "SELECT state FROM steps WHERE step = ? AND state != 'superseded'", (step,)
@@ -192,13 +191,13 @@ class RunRecords:
             return bool(done.rowcount)
 
     def supersede(self, step: int) -> None:
-        """This step and later ones count no more; what they took waits again."""
+        """Supersede this step and later ones; their groups, pairs and rewards wait again."""
         with self.file.transaction() as rows:
             for statement in SUPERSEDE:
                 rows.execute(statement, (step,))
 
     def forget_group(self, group_id: int) -> None:
-        """A group's file is gone: it is sampled again, unless it was trained before."""
+        """Forget a group whose file is gone; it is sampled again, or damaged if it was trained."""
         with self.file.transaction() as rows:
             for statement in FORGET_GROUP:
                 rows.execute(statement, (group_id,))
@@ -213,7 +212,7 @@ class RunRecords:
 
 
 def index_row(trace: Trace) -> tuple[object, ...]:
-    """A trace's row in the table `traces`, in the order of its columns."""
+    """Return a trace's row for the table `traces`, in column order."""
     versions = [version for turn in trace.turns for version in turn.versions]
     sampled = trace.action_tokens()
     return (

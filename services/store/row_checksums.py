@@ -1,8 +1,8 @@
-"""Rows of `run.sqlite` that are not as they were written: found, and moved out of the way.
+"""Detection and quarantine of rows of `run.sqlite` with a wrong checksum.
 
-What is moved is kept in `quarantine/rows.jsonl`. The run makes up for it: it samples the group
-again, asks again, or does without a figure; a row of the index is made again from its group's file.
-A step has nothing that could stand for it, so there the run is not opened.
+Such rows are moved to `quarantine/rows.jsonl`. The run compensates: it samples the group again,
+repeats the query, or omits a figure; an index row is rebuilt from its group's file. A step cannot
+be replaced, so a run with a damaged step is not opened.
 """
 
 import json
@@ -25,7 +25,7 @@ ROWS_FILE = "rows.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class DamagedRow:
-    """A row that is not as it was written."""
+    """A row with a wrong checksum."""
 
     table: str
     rowid: int
@@ -35,14 +35,14 @@ class DamagedRow:
 
 
 def schema_is_whole(file: SqliteFile) -> bool:
-    """Whether tables, indexes and triggers are those that were made."""
+    """Return whether tables, indexes and triggers are unmodified."""
     with file.reading() as rows:
         found = rows.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     return {sql for (sql,) in found} == set(KIND.tables)
 
 
 def damaged_rows(file: SqliteFile) -> Iterator[DamagedRow]:
-    """All of them, table by table. Reads the whole file."""
+    """Yield all damaged rows, table by table. Reads the complete file."""
     for table in COLUMNS:
         with file.reading() as rows:
             select = f"SELECT rowid FROM {table} WHERE NOT ({whole(table)})"
@@ -51,8 +51,7 @@ def damaged_rows(file: SqliteFile) -> Iterator[DamagedRow]:
 
 
 def set_rows_aside(root: Path, file: SqliteFile) -> list[DamagedRow]:
-    """Move damaged rows to quarantine; raises DamagedRecord where one is a step's
-    or where the tables themselves are damaged."""
+    """Quarantine damaged rows; raise DamagedRecord for a damaged step or damaged tables."""
     if not schema_is_whole(file):
         raise DamagedRecord(STORE_FILE, SCHEMA, REPAIR)
     damaged = list(damaged_rows(file))
@@ -81,5 +80,5 @@ def _keep(root: Path, file: SqliteFile, damaged: list[DamagedRow]) -> None:
 
 
 def _text(value: Any) -> Any:
-    """A value as JSON: bytes as text in which no byte is lost."""
+    """Convert a value for JSON: bytes as latin-1 text, which is lossless."""
     return value.decode("latin-1") if isinstance(value, bytes) else value

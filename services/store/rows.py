@@ -1,7 +1,4 @@
-"""What the store of a run says about its contents: states, rows and damage, as plain values.
-
-Nothing here reads or writes.
-"""
+"""Value types of a run's store: states, rows and damage."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,40 +8,40 @@ from composer_mesh.rollouts.traces import Split
 
 
 class GroupState(StrEnum):
-    """How far a group of rollouts is. A group without a row has not entered the window."""
+    """Progress of a group of rollouts. A group without a row has not entered the window."""
 
     IN_FLIGHT = "in_flight"
     FINISHED = "finished"
     TRAINED = "trained"
     DAMAGED = "damaged"
-    """It was trained, and its file was found damaged later: its rollouts cannot be read again."""
+    """It was trained, but its file was found damaged later, so its rollouts cannot be read."""
 
 
 class ItemState(StrEnum):
-    """What became of a pair or of a late reward."""
+    """State of a pair or of a late reward."""
 
     WAITING = "waiting"
     TRAINED = "trained"
     EXPIRED = "expired"
     SUPERSEDED = "superseded"
-    """The rollouts of a pair are sampled again, so it counts no more."""
+    """The rollouts of the pair are sampled again, so it no longer counts."""
 
 
 class StepState(StrEnum):
-    """How far a step is."""
+    """Progress of a step."""
 
     PLANNED = "planned"
     DONE = "done"
     SUPERSEDED = "superseded"
-    """The run went back to a step before it."""
+    """The run was reset to an earlier step."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group of rollouts. `entered` is the policy version served then, `trained` the one it made.
+    """A group of rollouts. `entered` is the version served at entry, `trained` the one it made.
 
-    `finished_at` is in seconds since 1970; `traces` counts them; `bytes` and `crc` (CRC-32) are of
-    the group's file, 0 where a group without rollouts has none.
+    `finished_at` is in seconds since 1970; `traces` is their number; `bytes` and `crc` (CRC-32)
+    describe the group's file, and are 0 for a group without rollouts, which has no file.
     """
 
     group_id: int
@@ -59,10 +56,10 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """A rollout in the index. `tokens` are the sampled ones, `length` counts those of context too.
+    """A rollout in the index. `tokens` counts sampled tokens, `length` also those of the context.
 
-    `state` is its group's; the versions are None where nothing was sampled. `error_kinds` has the
-    kind of each error site, in their order.
+    `state` is that of its group; versions are None if nothing was sampled. `error_kinds` has the
+    kind of each error site, in order.
     """
 
     trace_id: str
@@ -88,9 +85,9 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Which rollouts of the index are wanted; None asks for nothing.
+    """Filter of the rollout index; None does not filter.
 
-    `step` is the number of the step that trained them, from 0; `error` a kind of error site.
+    `step` is the step that trained the rollout, from 0; `error` is a kind of error site.
     """
 
     trace_id: str | None = None
@@ -106,9 +103,9 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step, numbered from 0: what it is made of, and its metrics once it was trained.
+    """A step, numbered from 0: its manifest, and its metrics once it was trained.
 
-    `manifest` is empty in runs that were migrated: their steps cannot be trained again.
+    `manifest` is empty in migrated runs: their steps cannot be trained again.
     """
 
     step: int
@@ -119,7 +116,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class TeacherQueryRow:
-    """A group whose states teachers were asked about: the figures, and the ids of its pairs."""
+    """A group with teacher queries: the figures, and the ids of its pairs."""
 
     group_id: int
     body: bytes
@@ -128,7 +125,7 @@ class TeacherQueryRow:
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """A pair: `step` is the one that took it, or in which it expired. `body` is its JSON."""
+    """A pair; `step` is the one that trained it, or in which it expired. `body` is its JSON."""
 
     pair_id: str
     group_id: int | None
@@ -151,11 +148,11 @@ class LateReward:
 
 
 class StoreMissing(Exception):
-    """A directory without a store: which, and what to do instead."""
+    """A directory without a store; the message names it and says what to do instead."""
 
 
 class DamagedRecord(Exception):
-    """A file or a row is not what was written: where it is, what is wrong, and the repair."""
+    """A file or a row with wrong contents: its location, the fault and the repair."""
 
     def __init__(self, where: str, why: str, repair: str) -> None:
         super().__init__(where, why, repair)

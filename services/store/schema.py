@@ -1,8 +1,8 @@
-"""The tables of `run.sqlite`, and the checksum of each row.
+"""Tables of `run.sqlite`, and the checksum of each row.
 
-SQLite checks the structure of its pages, but not the contents of a row. So each row has a CRC-32 of
-its columns in the column `seal`, which triggers maintain and every reader compares. The names on
-disk are those of version 1 and stay. The rows as Python values are in `rows`.
+SQLite checks the structure of its pages, but not the contents of a row. Each row therefore has a
+CRC-32 of its columns in the column `seal`, which triggers maintain and every reader compares. The
+names on disk are those of version 1 and do not change. `rows` defines the Python values.
 """
 
 from composer_mesh.actors.sqlite_file import FileKind
@@ -20,7 +20,7 @@ COLUMNS = {
     "evaluations": "place, step, state, body",
     "poisoned": "place, body",
 }
-"""The columns of each table except its checksum."""
+"""Columns of each table except its checksum."""
 
 TABLES = (
     "CREATE TABLE groups (group_id INTEGER PRIMARY KEY, state TEXT NOT NULL "
@@ -61,19 +61,19 @@ TEXT = {"state", "trace_id", "task", "split", "error_kinds", "pair_id", "source"
 
 
 def whole(table: str) -> str:
-    """An expression that is true in a row which is as it was written."""
+    """Return an SQL expression that is true for a row with a correct checksum."""
     return f"{table}.seal IS {_checksum_of(table)}"
 
 
 def _checksum_of(table: str) -> str:
-    """The checksum of a row. Text is read as bytes: damaged text may not be valid UTF-8."""
+    """Return the SQL of a row's checksum. Text is cast to bytes, as it may be invalid UTF-8."""
     names = COLUMNS[table].split(", ")
     values = [f"CAST({table}.{n} AS BLOB)" if n in TEXT else f"{table}.{n}" for n in names]
     return f"seal_of({', '.join(values)})"
 
 
 def _triggers(table: str) -> tuple[str, str]:
-    """The triggers that maintain a table's checksums."""
+    """Return the triggers that maintain a table's checksums."""
     update = f"BEGIN UPDATE {table} SET seal = {_checksum_of(table)} WHERE rowid = new.rowid; END"
     return (
         f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} {update}",

@@ -1,7 +1,7 @@
-"""Whether all that a run directory holds is as it was written: every file, row and reference.
+"""Verification of a run directory: every file, row and reference.
 
-Reads everything and changes nothing. What a resume would do about a finding is in its repair; how
-findings are shown is `verify_command`.
+Reads everything and changes nothing. Each finding states what a resume would do about it;
+`verify_command` prints findings.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ COPIES = "train --resume makes it again from run.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it was written. `kind` is missing, damaged, orphaned or differs."""
+    """A fault in a run directory. `kind` is missing, damaged, orphaned or differs."""
 
     kind: str
     where: str
@@ -41,10 +41,10 @@ class Finding:
 
 
 def verify_run(root: Path, live: bool = False) -> list[Finding]:
-    """What is wrong with a run directory; nothing where all is whole.
+    """Return the faults of a run directory; empty if it is intact.
 
-    Of a `live` run nothing is told that its writer may be about to do. Raises StoreMissing where
-    there is no store.
+    In a `live` run, states that its writer may be about to change are not reported. Raises
+    StoreMissing if there is no store.
     """
     found = [
         Finding("damaged", path.name, wrong, NEW_RUN if path.name == STORE_FILE else _repair(path))
@@ -65,7 +65,7 @@ def _store(root: Path, live: bool) -> list[Finding]:
         with RunReader(root) as reader:
             if not schema_is_whole(reader.file):
                 return [Finding("damaged", STORE_FILE, SCHEMA, NEW_RUN)]
-            if rows := list(_rows(reader)):  # what they say cannot be compared with anything
+            if rows := list(_rows(reader)):  # damaged rows cannot be compared with anything
                 return rows
             found = [*_groups(root, reader), *_references(reader)]
             return found if live else [*found, *_left(root, reader)]
@@ -80,7 +80,7 @@ def _rows(reader: RunReader) -> Iterator[Finding]:
 
 
 def _groups(root: Path, reader: RunReader) -> Iterator[Finding]:
-    """Every file of a group, and whether the index says what is in it."""
+    """Verify every group file, and that the index matches it."""
     for row in reader.groups():
         try:
             if row.traces:
@@ -107,7 +107,7 @@ def _compared(root: Path, reader: RunReader, row: GroupRow) -> Iterator[Finding]
 
 
 def _references(reader: RunReader) -> Iterator[Finding]:
-    """Whether what was trained was trained by a step that is there."""
+    """Verify that trained groups and pairs refer to existing steps."""
     steps = {step.step for step in reader.steps()}
     for row in reader.groups(GroupState.TRAINED):
         if row.trained is None or row.trained - 1 not in steps:
@@ -120,7 +120,7 @@ def _references(reader: RunReader) -> Iterator[Finding]:
 
 
 def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
-    """What a stop leaves, and a resume puts in order."""
+    """Report what a stop leaves behind and a resume cleans up."""
     for path in orphans(root, reader):
         yield Finding("orphaned", str(path.relative_to(root)), NO_ROW, GO_ON)
     for draft in sorted(root.glob(f"{FOLDER}/*/.*")):

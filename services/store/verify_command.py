@@ -1,4 +1,4 @@
-"""The command `verify`: prints what is wrong with a run directory, a line each."""
+"""The `composer-mesh verify` command: prints the faults of a run directory, one per line."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from composer_mesh.services.store.verification import verify_run
 
 
 def verify_command(run: Path, as_json: bool = False) -> int:
-    """Print the findings; the exit status is 1 where there is one."""
+    """Print the findings; return exit status 1 if there are any."""
     found = verify_run(run, live=goes_on(run))
     if as_json:
         findings = [asdict(one) for one in found]

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process that writes them."""
+"""Atomic file replacement: a file is complete or absent, however the writing process ends."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from composer_mesh.actors.checkpoints.manifest import to_disk
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file as a whole; it is on the disk when this returns."""
+    """Replace a file atomically; it is on disk on return."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:

@@ -1,9 +1,9 @@
-"""One thread that does a store's writing, job after job, so that no event loop waits for a disk.
+"""Writer thread of a store: runs jobs in order, so that the event loop never waits for a disk.
 
-    tell(job)          queued; nobody waits. Its error is raised by each later `call`, or by `close`
-    await call(job)    queued; waits for the job and returns or raises what it did
+    tell(job)          queued without waiting; its error is raised by later `call`s or by `close`
+    await call(job)    queued; waits for the job and returns its result or raises its error
 
-A job that was queued is done, whatever becomes of who waits for it. Nothing here knows files.
+A queued job is executed even if its caller is cancelled.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Settle = Callable[[Any, BaseException | None], None]
 
 
 class WriterThread:
-    """`idle` is called in the thread when no job is left to do. Closed by `close`."""
+    """Executes jobs in order; `idle` is called in the thread when the queue is empty."""
 
     def __init__(self, idle: Job) -> None:
         self._idle = idle
@@ -32,11 +32,11 @@ class WriterThread:
         self._thread.start()
 
     def tell(self, job: Job) -> None:
-        """Have a job done after those before it."""
+        """Queue a job after the earlier ones, without waiting."""
         self._put(job, self._keep_failure)
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Have a job done after those before it. Waits for its end; the loop goes on."""
+        """Queue a job after the earlier ones and wait for its result, without blocking the loop."""
         self.raise_failure()
         began, loop = time.perf_counter(), asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -44,7 +44,7 @@ class WriterThread:
         def settle(result: Any, error: BaseException | None) -> None:
             try:
                 loop.call_soon_threadsafe(self._settle, done, result, error)
-            except RuntimeError:  # the loop has ended before the job
+            except RuntimeError:  # the loop ended before the job
                 self._keep_failure(None, error)
 
         self._put(job, settle)
@@ -54,20 +54,20 @@ class WriterThread:
             self._waits.append(time.perf_counter() - began)
 
     def close(self) -> None:
-        """Wait for all jobs, then raise the first error that nobody has seen."""
+        """Wait for all jobs, then raise the first error that was not raised before."""
         self._jobs.put(None)
         self._thread.join()
         if not self._seen:
             self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what a job failed with that nobody waited for."""
+        """Raise the error of a failed job that no caller waited for."""
         if self._failure is not None:
             self._seen = True
             raise self._failure
 
     def waits(self) -> tuple[list[float], int]:
-        """Seconds that calls have waited since the last time, in order, and the longest queue."""
+        """Return sorted wait times of calls in seconds and the longest queue since last time."""
         waits, self._waits = sorted(self._waits), []
         longest, self._longest = self._longest, 0
         return waits, longest
@@ -100,7 +100,7 @@ class WriterThread:
 def _do(job: Job, settle: Settle) -> None:
     try:
         result = job()
-    except BaseException as error:  # noqa: BLE001  whoever waits for the job gets it
+    except BaseException as error:  # noqa: BLE001  the waiting caller gets it
         settle(None, error)
     else:
         settle(result, None)

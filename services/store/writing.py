@@ -1,10 +1,10 @@
-"""The writer of a run directory: what a run produces is kept before anything is made of it.
+"""Writer of a run directory: results are stored before they are used.
 
-    enter, add_event, add_evaluation, add_poisoned    queued, in order; nobody waits
-    await add_group, add_asked, plan_step, ...        on the disk when they return
+    enter, add_event, add_evaluation, add_poisoned          queued, in order, without waiting
+    await add_group, add_teacher_queries, plan_step, ...    on disk when they return
 
-A thread writes, so the event loop is never blocked. Errors of what was queued end the run at the
-next awaited call. What the rows say is read through `reading`, also while the run goes on.
+A thread writes, so the event loop is never blocked. An error of a queued write ends the run at the
+next awaited call. `reading` reads the rows, also while the run is live.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ POISONED_FILE = "poisoned.jsonl"
 
 
 class RunStore:
-    """One run's directory, as a context manager. Other processes read beside it."""
+    """One run's directory, as a context manager. Other processes may read concurrently."""
 
     def __init__(self, root: Path, config: Config) -> None:
         self.root = root
@@ -63,7 +63,7 @@ class RunStore:
             self._close()
 
     def enter(self, group_id: int, version: int) -> None:
-        """A group enters the window, for the first time or again, when `version` is served."""
+        """Record that a group enters the window, for the first time or again, at `version`."""
         self._thread.tell(partial(self._records.enter, group_id, version))
 
     def add_event(
@@ -73,37 +73,37 @@ class RunStore:
         detail: str = "",
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        """One lifecycle or supervision event, with the wall clock in seconds since 1970.
+        """Record a lifecycle or supervision event, with the wall clock in seconds since 1970.
 
-        `fields` are what programs read of it: kind, host, rank, cause, class, generation.
+        `fields` are machine-readable: kind, host, rank, cause, class, generation.
         """
         line = event_line(kind, actor, detail, fields)
         self._thread.tell(partial(self._lines.add, EVENTS_FILE, line))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """One held-out evaluation, of the policy after so many steps."""
+        """Store one held-out evaluation, with the number of steps that the policy was trained."""
         body = _json(dataclasses.asdict(evaluation))
         self._thread.tell(partial(self._records.add_evaluation, evaluation.step, body))
         self._thread.tell(partial(self._lines.add, EVALUATIONS_FILE, body))
 
     def add_poisoned(self, poisoned: PoisonedInput) -> None:
-        """One episode that was set aside because it failed again and again in the same way."""
+        """Store one episode that was quarantined because it failed repeatedly in the same way."""
         body = _json(dataclasses.asdict(poisoned))
         self._thread.tell(partial(self._records.add_poisoned, body))
         self._thread.tell(partial(self._lines.add, POISONED_FILE, body))
 
     async def add_group(self, group_id: int, traces: Sequence[Trace]) -> list[Trace]:
-        """Keep a finished group, unless it is there already; returns what is kept."""
+        """Store a finished group, unless it is already stored; return the stored traces."""
         return await self._thread.call(partial(self._add_group, group_id, traces))
 
     async def add_worded(self, group_id: int, worded: bytes) -> None:
-        """Keep what the hint writer said about a group."""
+        """Store the hint writer's output for a group."""
         await self._thread.call(partial(self._records.add_worded, group_id, worded))
 
     async def add_teacher_queries(
         self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
     ) -> list[PreferencePair]:
-        """Keep what asking about a group came to, with its pairs; returns the fresh ones."""
+        """Store the outcome of a group's teacher queries, with its pairs; return the new pairs."""
         return await self._thread.call(
             partial(self._records.add_teacher_queries, group_id, body, pairs)
         )
@@ -111,9 +111,9 @@ class RunStore:
     async def take_pairs(
         self, step: int, max_age: int, limit: int
     ) -> tuple[list[PreferencePair], int]:
-        """The oldest waiting pairs that a step may train, and how many have become too old.
+        """Return the oldest waiting pairs that a step may train, and the number of expired ones.
 
-        Changes nothing: `plan_step` says what the step took.
+        Changes nothing: `plan_step` records what the step takes.
         """
         return await self._thread.call(partial(self._records.take_pairs, step, max_age, limit))
 
@@ -126,29 +126,29 @@ class RunStore:
         max_age: int | None = None,
         rewards: Mapping[int, str] | None = None,
     ) -> None:
-        """Write down, before step `step` (from 0) is trained, what it takes; all of it or nothing.
+        """Store what step `step` (from 0) takes, before it is trained, in one transaction.
 
-        Groups are trained with it and pairs by their ids; waiting pairs that are older than
-        `max_age` expire. `rewards` has what became of late ones by place: trained or expired.
-        Raises ValueError where a group is not finished, or where a pair does not wait.
+        Groups and pairs (by id) are trained with it; waiting pairs older than `max_age` expire.
+        `rewards` maps late rewards by place to their state: trained or expired. Raises ValueError
+        if a group is not finished or a pair is not waiting.
         """
         plan = partial(self._records.plan_step, step, list(groups), manifest, list(pairs))
         await self._thread.call(partial(plan, max_age, dict(rewards or {})))
 
     async def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics of a planned step; one that has some keeps those."""
+        """Store the metrics of a planned step, unless it already has some."""
         await self._thread.call(partial(self._end_step, step, _json(metrics)))
 
     async def supersede(self, step: int) -> None:
-        """This step and later ones count no more; what they took waits again."""
+        """Supersede this step and later ones; their groups, pairs and rewards wait again."""
         await self._thread.call(partial(self._supersede, step))
 
     async def quarantine(self, group_id: int, why: str) -> None:
-        """Move a damaged file of a group away: it is sampled again, unless it was trained."""
+        """Quarantine a damaged group file; the group is sampled again, unless it was trained."""
         await self._thread.call(partial(self._quarantine, group_id, why))
 
     def waits(self) -> dict[str, float]:
-        """Figures since the last call: seconds that calls waited, bytes written, longest queue."""
+        """Return figures since last time: wait seconds of calls, bytes written, longest queue."""
         waits, queue = self._thread.waits()
         written, self._bytes = self._bytes, 0
         return {
@@ -159,7 +159,7 @@ class RunStore:
         }
 
     def _open(self, config: Config) -> None:
-        """Bring the directory in order: an older run, what a stop left, damage, copies."""
+        """Prepare the directory: migrate an older run, repair damage, rebuild copies."""
         write_whole(self.root / "config.toml", dump_toml(config).encode())
         if moved := migrate(self.root, self._records, config.schedule.prompts_per_step):
             self._note("run_migrated", f"{', '.join(moved)}: now in run.sqlite, kept in migrated/")
@@ -192,7 +192,7 @@ class RunStore:
         self._copy()
 
     def _copy(self) -> None:
-        """Make the files that are copies of rows again."""
+        """Rebuild the files that are copies of rows."""
         self._lines.be(METRICS_FILE, [_json(line) for line in self.reading.metrics()])
         kept = self.reading.evaluations()
         self._lines.be(EVALUATIONS_FILE, [_json(dataclasses.asdict(one)) for one in kept])
@@ -206,12 +206,12 @@ class RunStore:
         self._note("quarantined", f"{moved.where}: {moved.why}{kept}", fields)
 
     def _note(self, kind: str, detail: str, fields: Mapping[str, Any] | None = None) -> None:
-        """An event of the store itself, from its own thread."""
+        """Record an event of the store itself, from the writer thread."""
         self._lines.add(EVENTS_FILE, event_line(kind, "", detail, fields))
 
 
 def event_line(kind: str, actor: str, detail: str, fields: Mapping[str, Any] | None) -> bytes:
-    """An event as a line, with the wall clock in seconds since 1970."""
+    """Serialize an event to a line, with the wall clock in seconds since 1970."""
     event: dict[str, Any] = {"time": round(time.time(), 3), "event": kind}
     event |= {"actor": actor, "detail": detail}
     if fields:

@@ -1,1 +1,1 @@
-"""Looking back into a run: its rollouts listed, shown and exported."""
+"""Inspection of a run's rollouts: list, show, export."""

@@ -1,7 +1,6 @@
-"""The columns of a list of rollouts: what is in each, and which of them fit a width.
+"""Columns of the rollout list: their contents and which of them fit a width.
 
-A cell gets the room that its column has, and leaves out what matters least. Which rollouts are
-listed, and how the page is put together, is not known here.
+A cell is limited to its column's width and omits the least important parts first.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ from composer_mesh.services.traces.turns import Acted, acted
 WIDE = 140
 GAP = 2
 MOST_ERRORS = 36
-"""Columns for the kinds of errors on a wide page."""
+"""Maximum width of the error column on a wide page."""
 LONGEST_CALL = 60
 LONGEST_WORDS = 80
 SHORT = 14
-"""What is kept of an action that has to make room for others."""
+"""Characters of an action that are shown when space is short."""
 LEFT_OUT = "…"
 MARKS = {True: ("✓", "green"), False: ("✗", "red")}
 STATES = {
@@ -38,7 +37,7 @@ Cell = Callable[[Listed, Trace | None, int], Text]
 
 @dataclass(frozen=True)
 class Column:
-    """A column, and its `width` once it is known."""
+    """A column; `width` is set once it is known."""
 
     title: str
     cell: Cell
@@ -47,7 +46,7 @@ class Column:
 
 
 def columns_for(rows: Sequence[Listed], width: int, grouped: bool) -> list[Column]:
-    """The columns of a page, as wide as its rows need: the same in each part of it."""
+    """Return the columns of a page, as wide as the rows need; all parts of a page share them."""
     wide = width >= WIDE
     fixed = [ROLLOUT, REWARD]
     if any(one.late for one in rows):
@@ -66,7 +65,7 @@ def _natural(column: Column, rows: Sequence[Listed]) -> int:
 
 
 def trained(one: Listed) -> str:
-    """What became of a rollout: the step that trained it, or how far it is."""
+    """Return the outcome of a rollout: the step that trained it, or its state."""
     known = STATES.get(one.row.state)
     if known is not None:
         return known
@@ -74,16 +73,16 @@ def trained(one: Listed) -> str:
 
 
 def versions(oldest: int | None, newest: int | None) -> str:
-    """The policy versions of a rollout: one, or the first and the last of several."""
+    """Format the policy versions of a rollout: one, or the first and the last of several."""
     if oldest is None or newest is None:
         return "-"
     return str(oldest) if oldest == newest else f"{oldest}–{newest}"
 
 
 def path_of(trace: Trace, room: int) -> Text:
-    """What a rollout did, turn by turn, with a mark behind each action that failed.
+    """Format a rollout turn by turn, with a mark after each action that failed.
 
-    Where that is too long, all but the last one are shortened, and then the middle is left out.
+    If the text is too long, all actions but the last are shortened, then the middle ones omitted.
     """
     failed = {site.turn for site in trace.error_sites}
     steps = [(_action(turn), turn.number in failed) for turn in acted(trace).turns]
@@ -117,7 +116,7 @@ def _action(turn: Acted) -> str:
 
 
 def _shortened(action: str) -> str:
-    """A call's name alone, or the first words of others."""
+    """Return the name of a call, or the first words of other actions."""
     if action.startswith("“"):
         return action if len(action) <= SHORT else f"{action[:SHORT]}…”"
     name, bracket, _ = action.partition("(")
@@ -134,7 +133,7 @@ def _late(one: Listed, _: Trace | None, __: int) -> Text:
 
 
 def _errors(one: Listed, _: Trace | None, room: int) -> Text:
-    """The kinds of errors, as many as there is room for, and how many more there are."""
+    """List as many error kinds as fit, and the number of omitted ones."""
     counts = {kind: one.row.error_kinds.count(kind) for kind in dict.fromkeys(one.row.error_kinds)}
     named = [plain_text(kind) + (f"×{n}" if n > 1 else "") for kind, n in counts.items()]
     shown = list(named)

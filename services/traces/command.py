@@ -1,6 +1,6 @@
-"""`composer-mesh traces`: the rollouts of a run listed, shown and exported, also while it goes on.
+"""The `composer-mesh traces` command: list, show and export rollouts, also of a live run.
 
-It only reads the run's directory, and brings together what the pages draw.
+It only reads the run's directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEAR = 5
 
 
 def traces_command(arguments: argparse.Namespace) -> int:
-    """Do what was typed; the exit status is 1 where something was damaged."""
+    """Run the command; return exit status 1 if something was damaged."""
     options, console = read_options(arguments), Console(highlight=False)
     try:
         with RunReader(options.run) as reader:
@@ -45,7 +45,7 @@ def traces_command(arguments: argparse.Namespace) -> int:
 
 
 def chosen(reader: RunReader, filters: Filters) -> list[Listed]:
-    """The rollouts that fit, with what became of them."""
+    """Return the rollouts that match the filters, with their outcomes."""
     rows = (row for row in reader.rows(where(filters)) if fits(row, filters))
     return listed(rows, reader.groups(), reader.rewards(None))
 
@@ -63,7 +63,7 @@ def _list(reader: RunReader, options: TracesOptions, console: Console) -> int:
 
 
 def _read(reader: RunReader, shown: Sequence[Listed]) -> tuple[dict[str, Trace], dict[int, str]]:
-    """The shown rollouts by id, and of groups that cannot be read why."""
+    """Return the shown rollouts by id, and the reasons for groups that cannot be read."""
     traces, damage = dict[str, Trace](), dict[int, str]()
     wanted = {one.row.trace_id for one in shown}
     for group_id in dict.fromkeys(one.row.group_id for one in shown):
@@ -89,7 +89,7 @@ def _show(reader: RunReader, options: TracesOptions, console: Console) -> int:
 
 
 def find(reader: RunReader, name: str) -> TraceRow:
-    """The rollout of a trace_id or of GROUP/SAMPLE; raises `RunUnavailable` where there is none."""
+    """Return the rollout of a trace_id or of GROUP/SAMPLE; raise `RunUnavailable` if not found."""
     for row in reader.rows(Where(trace_id=name)):
         return row
     group, _, sample = name.partition("/")
@@ -107,7 +107,7 @@ def _no_such(name: str, others: Sequence[TraceRow]) -> str:
 
 
 def config_of(run: Path) -> Config | None:
-    """The config of a run, None where it cannot be read: what it explains is left out then."""
+    """Load the config of a run; None if it cannot be read, which omits what depends on it."""
     try:
         return load_config(run / "config.toml", model_later=True)
     except ConfigError:
@@ -124,7 +124,7 @@ def _export(reader: RunReader, options: TracesOptions, console: Console) -> int:
 
 
 def write_json(values: Iterable[dict[str, Any]]) -> None:
-    """Each value as one object in a line."""
+    """Print each value as one JSON object per line."""
     for value in values:
         sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()

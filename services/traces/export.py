@@ -1,11 +1,11 @@
-"""Rollouts and their pairs as files for other tools: JSON lines or Parquet.
+"""Export of rollouts and their pairs for other tools, as JSON lines or Parquet.
 
-    traces.jsonl    a trace a line, as `composer-mesh replay` reads it
-    traces.parquet  a row each, with its step and its late reward; lists of ids, not text
+    traces.jsonl    one trace per line, as read by `composer-mesh replay`
+    traces.parquet  one row per trace, with its step and late reward; lists of ids, not text
     pairs.*         rows in TRL's conversational preference format
 
-One group is in memory at a time. A file appears under its name once all of it is written, and none
-is overwritten. A group that cannot be read is left out and named.
+One group is in memory at a time. A file gets its final name once it is complete, and existing files
+are not overwritten. A group that cannot be read is skipped and reported.
 """
 
 import json
@@ -26,12 +26,12 @@ from composer_mesh.services.traces.options import Format, TracesRefused
 
 DRAFT = ".draft"
 COUNTED = (ItemState.WAITING, ItemState.TRAINED, ItemState.EXPIRED)
-"""Pairs of rollouts that were not sampled again."""
+"""States of pairs to export; superseded ones, whose rollouts were sampled again, are excluded."""
 
 
 @dataclass
 class Exported:
-    """What was written, and what could not be read."""
+    """Files written, and groups that could not be read."""
 
     files: list[Path]
     traces: int = 0
@@ -39,7 +39,7 @@ class Exported:
     damage: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield a report for people, line by line."""
         for file, count in zip(self.files, (self.traces, self.pairs), strict=True):
             yield f"{file}: {count:,} rows, {file.stat().st_size:,} bytes"
         for why in self.damage:
@@ -47,7 +47,7 @@ class Exported:
 
 
 class Sink(Protocol):
-    """A file that takes a group's rollouts, or some pairs, at a time."""
+    """An output file that is written one group of rollouts, or some pairs, at a time."""
 
     def traces(self, rollouts: Sequence[Both]) -> None: ...
 
@@ -75,7 +75,7 @@ class JsonLines:
 
 
 def export(reader: RunReader, rows: Sequence[Listed], kind: Format, folder: Path) -> Exported:
-    """Write these rollouts and their pairs into a folder. Raises `TracesRefused` beforehand."""
+    """Write these rollouts and their pairs into a folder; may first raise `TracesRefused`."""
     open_sink = sink_of(kind)
     files = [folder / f"traces.{kind}", folder / f"pairs.{kind}"]
     for file in files:
@@ -102,7 +102,7 @@ def export(reader: RunReader, rows: Sequence[Listed], kind: Format, folder: Path
 
 
 def sink_of(kind: Format) -> Callable[[Path], Sink]:
-    """What writes files of a format; raises `TracesRefused` where a package for it is missing."""
+    """Return the writer class of a format; raise `TracesRefused` if its package is missing."""
     if kind == "jsonl":
         return JsonLines
     try:

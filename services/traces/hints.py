@@ -1,7 +1,7 @@
-"""The hints that the SDPO channel prefers for a rollout's turns, by the rules that a batch follows.
+"""Preferred SDPO hints of a rollout's turns, by the same rules as training batches.
 
-No model is loaded for it: a text is counted in tokens only where its bytes do not already say that
-it is short enough. Whether a step had room for a hint is not said.
+No model is loaded: a text is tokenized only if its size in bytes exceeds the token limit. Whether a
+hint fitted into the context of its step is not determined.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +19,19 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class TokenCount:
-    """Counts the tokens of a text. `find` is asked for a tokenizer's folder once one is needed."""
+    """Counts the tokens of a text. `find` returns a tokenizer's folder, when one is needed."""
 
     def __init__(self, limit: int, find: Callable[[], Path | None]) -> None:
         self._limit, self._find = limit, find
         self._tokenizer: Tokenizer | None = None
         self.guessed = False
-        """Whether a text had to be counted without a tokenizer."""
+        """Whether a text was counted without a tokenizer."""
 
     def __call__(self, text: str) -> int:
-        """The tokens of a text, or a number above them that is within the limit too.
+        """Return the number of tokens, or an upper bound if that is within the limit.
 
-        Each token stands for a byte at least. Without a tokenizer a text is taken for short enough.
+        Each token has at least one byte. Without a tokenizer every text is assumed to be short
+        enough.
         """
         if (most := len(text.encode(errors="replace"))) <= self._limit:
             return most
@@ -51,9 +52,9 @@ def hints_of(
     written: Mapping[Place, Written],
     tokens: Callable[[str], int],
 ) -> tuple[list[Hint], list[str]]:
-    """The first hint of each turn that gets one, and notes about turns that get none.
+    """Return the first hint of each turn that gets one, and notes about turns without one.
 
-    `written` holds a writer's words by trace and turn.
+    `written` holds a hint writer's texts by trace and turn.
     """
     templates = TEMPLATES.extended(config.templates) if config.templates else TEMPLATES
     sources = HintSources(config, lambda _: answer, tokens, templates, written)
@@ -73,7 +74,7 @@ def hints_of(
 
 
 def tokenizer_folder(run: Path, policy: Path | None) -> Path | None:
-    """Where the tokenizer of a run's policy is: its newest checkpoint, or the policy's folder."""
+    """Return the policy's tokenizer folder: its newest checkpoint, or the policy's folder."""
     steps = {path: path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")}
     numbered = [(int(number), path) for path, number in steps.items() if number.isdecimal()]
     folders = [path for _, path in sorted(numbered, reverse=True)]

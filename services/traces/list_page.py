@@ -1,10 +1,10 @@
-"""The list of a run's rollouts, drawn for the width it is given.
+"""Rendering of the rollout list for a given width.
 
     80 columns    id, reward, turns, tokens, versions, errors
-    140 and more  what it did too, turn by turn, each error marked where it was made
+    140 and more  also the actions turn by turn, with a mark after each error
 
-In the order of groups each prompt has a heading of its own. Nothing is read here, and no text of a
-model or a tool is markup or a control code.
+In group order each prompt has its own heading. Text of models and tools is never interpreted as
+markup or control codes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,18 +28,17 @@ ERROR_KINDS_SHOWN = 6
 
 @dataclass(frozen=True)
 class ListPage:
-    """A list to draw. `traces` are the shown rollouts that could be read, `damage` says of groups
-    why theirs could not."""
+    """A list to render. `traces` maps ids to readable rollouts, `damage` groups to errors."""
 
     listing: Listing
     traces: Mapping[str, Trace] = field(default_factory=dict)
     damage: Mapping[int, str] = field(default_factory=dict)
     grouped: bool = True
     more: str = ""
-    """What to type for the rollouts that are not shown."""
+    """What to type to see the omitted rollouts."""
 
     def draw(self, width: int) -> RenderableType:
-        """The page. What is too long for its column is cut."""
+        """Render the page; text that is too long for its column is truncated."""
         rows = self.listing.shown
         if not rows:
             return Text("no rollout fits", style="dim")
@@ -101,14 +100,14 @@ class ListPage:
 
 
 def question(trace: Trace) -> str:
-    """The last words of a user before the policy acted for the first time, on one line."""
+    """Return the last user message before the policy's first action, on one line."""
     before = acted(trace).opening
     asked = [content_of(message) for message in before if message.get("role") == "user"]
     return one_line(asked[-1], LONGEST_QUESTION) if asked else ""
 
 
 def tally_line(tally: Tally, shown: int) -> Text:
-    """How many rollouts fit, their mean reward, and how many of them succeed."""
+    """Format the number of matching rollouts, their mean reward and their success rate."""
     count = f"{shown:,} of {tally.count:,}" if shown < tally.count else f"{tally.count:,}"
     return Text.assemble(
         (f"{count} rollout{'s' * (tally.count != 1)}", "bold"),
@@ -117,7 +116,7 @@ def tally_line(tally: Tally, shown: int) -> Text:
 
 
 def errors_line(tally: Tally) -> Text:
-    """The most frequent kinds of error sites, empty where there are none."""
+    """Format the most frequent kinds of error sites; empty if there are none."""
     kinds = list(tally.errors.items())
     named = [f"{plain_text(kind)} {count:,}" for kind, count in kinds[:ERROR_KINDS_SHOWN]]
     if len(kinds) > ERROR_KINDS_SHOWN:

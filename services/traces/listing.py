@@ -1,6 +1,6 @@
-"""Which rollouts of a run are listed, in which order, and what they come to together.
+"""Selection, order and totals of listed rollouts.
 
-Pure functions over the rows of the store's index; how they look is `list_page`.
+Pure functions over the rows of the store's index; `list_page` renders them.
 """
 
 from collections import Counter
@@ -15,15 +15,17 @@ from composer_mesh.services.traces.options import Filters, SortKey
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A rollout in a list. `step` is the one that trained it, counted from 1; `late` its last late
-    reward, whatever became of it."""
+    """A rollout in a list. `step` is the one that trained it, from 1; `late` its last late reward.
+
+    `late` is set whatever the state of the reward.
+    """
 
     row: TraceRow
     step: int | None = None
     late: LateReward | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         row, late = self.row, self.late
         return {
             "trace_id": row.trace_id,
@@ -47,12 +49,12 @@ class Listed:
 
 
 Both = tuple[Listed, Trace]
-"""What a list says of a rollout, and the rollout."""
+"""The listed row of a rollout, and the rollout."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What the rollouts that fit come to; `errors` counts sites by kind, the most first."""
+    """Totals of the matching rollouts; `errors` counts sites by kind, most frequent first."""
 
     count: int = 0
     mean_reward: float = 0.0
@@ -74,19 +76,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Listing:
-    """The rollouts to show, and what all that fit come to."""
+    """The rollouts to show, and the totals of all matching ones."""
 
     shown: list[Listed]
     tally: Tally
 
     @property
     def hidden(self) -> int:
-        """Rollouts that fit and that `--limit` leaves out."""
+        """Number of matching rollouts that `--limit` omits."""
         return self.tally.count - len(self.shown)
 
 
 def where(filters: Filters) -> Where:
-    """What the store's index can answer of some wishes; `fits` answers the rest."""
+    """Return the filters that the store's index supports; `fits` applies the others."""
     return Where(
         group_id=filters.group,
         step=None if filters.step is None else filters.step - 1,
@@ -99,23 +101,23 @@ def where(filters: Filters) -> Where:
 
 
 def fits(row: TraceRow, filters: Filters) -> bool:
-    """Whether a rollout has one of the errors that are wanted, or none are."""
+    """Return whether a rollout has one of the wanted errors, or none is wanted."""
     return not filters.errors or any(kind in filters.errors for kind in row.error_kinds)
 
 
 def listed(
     rows: Iterable[TraceRow], groups: Iterable[GroupRow], rewards: Iterable[LateReward]
 ) -> list[Listed]:
-    """The rows with the steps of their groups and with the late rewards for them."""
+    """Combine rows with the steps of their groups and with their late rewards."""
     steps = {group.group_id: group.trained for group in groups}
-    late = {reward.trace_id: reward for reward in rewards}  # the last one counts
+    late = {reward.trace_id: reward for reward in rewards}  # the last reward counts
     return [Listed(row, steps.get(row.group_id), late.get(row.trace_id)) for row in rows]
 
 
 def listing(rows: Sequence[Listed], sort: SortKey, reverse: bool, limit: int) -> Listing:
-    """The first `limit` rollouts in this order, 0 for all of them.
+    """Return the first `limit` rollouts in this order, 0 for all of them.
 
-    Equal ones stand in the order of their groups, also in a reversed list.
+    Equal ones are in group order, also in a reversed list.
     """
     ordered = sorted(rows, key=lambda one: (one.row.group_id, one.row.sample))
     ordered.sort(key=KEYS[sort], reverse=reverse)

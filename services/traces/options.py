@@ -1,6 +1,6 @@
-"""The options of `composer-mesh traces`, as they are typed and as they are passed on.
+"""Command-line options of `composer-mesh traces`.
 
-Light to import: the command line reads it before it knows which command will run.
+Cheap to import: the command line imports this module whichever command runs.
 """
 
 import argparse
@@ -20,14 +20,14 @@ SHOWN = 50
 
 
 class TracesRefused(Exception):
-    """What was asked about a run's rollouts cannot be done so: why, and what to do instead."""
+    """The request cannot be served; the message says why and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which rollouts are meant. None asks for nothing; several wishes must all be met.
+    """Filters of rollouts, all of which must match; None does not filter.
 
-    `step` counts as `metrics.jsonl` does: 1 is the first. Of `errors` one is enough.
+    `step` counts from 1, as in `metrics.jsonl`. One matching kind of `errors` suffices.
     """
 
     group: int | None = None
@@ -53,7 +53,7 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class TracesOptions:
-    """What to do with which rollouts of a run. `limit` 0 shows all of them."""
+    """The action and its rollouts. `limit` 0 shows all of them."""
 
     run: Path
     action: Action = "list"
@@ -86,7 +86,7 @@ class TracesOptions:
 
 
 def read_options(arguments: argparse.Namespace) -> TracesOptions:
-    """The parsed command line as options; raises `TracesRefused`."""
+    """Convert the parsed command line to options; raise `TracesRefused`."""
     filters = Filters(
         arguments.group,
         arguments.step,
@@ -112,7 +112,7 @@ def read_options(arguments: argparse.Namespace) -> TracesOptions:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `composer-mesh traces` takes."""
+    """Add the arguments of `composer-mesh traces` to a parser."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
     parser.add_argument(
         "action",

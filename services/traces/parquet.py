@@ -1,6 +1,6 @@
-"""Rollouts and pairs as Parquet files with a fixed schema, so that empty files have it too.
+"""Parquet files of rollouts and pairs with a fixed schema, which empty files have too.
 
-Needs pyarrow: `pip install 'composer-mesh[export]'`. What is written is `export`'s business.
+Needs pyarrow: `pip install 'composer-mesh[export]'`.
 """
 
 import json
@@ -17,7 +17,7 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.traces.listing import Both, Listed
 
 ROWS_TOGETHER = 256
-"""Rows of a row group: readers can then leave out most of a file."""
+"""Rows per row group; readers can skip row groups that they do not need."""
 
 _TEXT, _INT, _REAL = pa.string(), pa.int64(), pa.float64()
 _TURN = pa.struct(
@@ -55,7 +55,7 @@ PAIRS = pa.schema(
 
 
 class Parquet:
-    """A file of rollouts or of pairs: which of both, its name says."""
+    """A Parquet file of rollouts, or of pairs if its name contains "pairs"."""
 
     def __init__(self, path: Path) -> None:
         self._schema = PAIRS if "pairs" in path.name else TRACES
@@ -84,7 +84,7 @@ class Parquet:
 
 
 def _row(one: Listed, trace: Trace) -> dict[str, Any]:
-    """A rollout as one row: ids and numbers as lists, messages and an error's data as JSON."""
+    """Convert a rollout to a row: ids and numbers as lists, messages and error data as JSON."""
     late = one.late.reward if one.late else None
     return {
         "trace_id": trace.trace_id,

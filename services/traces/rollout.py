@@ -1,7 +1,4 @@
-"""All that a run knows about one rollout, as plain values; how it looks is `rollout_page`.
-
-Nothing here reads a file: `command` brings the parts together.
-"""
+"""All stored data of one rollout as plain values; `rollout_page` renders them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +13,9 @@ from composer_mesh.services.traces.listing import Listed
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """A pair that teachers' answers to a state of the rollout came to, and what became of it.
+    """A pair made from teachers' answers to a state of the rollout, with the outcome of the pair.
 
-    `step` is the one that took it, or in which it expired, counted from 1.
+    `step` is the one that trained it, or in which it expired, counted from 1.
     """
 
     pair: PreferencePair
@@ -28,11 +25,11 @@ class Paired:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout. `group` holds all of its prompt's, itself too.
+    """One rollout. `group` holds all rollouts of its prompt, including itself.
 
-    `answer` is the verified one, None where the task is not at hand. `hints` are those that the
-    SDPO channel prefers, one a turn. `asked` are the figures of asking teachers about the group's
-    states, empty where none were. `notes` say what could not be had, and why.
+    `answer` is the verified answer, None if the task is not available. `hints` are those that the
+    SDPO channel prefers, one per turn. `asked` holds the figures of the teacher queries about the
+    group's states, empty if there were none. `notes` state what is missing, and why.
     """
 
     listed: Listed
@@ -46,7 +43,7 @@ class Rollout:
     notes: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             **self.listed.as_dict(),
             "answer": self.answer,

@@ -1,7 +1,7 @@
-"""One rollout on a page: what was asked, each turn with what is known about it, what came of it.
+"""Rendering of one rollout: the prompt, each turn with its data, and the outcome.
 
-Words of models, tools and teachers stand behind a bar, without markup and control codes, so that
-none of them can look like the page's own. Nothing is read or decided here.
+Text of models, tools and teachers is quoted behind a bar, without markup and control codes, so that
+it cannot imitate the page's own text.
 """
 
 from collections.abc import Iterator
@@ -28,22 +28,22 @@ from composer_mesh.services.traces.text import (
 from composer_mesh.services.traces.turns import Acted, acted
 
 MOST_LINES = 40
-"""Lines of a text that are shown without --full."""
+"""Maximum lines of a text without --full."""
 LONGEST = 2000
 UNLIKELY = -2.0
-"""Mean log-prob (nats) below which a turn's is marked: its tokens were drawn against the odds."""
+"""Mean log-prob (nats) below which a turn is marked as unlikely."""
 ROLES = {"user": "green", "system": "blue", "tool": "yellow", "policy": "cyan"}
 
 
 @dataclass(frozen=True)
 class RolloutPage:
-    """A rollout to draw; `full` shows long texts to their end."""
+    """The rollout page; `full` shows long texts completely."""
 
     rollout: Rollout
     full: bool = False
 
     def draw(self) -> RenderableType:
-        """The page, for whatever width it is given."""
+        """Render the page for any width."""
         conversation = acted(self.rollout.trace)
         parts: list[RenderableType] = [*self._head(), Text()]
         parts += [self._quoted(role_of(message), message) for message in conversation.opening]
@@ -132,12 +132,12 @@ class RolloutPage:
 
 
 def became(paired: Paired) -> str:
-    """What became of a pair."""
+    """Format the outcome of a pair."""
     return paired.state if paired.step is None else f"{paired.state} in step {paired.step}"
 
 
 def asked_line(rollout: Rollout) -> Text:
-    """What asking teachers about the group came to, empty where none were asked."""
+    """Format the outcomes of the teacher queries about the group; empty if there were none."""
     outcomes = rollout.asked.get("outcomes")
     if not isinstance(outcomes, dict) or not outcomes:
         return Text()
@@ -148,7 +148,7 @@ def asked_line(rollout: Rollout) -> Text:
 
 
 def _measures(turn: Acted) -> str:
-    """What is known of a turn's tokens."""
+    """Format token counts, versions and the mean log-prob of a turn."""
     said = turn.turn
     if not said.action_ids:
         return "nothing sampled"
@@ -170,13 +170,13 @@ def _rule(title: str, about: str, style: str) -> Rule:
 
 
 def role_of(message: Message) -> str:
-    """Who speaks, short enough for the gutter."""
+    """Return the speaker's label, short enough for the gutter."""
     role = plain_text(str(message.get("role")))
     return {"assistant": "model", "developer": "system"}.get(role, role[:GUTTER])
 
 
 def _pair(paired: Paired) -> Quoted:
-    """What the teachers would have done, then each one's voice."""
+    """Render the teachers' preferred action, then each teacher's vote."""
     pair = paired.pair
     text = Text(action_line(pair.chosen_text, LONGEST), style="bold")
     for voice in pair.provenance.voices:

@@ -1,7 +1,7 @@
-"""Text that a model or a tool has written, made fit for a terminal.
+"""Safe terminal rendering of text written by models and tools.
 
-No control code and no markup of it takes effect, and a bar at its left tells it from what the page
-says itself. What is shown where is the pages' business.
+Control codes and markup have no effect, and a bar at the left separates the text from the page's
+own.
 """
 
 import json
@@ -22,14 +22,14 @@ LONGEST_LINE = 20_000
 TAB = "    "
 BAR = "│ "
 GUTTER = 8
-"""Columns for labels, left of the bars."""
+"""Width of the labels left of the bars."""
 HEAD_SHARE = 0.7
-"""Of the lines that are kept of a long text, those from its beginning."""
+"""Share of the lines of a truncated text that are taken from its beginning."""
 ONE_LINE_CALL = 100
 
 
 def plain_lines(text: str, most: int | None = None) -> list[str]:
-    """The lines of a text, each as any terminal shows it; of a long one its middle is left out."""
+    """Return the lines of a text without control codes, omitting the middle of a long text."""
     lines = [plain_text(line.replace("\t", TAB), LONGEST_LINE) for line in text.split("\n")]
     if most is None or len(lines) <= most:
         return lines
@@ -40,7 +40,7 @@ def plain_lines(text: str, most: int | None = None) -> list[str]:
 
 
 def one_line(text: str, limit: int) -> str:
-    """The words of a text on one line of at most `limit` characters."""
+    """Return the words of a text on one line of at most `limit` characters."""
     words = " ".join(text[: limit * 8].split())
     shown = plain_text(words, LONGEST_LINE)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
@@ -48,9 +48,10 @@ def one_line(text: str, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Quoted:
-    """Others' words behind a bar, so that none of their lines can look like the page's own.
+    """Untrusted text behind a bar, so that its lines cannot imitate the page's own.
 
-    `label` says whose they are. A `remark` of the page's own stands above them, beside the label.
+    `label` names the speaker. A `remark` of the page's own is printed above the text, next to the
+    label.
     """
 
     label: str
@@ -75,7 +76,7 @@ class Quoted:
 
 
 def content_of(message: Message) -> str:
-    """The text of a chat message; parts of a list that are no text are named by their type."""
+    """Return the text of a chat message; non-text parts of a list are replaced by their type."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(_part(part) for part in content)
@@ -83,7 +84,7 @@ def content_of(message: Message) -> str:
 
 
 def calls_of(message: Message) -> list[tuple[str, Any]]:
-    """The tool calls of a message: their names and arguments, parsed where they can be."""
+    """Return the tool calls of a message: names and arguments, parsed where possible."""
     found = []
     for call in message.get("tool_calls") or []:
         function = call.get("function") if isinstance(call, dict) else None
@@ -93,7 +94,7 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
 
 
 def call_line(name: str, arguments: Any) -> str:
-    """A call as one line: `lookup(key="desk")`."""
+    """Format a call on one line: `lookup(key="desk")`."""
     if not isinstance(arguments, Mapping):
         return f"{name}({arguments})"
     given = ", ".join(f"{key}={_value(value)}" for key, value in arguments.items())
@@ -101,7 +102,7 @@ def call_line(name: str, arguments: Any) -> str:
 
 
 def call_text(name: str, arguments: Any, most: int | None = None) -> Text:
-    """A call to read: on one line, or with a block for each argument where that would be long."""
+    """Format a call on one line, or with a block for each argument if that would be long."""
     line = call_line(name, arguments)
     if not isinstance(arguments, Mapping) or (len(line) <= ONE_LINE_CALL and "\\n" not in line):
         return Text.assemble((plain_text(name), "bold cyan"), plain_text(line[len(name) :], 10_000))
@@ -116,7 +117,7 @@ def call_text(name: str, arguments: Any, most: int | None = None) -> Text:
 
 
 def action_line(text: str, limit: int) -> str:
-    """An action's text as one line: its call, or its words."""
+    """Format an action's text on one line: its call, or its words."""
     action = parse_action(text) if OPEN in text else None
     if isinstance(action, ToolCall):
         return one_line(call_line(action.name, action.arguments), limit)
@@ -124,7 +125,7 @@ def action_line(text: str, limit: int) -> str:
 
 
 def message_line(message: Message, limit: int) -> str:
-    """An assistant message as one line: its calls, else its words."""
+    """Format an assistant message on one line: its calls, else its words."""
     calls = [call_line(name, arguments) for name, arguments in calls_of(message)]
     return one_line("; ".join(calls) or content_of(message), limit)
 

@@ -1,7 +1,4 @@
-"""A rollout's conversation divided by who spoke when: what came before it, then turn by turn.
-
-The messages of a trace are divided among its turns; nothing is decoded, and nothing is drawn.
-"""
+"""Division of a rollout's messages: those before the first action, then turn by turn."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +8,9 @@ from composer_mesh.rollouts.traces import Message, Trace, Turn
 
 @dataclass(frozen=True, slots=True)
 class Acted:
-    """One action: its turn, its message, and what was answered to it.
+    """One action: its turn, its message, and the messages in response to it.
 
-    `message` is None where the conversation has fewer assistant messages than the rollout turns.
+    `message` is None if the conversation has fewer assistant messages than the rollout has turns.
     """
 
     number: int
@@ -24,14 +21,14 @@ class Acted:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages before the first action, and the actions in their order."""
+    """The messages before the first action, and the actions in order."""
 
     opening: list[Message]
     turns: list[Acted]
 
 
 def acted(trace: Trace) -> Conversation:
-    """A rollout's conversation. An opening may hold assistant messages that nobody sampled."""
+    """Divide a rollout's messages; a prompt may hold assistant messages that were not sampled."""
     messages = trace.messages
     places = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
     own = places[max(0, len(places) - len(trace.turns)) :] if trace.turns else []

@@ -1,7 +1,7 @@
-"""All that a run knows about one rollout, brought together from its store and its config.
+"""Collection of all data of one rollout from the run's store and config.
 
-What cannot be had is left out with a note, and is no reason to show nothing: the data file of a
-task may have gone, or another version may have written a row.
+Missing data is replaced by a note and is not an error: the data file of a task may be gone, or a
+different version may have written a row.
 """
 
 import json
@@ -26,7 +26,7 @@ DROPPED = "dropped by a filter"
 
 
 def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | None) -> Rollout:
-    """The rollout of a row; raises DamagedRecord where its group cannot be read."""
+    """Return the rollout of a row; raise DamagedRecord if its group cannot be read."""
     group = reader.traces(one.row.group_id)
     trace = next(trace for trace in group if trace.trace_id == one.row.trace_id)
     notes: list[str] = []
@@ -67,7 +67,7 @@ def _answer(config: Config, trace: Trace, notes: list[str]) -> str | None:
 
 
 def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
-    """The hint writer's words about a group."""
+    """Return the hint writer's texts for a group."""
     body = reader.worded(group_id)
     return {} if body is None else worded_from_json(body).written
 
@@ -82,14 +82,14 @@ def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
 
 
 def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
-    """What asking teachers about a group came to, empty where they were not asked."""
+    """Return the stored outcome of a group's teacher queries, empty if there were none."""
     body = next((row.body for row in reader.asked() if row.group_id == group_id), b"")
     value = json.loads(body) if body else {}
     return value if isinstance(value, dict) else {}
 
 
 def _dropped(asked: dict[str, Any], trace: Trace) -> list[Paired]:
-    """The pairs of a rollout that a filter dropped: only what asking came to still has them."""
+    """Return the pairs of a rollout that a filter dropped; only the query outcome has them."""
     found = [one for one in asked.get("candidates", ()) if isinstance(one, dict)]
     pairs = [pair_from_json(json.dumps(one)) for one in found]
     return [Paired(pair, DROPPED, None) for pair in pairs if pair.trace_id == trace.trace_id]
