@@ -1,1 +1,1 @@
-"""What a run is: the schema, the loader and the presets. Neither torch nor Monarch."""
+"""Configuration of a run: schema, loader and presets. Imports neither torch nor Monarch."""

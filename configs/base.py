@@ -1,7 +1,4 @@
-"""The common manner of every config section: frozen, strict, closed to unknown keys.
-
-No section and no default stands here.
-"""
+"""Base class of all config sections: frozen, strict, no unknown keys."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +10,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-# TOML has no path type, so a string is the one conversion a strict section allows.
+# TOML has no path type, so strings are converted to paths; strict mode converts nothing else.
 FilePath = Annotated[Path, Field(strict=False)]
 
 
 class Section(BaseModel):
-    """A table of a config. A string never stands for a number, nor a boolean for a count."""
+    """A table of a config. Strings are not converted to numbers, nor booleans to counts."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -31,7 +28,7 @@ class Section(BaseModel):
 
 
 def by_type(default: str) -> Callable[[Any], str | None]:
-    """Which of several sections a table is, by its `type`; `default` where it names none."""
+    """Return a discriminator that reads a table's `type`; `default` if it has none."""
 
     def tag(table: Any) -> str | None:
         if isinstance(table, Section):

@@ -1,4 +1,4 @@
-"""What teachers may cost: ceilings in dollars, and what happens where nobody says a price."""
+"""Cost limits of teachers in dollars, and the policy for unknown prices."""
 
 from typing import Literal, Self
 
@@ -8,19 +8,19 @@ from composer_mesh.configs.base import FilePath, NotNegative, Positive, Section
 
 
 class BudgetConfig(Section):
-    """A hard ceiling: each request's highest possible cost is set aside before it is sent."""
+    """A hard spending limit: each request's highest possible cost is reserved before it is sent."""
 
     usd: NotNegative = 0.0
-    """Most that all teachers together may cost in the run; 0 allows free teachers only."""
+    """Maximum total cost of all teachers in the run; 0 allows free teachers only."""
 
     usd_per_day: NotNegative | None = None
-    """Most that all runs that share `ledger` may cost in one day (UTC)."""
+    """Maximum cost per day (UTC) of all runs that share `ledger`."""
 
     unknown_prices: Literal["refuse", "allow"] = "refuse"
-    """What to do with a teacher whose prices nobody knows."""
+    """Whether to query teachers with unknown prices."""
 
     assumed_usd: Positive = 0.05
-    """Charged for a request of unknown price, where those are allowed."""
+    """Dollars charged for a request of unknown price, if those are allowed."""
 
     ledger: FilePath | None = None
     """SQLite file of all reservations and charges; in the run directory when not set."""

@@ -1,8 +1,7 @@
-"""What may be changed in the config of a run that goes on, and why the rest may not.
+"""Config changes that are allowed when a run is resumed, and the reasons to refuse others.
 
-A key is safe where no step that was trained depends on it: where processes are, how long they are
-waited for, what may be spent, when is measured and saved. Everything else is unsafe, so a key that
-nobody has thought about is refused. Nothing here reads a run.
+A key is safe if no trained step depends on it: process placement, timeouts, spending limits,
+measurement and checkpointing. All other keys are unsafe, so a key that is not listed is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ SAFE = (
     ("supervision.*", PATIENCE),
     ("eval.*", MEASURED),
 )
-"""Patterns of safe keys; places in a list are numbers."""
+"""Patterns of safe keys; list indices are numbers."""
 
 UNSAFE = (
     ("run.name", "the ledger of the teachers knows the run by it"),
@@ -64,7 +63,7 @@ UNSAFE = (
     ("replay.budget.ledger", "what was spent is in the former file"),
     ("*", "steps since the checkpoint are trained once more, with the former loss and data"),
 )
-"""Why the other keys may not be changed; the first pattern that fits counts."""
+"""Reasons to refuse other keys; the first matching pattern applies."""
 
 SCHEDULED = "learning rate or target move with the length of the run, so past steps would be others"
 Rule = Callable[[Config, Config], tuple[bool, str]]
@@ -72,7 +71,7 @@ Rule = Callable[[Config, Config], tuple[bool, str]]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key with another value than before, whether a run may go on with it, and why."""
+    """A changed key, whether a run can be resumed with the change, and the reason."""
 
     key: str
     before: Any
@@ -85,13 +84,13 @@ class Change:
 
 
 def changes(before: Config, after: Config) -> list[Change]:
-    """Every key in which two configs differ, in their order."""
+    """Return every key in which two configs differ, in config order."""
     found = different(before.model_dump(mode="json"), after.model_dump(mode="json"))
     return [Change(key, one, other, *_judged(key, before, after)) for key, one, other in found]
 
 
 def different(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted keys in which two tables differ, with both values; None where one has none."""
+    """Yield the dotted keys in which two tables differ, with both values; None if missing."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         one, other = ({str(n): item for n, item in enumerate(items)} for items in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -123,4 +122,4 @@ def _max_lag(before: Config, after: Config) -> tuple[bool, str]:
 
 
 RULES: dict[str, Rule] = {"run.steps": _steps, "schedule.max_lag": _max_lag}
-"""Keys whose safety depends on values."""
+"""Keys whose safety depends on the values."""

@@ -1,7 +1,7 @@
-"""Where the hosts of a run are: the section `[cluster]`.
+"""The section `[cluster]`: hosts of a run and how they are reached.
 
-What a host has, and which process comes to which, is the section `[placement]`: that part of a
-config stays the same wherever the run is launched. Nothing here reaches out to a host.
+The resources of hosts and the placement of processes are in `[placement]`, which is the same
+wherever the run is launched.
 """
 
 from ipaddress import ip_network
@@ -19,82 +19,82 @@ Address = Annotated[str, Field(pattern=ADDRESS)]
 
 
 class SlurmConfig(Section):
-    """What the batch job asks Slurm for."""
+    """Parameters of the Slurm batch job."""
 
     partition: str = ""
-    """Partition to submit to; empty is the cluster's own default."""
+    """Partition to submit to; empty is the cluster's default."""
 
     account: str = ""
-    """Account that is charged; empty is the user's own default."""
+    """Account to charge; empty is the user's default."""
 
     qos: str = ""
     """Quality of service; empty is the default."""
 
     time_limit: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")] = "24:00:00"
-    """Wall time of one job, as sbatch takes it."""
+    """Wall time of one job, in sbatch format."""
 
     grace_s: Annotated[int, Field(ge=1)] = 120
     """Seconds before the time limit at which the run writes a checkpoint and stops."""
 
     resubmit: bool = True
-    """Queue the job again when its time was over before the run was, and resume."""
+    """Resubmit the job and resume if its time limit expires before the run ends."""
 
     exclusive: bool = True
-    """Take whole nodes; without it, only the cores, memory and GPUs that placement.hosts names."""
+    """Allocate complete nodes; otherwise only the cores, memory and GPUs of placement.hosts."""
 
     setup: Strings = ()
-    """Lines of shell before anything else on the first node, for example "module load cuda"."""
+    """Shell lines to execute first on the first node, for example "module load cuda"."""
 
     options: Strings = ()
-    """Further options of sbatch, each a whole one such as "--constraint=h100"."""
+    """Further sbatch options, one string each, such as "--constraint=h100"."""
 
 
 class KubernetesConfig(Section):
-    """What the run asks Kubernetes for."""
+    """Parameters of the Kubernetes objects."""
 
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")] = "default"
-    """Namespace of everything that belongs to the run."""
+    """Namespace of all objects of the run."""
 
     flavour: Literal["manifests", "monarchmesh"] = "manifests"
-    """Plain objects that every cluster knows, or Monarch's MonarchMesh where it is installed."""
+    """Standard Kubernetes objects, or Monarch's MonarchMesh where it is installed."""
 
     image: str = ""
-    """Container image with composer-mesh in it; launch refuses without one."""
+    """Container image that contains composer-mesh; required to launch."""
 
     volume: str = ""
     """Persistent volume claim that every pod can write, for run directories and models."""
 
     mount: str = "/runs"
-    """Where that volume is in each pod."""
+    """Mount path of the volume in each pod."""
 
     secrets: Strings = ()
     """Secrets whose keys become environment variables of every pod: API keys."""
 
     service_account: str = ""
-    """Service account of the pods; empty is the namespace's own default."""
+    """Service account of the pods; empty is the namespace's default."""
 
     rdma_resource: str = ""
-    """Resource of an RDMA device plugin that each worker asks for one of, such as "rdma/hca"."""
+    """RDMA device plugin resource that each worker requests once, such as "rdma/hca"."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that a node must have to get a pod of the run."""
+    """Labels that a node must have to run a pod of the run."""
 
 
 class SshConfig(Section):
-    """How hosts are reached by ssh; the section's absence means that workers are started there."""
+    """SSH access to hosts; without this section workers must be started on the hosts."""
 
     destinations: Strings = ()
-    """What ssh calls each host, in the order of cluster.workers; their addresses when empty."""
+    """SSH destination of each host, in the order of cluster.workers; their addresses when empty."""
 
     options: Strings = ()
-    """Further arguments of ssh, such as "-i", "/home/me/.ssh/cluster"."""
+    """Further ssh arguments, such as "-i", "/home/me/.ssh/cluster"."""
 
     tunnel: bool = False
-    """Bind nothing but loopback anywhere, and carry every connection between hosts through ssh."""
+    """Bind only loopback addresses, and tunnel every connection between hosts through ssh."""
 
 
 class ClusterConfig(Section):
-    """Where the hosts are and how they are reached."""
+    """Hosts of a run and how they are reached."""
 
     kind: ClusterKind = "local"
     """"local": this machine; "hosts": workers at given addresses; else a scheduler finds hosts."""
@@ -103,35 +103,35 @@ class ClusterConfig(Section):
     """Address of each worker, such as "tls://10.0.0.5:22300", in the order of placement.hosts."""
 
     address: Address | None = None
-    """Where workers reach the controller; the address from which it reaches the first, if unset."""
+    """Controller address for workers; by default its source address towards the first worker."""
 
     subnets: Strings = ()
-    """Networks whose addresses a host may listen on, such as "10.0.0.0/8"; any private if empty."""
+    """Networks in which a host may listen, such as "10.0.0.0/8"; any private one when empty."""
 
     authority: FilePath | None = None
-    """Folder of the certificate authority that hosts trust; the run makes its own if unset."""
+    """Folder of the certificate authority that hosts trust; created by the run when not set."""
 
     lease_s: Positive = 15.0
-    """Seconds without the controller after which a host ends all that it runs for it."""
+    """Seconds without contact to the controller after which a host ends its processes."""
 
     attach_s: Positive = 300.0
-    """Longest wait for all hosts to be there when a run starts."""
+    """Seconds to wait for all hosts when a run starts."""
 
     python: str = ""
-    """Interpreter with composer-mesh on the hosts; empty is the path of the launcher's own."""
+    """Python interpreter with composer-mesh on the hosts; empty is the launcher's own path."""
 
     ssh: SshConfig | None = None
-    """How the launcher reaches hosts, and whether connections go through it."""
+    """SSH access from the launcher to hosts, and whether connections are tunnelled."""
 
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
-    """The batch job."""
+    """The Slurm batch job."""
 
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
-    """The pods."""
+    """The Kubernetes pods."""
 
     @property
     def remote(self) -> bool:
-        """Whether actors live on workers and not in the controller's own process tree."""
+        """Whether actors run on workers instead of the controller's own process tree."""
         return self.kind != "local"
 
     @model_validator(mode="after")

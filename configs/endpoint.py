@@ -1,6 +1,6 @@
-"""Who answers over the OpenAI chat protocol: the run itself, or any compatible URL.
+"""OpenAI-compatible chat endpoints: served by the run itself, or any URL.
 
-Holds no credentials: `api_key_env` and `api_key_file` say where a key is, never what it is.
+Contains no credentials: `api_key_env` and `api_key_file` refer to keys.
 """
 
 from typing import Literal, Self
@@ -15,31 +15,31 @@ OPENROUTER_KEY = "OPENROUTER_API_KEY"
 
 
 class ChatEndpoint(Section):
-    """A model that can be asked; more keys come from who asks it."""
+    """A chat endpoint; subclasses add the keys of its client."""
 
     kind: Literal["builtin", "openai", "openrouter"]
     """"builtin": rules that the run serves itself; "openai": any compatible URL; "openrouter"."""
 
     base_url: str | None = None
-    """Root of the API, up to and including /v1; openrouter has its own."""
+    """Root URL of the API, up to and including /v1; openrouter has its own."""
 
     model: str | None = None
-    """Model name that is sent to it."""
+    """Model name in requests."""
 
     api_key_env: str | None = None
-    """Environment variable that holds its key; without one and without a file no key is sent."""
+    """Environment variable that holds the API key; without it and a file no key is sent."""
 
     api_key_file: FilePath | None = None
-    """File that holds its key and nothing else, instead of an environment variable."""
+    """File that contains only the API key, instead of an environment variable."""
 
     @property
     def url(self) -> str | None:
-        """Where it is asked; None for what the run serves itself."""
+        """URL of the endpoint; None if the run serves it."""
         return self.base_url or (OPENROUTER_URL if self.kind == "openrouter" else None)
 
     @property
     def key_variable(self) -> str | None:
-        """The environment variable of its key; openrouter has a customary one."""
+        """Environment variable of the API key; openrouter has a default one."""
         if self.kind == "openrouter" and self.api_key_file is None:
             return self.api_key_env or OPENROUTER_KEY
         return self.api_key_env
@@ -68,7 +68,7 @@ class ChatEndpoint(Section):
         return self
 
     def _refuse(self, keys: tuple[str, ...]) -> None:
-        """Raise for keys that this kind does not read."""
+        """Raise ValueError for keys that this kind does not use."""
         for key in keys:
             if (value := getattr(self, key)) is not None:
                 raise ValueError(

@@ -1,7 +1,4 @@
-"""Turns a pydantic complaint into one line: key, value, bound, repair.
-
-Knows the schema only through its fields; reads no file.
-"""
+"""Conversion of pydantic errors to one line each: key, value, bound, repair."""
 
 import difflib
 import json
@@ -40,11 +37,11 @@ _TEXTS: dict[str, tuple[str, str]] = {
 
 
 class ConfigError(Exception):
-    """A run that cannot be: one message, a line for each problem."""
+    """The config is invalid; the message has one line for each problem."""
 
 
 def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
-    """One line for each problem that pydantic found."""
+    """Return one line for each problem that pydantic found."""
     return [_describe(root, problem) for problem in error.errors(include_url=False)]
 
 
@@ -54,7 +51,7 @@ def unknown_key(
     value: object,
     retired: Mapping[str, str] = RETIRED_KEYS,
 ) -> str:
-    """The line for a key that the schema does not have: its new name, or the nearest key."""
+    """Return the error line of an unknown key: its new name, or the most similar known key."""
     if renamed := new_name(path, retired):
         old, new = renamed
         return f"{dotted(path)} = {shown(value)}: {old} was renamed: write {new} instead"
@@ -65,19 +62,19 @@ def unknown_key(
 
 
 def shown(value: object) -> str:
-    """A value as TOML would write it, cut where a whole table was given."""
+    """Format a value as JSON, truncated to 80 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """A key path as a reader of TOML would say it: `replay.teachers[0].name`."""
+    """Format a key path as in TOML: `replay.teachers[0].name`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Whether the schema has a key at this path; a table of free keys has every one."""
+    """Return whether the schema has a key at this path; a free-form table has every key."""
     if path[-1] in keys_at(root, path):
         return True
     tables = [path[:end] for end in range(1, len(path)) if isinstance(path[end - 1], str)]
@@ -85,9 +82,9 @@ def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
 
 
 def keys_at(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """The keys that may stand where the last part of `path` does; none where no table is.
+    """Return the valid keys at the last part of `path`; none if its parent is not a table.
 
-    Where a table's `type` chooses among several sections, the keys of all of them.
+    If a table's `type` chooses among several sections, the keys of all of them.
     """
     keys = (key for section in _sections_at(root, path) for key in section.model_fields)
     return list(dict.fromkeys(keys))
@@ -124,7 +121,7 @@ def _key_of_another_type(
 
 
 def _owners(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """The types of the table at hand that have its last key."""
+    """Return the `type` values of the table whose sections have the last key."""
     key = str(path[-1])
     sections = _sections_at(root, path)
     return [str(_tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
@@ -158,7 +155,7 @@ def _up_to_the_unknown_part(
 
 
 def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[str | int]:
-    """The path as the file has it: pydantic adds the `type` that chose a section."""
+    """Return the path as in the file: pydantic adds the `type` that chose a section."""
     found: list[str | int] = []
     sections = [root]
     for part in path:
@@ -180,7 +177,7 @@ def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _sections_at(root: type[BaseModel], path: Sequence[str | int]) -> list[type[BaseModel]]:
-    """The sections that the last part of `path` may be a key of."""
+    """Return the sections that may contain the last part of `path` as a key."""
     sections = [root]
     for part in path[:-1]:
         if isinstance(part, str):
@@ -195,13 +192,13 @@ def _is_free_table(root: type[BaseModel], path: Sequence[str | int]) -> bool:
 
 
 def _sections_of(annotation: object) -> list[type[BaseModel]]:
-    """The sections inside an annotation such as `Section`, `tuple[Section, ...]` or a union."""
+    """Return the sections in an annotation such as `Section`, `tuple[Section, ...]` or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for inner in typing.get_args(annotation) for found in _sections_of(inner)]
 
 
 def _tag(section: type[BaseModel]) -> str | None:
-    """The value of `type` that chooses this section."""
+    """Return the value of `type` that selects this section."""
     field = section.model_fields.get("type")
     return next(iter(typing.get_args(field.annotation)), None) if field else None

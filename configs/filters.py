@@ -1,6 +1,6 @@
-"""The recipe of quality filters between preference pairs and training, in order.
+"""Quality filters for preference pairs before training, in order.
 
-What a filter does with a pair is `rollouts.pair_filters`.
+`rollouts.pair_filters` implements them.
 """
 
 from typing import Annotated, Literal, Self
@@ -14,14 +14,14 @@ BOTH: tuple[Side, ...] = ("chosen", "rejected")
 
 
 class _OfSides(Section):
-    """A filter that looks at the texts of a pair; one that fails drops the pair."""
+    """A filter on the texts of a pair; the pair is dropped if one text fails."""
 
     sides: Annotated[tuple[Side, ...], Field(strict=False, min_length=1)] = BOTH
-    """Which texts it looks at."""
+    """Texts to check."""
 
 
 class _Between(_OfSides):
-    """A filter that counts, with bounds that may be met."""
+    """A filter on a count with inclusive bounds."""
 
     max: Count
 
@@ -37,60 +37,60 @@ class _Between(_OfSides):
 
 
 class LengthFilter(_Between):
-    """Characters of a text."""
+    """Number of characters of a text."""
 
     type: Literal["length"] = "length"
 
     min: Annotated[int, Field(ge=0)] = 8
-    """Fewest characters that pass."""
+    """Minimum number of characters."""
 
     max: Count = 32_000
-    """Most characters that pass."""
+    """Maximum number of characters."""
 
 
 class WordsFilter(_Between):
-    """Words of a text; characters of scripts without spaces count one each."""
+    """Number of words of a text; characters of scripts without spaces count one each."""
 
     type: Literal["words"]
 
     min: Annotated[int, Field(ge=0)] = 2
-    """Fewest words that pass."""
+    """Minimum number of words."""
 
     max: Count = 4_096
-    """Most words that pass."""
+    """Maximum number of words."""
 
 
 class SpecialCharactersFilter(_OfSides):
-    """Share of characters that are no letters, digits or white space; of a call, in its values."""
+    """Share of characters other than letters, digits and white space; of a call, in its values."""
 
     type: Literal["special_characters"]
 
     max_ratio: Share = 0.5
-    """Largest share that passes."""
+    """Maximum share."""
 
 
 class ExactDuplicatesFilter(Section):
-    """A pair with the context and the two actions of an earlier one of the run."""
+    """Drops pairs whose context and actions equal those of an earlier pair of the run."""
 
     type: Literal["exact_duplicates"]
 
 
 class NearDuplicatesFilter(Section):
-    """A pair whose text is nearly that of an earlier one, by MinHash over character shingles."""
+    """Drops pairs whose text is similar to an earlier one, by MinHash over character shingles."""
 
     type: Literal["near_duplicates"]
 
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Jaccard similarity from which two pairs count as one."""
+    """Jaccard similarity from which two pairs count as duplicates."""
 
     shingle: Count = 5
-    """Characters of a shingle."""
+    """Characters per shingle."""
 
     permutations: Annotated[int, Field(ge=16, le=1024)] = 128
-    """Hash functions: more are more exact and slower."""
+    """Number of hash functions; more are more accurate and slower."""
 
     window: Annotated[int, Field(ge=1)] = 50_000
-    """Earlier pairs that are remembered."""
+    """Number of earlier pairs to compare with."""
 
 
 FilterConfig = Annotated[

@@ -1,6 +1,6 @@
-"""The value-of-information gate: which of the student's states are worth a teacher's answer.
+"""Value-of-information gate: selects the student's states to send to teachers.
 
-How the signs are measured is `rollouts.state_value`.
+`rollouts.state_value` computes the signals.
 """
 
 from typing import Annotated, Self
@@ -11,25 +11,25 @@ from composer_mesh.configs.base import Positive, Section, Share
 
 
 class GateConfig(Section):
-    """Which states are worth an answer: a weighted mean of four signs, each from 0 to 1."""
+    """Value of a state: the weighted mean of four signals, each from 0 to 1."""
 
     min_value: Share = 0.0
-    """States below it are not asked about; 0 only orders them."""
+    """Minimum value of a state to be queried; 0 only orders the states."""
 
     error: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of: the turn's action failed (1), or the episode did (0.5)."""
+    """Weight of the error signal: 1 if the turn's action failed, 0.5 if only its episode did."""
 
     entropy: Annotated[float, Field(ge=0)] = 0.5
-    """Weight of how unsure the student was: mean surprisal of its sampled tokens."""
+    """Weight of the student's uncertainty: the mean surprisal of its sampled tokens."""
 
     disagreement: Annotated[float, Field(ge=0)] = 0.5
-    """Weight of how much the group's samples differ in what they did there and in reward."""
+    """Weight of the disagreement between the group's samples, in actions and in reward."""
 
     novelty: Annotated[float, Field(ge=0)] = 0.5
-    """Weight of how seldom such a state was asked about before in the run."""
+    """Weight of novelty: how rarely such a state was queried before in the run."""
 
     entropy_scale: Positive = 1.0
-    """Surprisal in nats at which the entropy sign is about 0.63."""
+    """Surprisal in nats at which the entropy signal is about 0.63."""
 
     @model_validator(mode="after")
     def _something_counts(self) -> Self:

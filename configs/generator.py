@@ -1,7 +1,4 @@
-"""The actors that sample tokens: which engine, how many at once, and from which distribution.
-
-Whether an engine is installed is its loader's question.
-"""
+"""Generator actors: inference engine, concurrency and sampling distribution."""
 
 from typing import Literal
 
@@ -15,19 +12,19 @@ class GeneratorConfig(Section):
     """The actors that sample tokens."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """The inference engine: "embedded" needs nothing further; "vllm" comes with an extra."""
+    """The inference engine: "embedded" has no further dependencies; "vllm" needs an extra."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights that are served, and of the cache."""
+    """Precision of the served weights and of the KV cache."""
 
     replicas: Count = 1
-    """Generator actors."""
+    """Number of generator actors."""
 
     max_concurrent: Count = 64
-    """Requests that decode together: rows of the KV cache."""
+    """Maximum number of requests decoded together: rows of the KV cache."""
 
     max_new_tokens: Count = 40
-    """Longest answer of one turn, in tokens."""
+    """Maximum number of tokens sampled in one turn."""
 
     temperature: Positive = 1.0
     """Sampling temperature of training rollouts."""
@@ -36,4 +33,4 @@ class GeneratorConfig(Section):
     """CPU threads of each generator."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
-    """The vLLM engine; the embedded one reads nothing of it."""
+    """Settings of the vLLM engine; ignored by the embedded one."""

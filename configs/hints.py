@@ -1,6 +1,6 @@
-"""Hints for the SDPO teacher: where they come from, who words them, and how long they may be.
+"""Hints for the SDPO teacher: sources, writer and length limits.
 
-Holds no credentials: `api_key_env` names an environment variable, never its value.
+Contains no credentials: `api_key_env` names an environment variable.
 """
 
 from string import Formatter
@@ -15,7 +15,7 @@ HintSource = Literal["error", "sibling", "feedback"]
 
 
 def checked_template(template: str) -> str:
-    """The template itself; raises ValueError where a placeholder is more than a plain field name.
+    """Return the template; raise ValueError if a placeholder is not a plain field name.
 
     `{tool}` is one; `{tool.name}`, `{tool!r}`, `{tool:>9}` and `{}` are not.
     """
@@ -39,25 +39,25 @@ Template = Annotated[str, Field(min_length=1), AfterValidator(checked_template)]
 
 
 class HintWriterConfig(ChatEndpoint):
-    """The model that words the hints of the error source."""
+    """The model that writes the hints of the error source."""
 
     timeout_s: Positive = 10.0
-    """Seconds that a group waits for all its hints; the template stands in for what is missing."""
+    """Seconds that a group waits for all its hints; templates replace missing ones."""
 
     max_concurrent: Count = 8
-    """Requests that are under way together."""
+    """Maximum number of concurrent requests."""
 
     budget_requests: Count = 1000
-    """Requests of the whole run; hints that the cache holds cost none."""
+    """Maximum number of requests in the run; cached hints need none."""
 
     budget_usd: NotNegative = 1.0
-    """Dollars of the whole run; 0 lets only free answers in."""
+    """Maximum dollars in the run; 0 allows free answers only."""
 
     assumed_usd: NotNegative = 0.001
-    """Dollars set aside for a request under way, and charged where the provider names no price."""
+    """Dollars reserved for a request in flight, and charged if the provider reports no price."""
 
     cache: FilePath | None = None
-    """SQLite file that keeps answers between runs; hints.sqlite in the run directory if not set."""
+    """SQLite cache of answers, shared by runs; hints.sqlite in the run directory if not set."""
 
     @model_validator(mode="after")
     def _a_request_fits_the_budget(self) -> Self:
@@ -70,26 +70,29 @@ class HintWriterConfig(ChatEndpoint):
 
 
 class HintsConfig(Section):
-    """What the teacher is shown that the student was not."""
+    """Hints that the teacher sees and the student does not."""
 
     sources: Annotated[tuple[HintSource, ...], Field(strict=False, min_length=1)] = ("error",)
-    """Where hints come from, the preferred one first. "error": what was wrong with the action;
-    "sibling": what a successful rollout of the same prompt did before its answer; "feedback": what
-    the environment said to the action."""
+    """Sources of hints in order of preference. "error": what was wrong with the action; "sibling":
+    what a successful rollout of the same prompt did before its answer; "feedback": the
+    environment's response to the action.
+    """
 
     max_tokens: Count = 256
-    """Longest text of a hint; a longer one is cut and counted."""
+    """Maximum tokens of a hint; a longer one is truncated and counted."""
 
     templates: dict[str, Template] = Field(default_factory=dict)
-    """Texts by hint_template_key, beside or instead of the built-in ones; {field} is filled from
-    the error's own data."""
+    """Templates by hint_template_key, added to the built-in ones or replacing them; {field} is
+    replaced by a field of the error's data.
+    """
 
     writer: Literal["template", "llm"] = "template"
-    """Who words the hints of the error source. "llm": a model asked over the OpenAI chat protocol,
-    with the template where it does not answer."""
+    """Writer of the error source's hints. "template": the template alone; "llm": a model over the
+    OpenAI chat protocol, with the template as fallback.
+    """
 
     llm: HintWriterConfig | None = None
-    """The model that writer = "llm" asks."""
+    """The model for writer = "llm"."""
 
     @model_validator(mode="after")
     def _sources_are_named_once(self) -> Self:
@@ -119,10 +122,10 @@ class HintsConfig(Section):
 
     @property
     def asked(self) -> HintWriterConfig | None:
-        """The writer that a run with these hints asks; None where templates alone do."""
+        """The configured hint writer; None if only templates are used."""
         return self.llm if self.writer == "llm" else None
 
     @property
     def has_builtin_writer(self) -> bool:
-        """Whether the run itself must serve the writer."""
+        """Whether the run itself serves the hint writer."""
         return self.asked is not None and self.asked.kind == "builtin"

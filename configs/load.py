@@ -1,6 +1,6 @@
-"""From a TOML file and `--set` overrides to a checked `Config`, and back to TOML.
+"""Loader: a TOML file and `--set` overrides to a validated `Config`, and back to TOML.
 
-Every way to fail ends in a `ConfigError`. Starts nothing and imports nothing heavy.
+Every failure raises `ConfigError`. Cheap to import.
 """
 
 import tomllib
@@ -25,10 +25,10 @@ Table = dict[str, Any]
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, model_later: bool = False) -> Config:
-    """The run that `path` and the overrides describe; raises `ConfigError`.
+    """Load the config from `path` and the overrides; raise `ConfigError`.
 
-    Relative paths inside it stay relative to the working directory. With `model_later` the model's
-    folder need not be there if the config declares its sizes.
+    Relative paths in it are relative to the working directory. With `model_later` the model's
+    folder may be missing if the config declares its sizes.
     """
     return resolve_config(read_table(path), overrides, str(path), model_later=model_later)
 
@@ -36,9 +36,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, model_later: bool 
 def resolve_config(
     table: Table, overrides: Sequence[str], source: str, *, model_later: bool = False
 ) -> Config:
-    """The run that a table and the overrides describe; changes the table, as the overrides say.
+    """Validate a table with overrides; the overrides modify the table in place.
 
-    Errors begin with `source`.
+    Error messages start with `source`.
     """
     problems = [line for text in overrides if (line := _override(table, text))]
     if problems:
@@ -53,12 +53,12 @@ def resolve_config(
 
 
 def dump_toml(config: Config) -> str:
-    """The resolved run as TOML; `load_config` reads the same run back."""
+    """Serialize the resolved config to TOML; `load_config` restores it."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def read_table(path: Path) -> Table:
-    """A TOML file as it is written; raises `ConfigError` where it is none."""
+    """Parse a TOML file without validation; raise `ConfigError` if it is not valid TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,12 +81,12 @@ def _error(source: str, problems: Sequence[str]) -> ConfigError:
 
 
 def _override(table: Table, text: str) -> str | None:
-    """Put one `a.b=v` into the table; the line that says why not, or None."""
+    """Apply one `a.b=v` to the table; return the error line, or None."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         return f"--set {text!r}: must be KEY.PATH=VALUE: write for example --set run.steps=3"
-    # Digits are places in a list: replay.teachers.0.error_rate.
+    # Digits are list indices: replay.teachers.0.error_rate.
     path = [int(part) if part.isdecimal() else part for part in parts]
     if not is_key(Config, path):
         return f"--set {unknown_key(Config, path, _value(value))}"
@@ -101,7 +101,7 @@ def _override(table: Table, text: str) -> str | None:
 
 
 def _value(text: str) -> object:
-    """A TOML value, or the text itself where it is none."""
+    """Parse a TOML value; return the text itself if it is not one."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

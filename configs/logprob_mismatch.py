@@ -1,6 +1,6 @@
-"""When the trainer and the engines that sample for it disagree too much, and what then happens.
+"""Alarm thresholds for the log-prob mismatch between trainer and generators.
 
-How the difference is measured is the trainer's business; correcting for it is the loss's.
+The trainer measures the mismatch; the loss corrects for it.
 """
 
 from typing import Literal
@@ -9,22 +9,22 @@ from composer_mesh.configs.base import Count, Positive, Section
 
 
 class LogprobMismatchConfig(Section):
-    """Bounds of the difference between trainer's and generator's log-probs of the same tokens."""
+    """Bounds on the difference between trainer and generator log-probs of the same tokens."""
 
     bound: Positive = 0.2
-    """Difference, in nats, above which a token counts in `logprob_mismatch/above`."""
+    """Difference in nats above which a token counts in `logprob_mismatch/above`."""
 
     alarm_mean: Positive = 0.05
-    """Alarm: largest mean difference of tokens sampled by the very version that is trained."""
+    """Alarm: largest mean difference of tokens sampled by the version that is being trained."""
 
     alarm_max: Positive = 2.0
     """Alarm: largest difference of one such token."""
 
     alarm_lagged_mean: Positive = 0.5
-    """Alarm: largest mean difference of all tokens, what the policy has learnt since included."""
+    """Alarm: largest mean difference of all tokens, including the effect of policy updates."""
 
     on_alarm: Literal["warn", "stop"] = "warn"
-    """"warn": an event and a line in the log; "stop": the run ends, after a checkpoint."""
+    """"warn": an event and a log line; "stop": the run ends, after a checkpoint."""
 
     cooldown_steps: Count = 20
-    """Steps after an alarm in which further ones are only counted."""
+    """Steps after an alarm in which further alarms are only counted."""

@@ -1,7 +1,4 @@
-"""Paths of a config that mean the same from every folder.
-
-A config may be written with relative paths, which are meant from where its user stands.
-"""
+"""Conversion of a config's relative paths to absolute ones."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +11,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_whole_paths(config: Config, folder: Path | None = None) -> Config:
-    """The same run with absolute paths; relative ones are meant from `folder`, or from here."""
+    """Return the config with absolute paths, resolved against `folder` or the cwd."""
     return _section(config, folder or Path.cwd())
 
 

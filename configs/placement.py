@@ -1,4 +1,4 @@
-"""Which process may use which cores, GPUs and memory of which host: the section `[placement]`.
+"""The section `[placement]`: cores, GPUs and memory of hosts and processes.
 
 Describes what is wanted; `planning.placement_solver` decides which process gets what.
 """
@@ -13,22 +13,22 @@ HostNames = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class HostConfig(Section):
-    """One host, or several that are alike."""
+    """One host, or several identical ones."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the host; where count is above 1 they are called name-0, name-1 and so on."""
+    """Name of the host; with count above 1 the hosts are named name-0, name-1 and so on."""
 
     count: Count = 1
-    """Hosts like this one."""
+    """Number of identical hosts."""
 
     cores: Count
-    """CPU cores that the run may use."""
+    """CPU cores available to the run."""
 
     memory_gb: Positive
-    """Memory that the run may use, in GB of 2**30 bytes."""
+    """Memory available to the run, in GB of 2**30 bytes."""
 
     gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs that the run may use."""
+    """GPUs available to the run."""
 
     gpu_memory_gb: NotNegative = 0.0
     """Memory of each GPU, in GB of 2**30 bytes."""
@@ -44,31 +44,32 @@ class HostConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of these hosts."""
+        """Names of these hosts."""
         if self.count == 1:
             return (self.name,)
         return tuple(f"{self.name}-{number}" for number in range(self.count))
 
 
 class PlaceConfig(Section):
-    """What each process of one kind of actor is given."""
+    """Resources of each process of one kind of actor."""
 
     cores: Annotated[int, Field(ge=0)] = 0
-    """Cores of its own; 0 lets it run on every core that no other process has for its own."""
+    """Exclusive cores of each process; 0 allows all cores that are not exclusive to another."""
 
     memory_gb: Positive | None = None
-    """Memory of the host that it is given, in GB of 2**30 bytes; without it, what is estimated."""
+    """Host memory of each process, in GB of 2**30 bytes; estimated when not set."""
 
     hosts: HostNames = ()
-    """Hosts that may have it, by name or by the name of several alike; empty is any host."""
+    """Allowed hosts, by name or by the name of identical ones; empty is any host."""
 
 
 class GpuPlaceConfig(PlaceConfig):
-    """What each process of a kind that holds a model is given."""
+    """Resources of each process of a kind that holds a model."""
 
     gpus: NotNegative = 0.0
-    """GPUs of each process: 0 computes on the CPU, a share such as 0.5 leaves the rest of that GPU
-    to others which have shares, and above 1 it must be a whole number."""
+    """GPUs of each process: 0 computes on the CPU, a fraction such as 0.5 shares one GPU with other
+    fractions, and above 1 it must be a whole number.
+    """
 
     @model_validator(mode="after")
     def _gpus_are_shares_or_whole(self) -> Self:
@@ -86,10 +87,10 @@ class GpuPlaceConfig(PlaceConfig):
 
 
 class PlacementConfig(Section):
-    """Hosts, and what each kind of process is given of them."""
+    """Hosts, and the resources of each kind of process."""
 
     hosts: Annotated[tuple[HostConfig, ...], Field(strict=False)] = ()
-    """The hosts of the run; without any, this machine or its workers, as they are found."""
+    """Hosts of the run; when empty, this machine or its workers, as detected."""
 
     controller: PlaceConfig = Field(default_factory=PlaceConfig)
     """The process that runs the command."""
@@ -107,25 +108,25 @@ class PlacementConfig(Section):
     """Each SDPO teacher."""
 
     teacher_replay: PlaceConfig = Field(default_factory=PlaceConfig)
-    """Each actor that asks external teachers."""
+    """Each actor that queries external teachers."""
 
     reference: GpuPlaceConfig = Field(default_factory=GpuPlaceConfig)
     """The frozen policy that scores pairs."""
 
     hint_writer: PlaceConfig = Field(default_factory=PlaceConfig)
-    """The actor that asks for hints."""
+    """The actor that queries the hint writer."""
 
     expert_server: PlaceConfig = Field(default_factory=PlaceConfig)
     """The server of the builtin teachers."""
 
     def of(self, kind: str) -> PlaceConfig:
-        """What each process of a kind is given."""
+        """Return the resources of each process of a kind."""
         found = getattr(self, kind)
         assert isinstance(found, PlaceConfig)
         return found
 
     def gpus(self, kind: str) -> float:
-        """GPUs of each process of a kind; 0 where the kind has no use for one."""
+        """Return the GPUs of each process of a kind; 0 for kinds that use none."""
         place = self.of(kind)
         return place.gpus if isinstance(place, GpuPlaceConfig) else 0.0
 

@@ -1,7 +1,4 @@
-"""The model that is trained: its size or its folder, and its supervised warm start.
-
-Builds nothing and counts nothing; whether a folder exists is the loader's question.
-"""
+"""The trained model: built-in sizes or a model folder, and its supervised warm start."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -10,36 +7,36 @@ from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import Count, FilePath, Positive, Section, Share
 
-# 256 byte tokens, the chat and tool tokens, and room to learn a few merges.
+# 256 byte tokens, the chat and tool tokens, and a few merges.
 SMALLEST_VOCABULARY = 300
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on imperfect demonstrations, before the mesh starts; cached."""
+    """Supervised fine-tuning on imperfect demonstrations before the mesh starts; cached."""
 
     steps: Annotated[int, Field(ge=0)] = 300
     """Supervised optimizer steps; 0 starts from random weights."""
 
     batch_size: Count = 32
-    """Demonstrations in one supervised step."""
+    """Demonstrations per supervised step."""
 
     lr: Positive = 2e-3
     """Peak learning rate of the supervised steps."""
 
     demonstrations: Count = 2000
-    """Training episodes that are demonstrated."""
+    """Number of training episodes to demonstrate."""
 
     error_rate: Share = 0.3
-    """Share of demonstrated actions that are made wrong on purpose."""
+    """Share of demonstrated actions that are deliberately wrong."""
 
     flawless_share: Share = 0.5
-    """Share of the supervised steps, the first ones, that see only right actions."""
+    """Share of the supervised steps, the first ones, that use only correct actions."""
 
     recovery_rate: Share = 0.5
-    """Share of wrong actions after which the demonstration goes on with the right one."""
+    """Share of wrong actions after which the demonstration continues with the correct one."""
 
     hinted_share: Share = 0.25
-    """Share of demonstrations that show a hint at an error, so that the model can read hints."""
+    """Share of demonstrations with a hint at an error, so that the model learns to read hints."""
 
 
 Decoder = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -92,11 +89,12 @@ class PolicyConfig(Section):
     """The policy: a built-in tiny Qwen3, or any causal LM from a local folder."""
 
     path: FilePath | None = None
-    """A local Hugging Face folder; without it the built-in model of the sizes below is made."""
+    """Local Hugging Face model folder; without it a built-in model of the sizes below is made."""
 
     sizes: ModelSizes | None = None
-    """Sizes of the model in path as its config.json has them, so that `check` can tell what it
-    needs before the folder is there; compared with the folder once it is."""
+    """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
+    the folder exists; validated against the folder once it does.
+    """
 
     hidden_size: Annotated[int, Field(ge=8)] = 128
     """Width of the residual stream (built-in model)."""
@@ -105,28 +103,28 @@ class PolicyConfig(Section):
     """Width of the gated feed-forward layer (built-in model)."""
 
     layers: Count = 2
-    """Transformer layers (built-in model)."""
+    """Number of transformer layers (built-in model)."""
 
     heads: Count = 4
-    """Query heads (built-in model)."""
+    """Number of query heads (built-in model)."""
 
     kv_heads: Count = 2
-    """Key and value heads; divides heads (built-in model)."""
+    """Number of key and value heads; divides heads (built-in model)."""
 
     head_dim: Annotated[int, Field(ge=2)] = 32
-    """Width of one head; even, because rotary positions turn pairs (built-in model)."""
+    """Width of one head; even, because rotary positions rotate pairs (built-in model)."""
 
     vocab_size: Count = 512
-    """Entries of the built-in tokenizer, special tokens included (built-in model)."""
+    """Size of the built-in tokenizer's vocabulary, including special tokens (built-in model)."""
 
     max_context: Annotated[int, Field(ge=16)] = 384
-    """Longest conversation in tokens, prompt and every turn together."""
+    """Maximum tokens of a conversation, prompt and all turns together."""
 
     cache_dir: FilePath = Path(".cache/composer-mesh")
-    """Where warm-started models are kept between runs."""
+    """Cache of warm-started models, shared by runs."""
 
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
-    """The supervised warm start of the built-in model."""
+    """Supervised warm start of the built-in model."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

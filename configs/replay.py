@@ -1,4 +1,4 @@
-"""The replay channel: which teachers are asked, and when their answers make a pair."""
+"""The replay channel: teacher queries and the rules for preference pairs."""
 
 from typing import Annotated, Literal, Self
 
@@ -13,71 +13,71 @@ from composer_mesh.configs.teachers import TeacherConfig
 
 
 class BreakerConfig(Section):
-    """When a teacher that keeps failing is left alone for a while."""
+    """Circuit breaker for a teacher that keeps failing."""
 
     failures: Count = 5
-    """Failed requests in a row after which no more are sent."""
+    """Consecutive failed requests after which the teacher is suspended."""
 
     rest_s: Positive = 30.0
-    """Seconds until one request tries whether it answers again."""
+    """Seconds of suspension until one request tests the teacher again."""
 
 
 class ReplayConfig(PreferenceConfig):
-    """Preference pairs from teachers that agree with each other against the student."""
+    """Preference pairs from teachers that agree with each other and disagree with the student."""
 
     beta: NotNegative = 0.0
     """Weight of the replay loss in the total; 0 turns the channel off."""
 
     actors: Count = 2
-    """Teacher-replay actors that ask in parallel."""
+    """Number of teacher-replay actors that query in parallel."""
 
     ask: Count = 3
-    """Teachers that are asked about one frozen state."""
+    """Number of teachers to query for each frozen state."""
 
     agreement_threshold: Annotated[int, Field(ge=2)] = 2
-    """Teachers that must give the same action before it counts as the chosen one."""
+    """Number of teachers that must give the same action for it to be the chosen one."""
 
     states_per_step: Count = 16
-    """Frozen states that are sent to the teachers for one optimizer step."""
+    """Number of frozen states sent to the teachers per optimizer step."""
 
     timeout_s: Positive = 30.0
-    """Seconds until a teacher's answer no longer counts, all retries included."""
+    """Seconds until a teacher's answer no longer counts, including all retries."""
 
     connect_timeout_s: Positive = 5.0
-    """Seconds until a connection must stand."""
+    """Seconds to establish a connection."""
 
     read_timeout_s: Positive | None = None
-    """Seconds without a byte until a request is given up; timeout_s when not set."""
+    """Seconds without a received byte until a request fails; timeout_s when not set."""
 
     attempts: Count = 4
-    """Times that one question is sent at most, while failures may pass."""
+    """Maximum number of times to send one query, while failures are transient."""
 
     delivery: Literal["same_step", "late"] | None = None
-    """"same_step": a step waits for its pairs; "late": pairs train when they have come.
+    """"same_step": a step waits for its pairs; "late": pairs train when they arrive.
 
-    Not set: late where rollouts run ahead of the trainer, same_step in synchronous runs.
+    Not set: late if rollouts run ahead of the trainer, same_step in synchronous runs.
     """
 
     max_age: Count = 8
-    """Steps after which a pair no longer trains, counted from its rollout's policy version."""
+    """Steps after which a pair expires, counted from its rollout's policy version."""
 
     cache: FilePath | None = None
-    """SQLite file of paid answers that runs share; in policy.cache_dir when not set."""
+    """SQLite file of paid answers, shared by runs; in policy.cache_dir when not set."""
 
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    """What the teachers may cost."""
+    """Cost limits of the teachers."""
 
     breaker: BreakerConfig = Field(default_factory=BreakerConfig)
-    """When a failing teacher is left alone."""
+    """Circuit breaker of the teachers."""
 
     gate: GateConfig = Field(default_factory=GateConfig)
-    """Which states are worth an answer."""
+    """Selection of the states to query."""
 
     filters: Annotated[tuple[FilterConfig, ...], Field(strict=False)] = DEFAULT_FILTERS
-    """Which pairs are fit for training, in order."""
+    """Quality filters for pairs, in order."""
 
     teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
-    """The teachers, in the order in which they are asked."""
+    """The teachers, in the order in which they are queried."""
 
     @model_validator(mode="after")
     def _a_pair_is_possible(self) -> Self:
@@ -119,7 +119,7 @@ class ReplayConfig(PreferenceConfig):
 
     @property
     def on(self) -> bool:
-        """Whether the channel takes part in the run."""
+        """Whether the channel is active in the run."""
         return self.beta > 0
 
     @property
@@ -129,5 +129,5 @@ class ReplayConfig(PreferenceConfig):
 
     @property
     def has_builtin_teachers(self) -> bool:
-        """Whether the run itself must serve experts."""
+        """Whether the run itself serves builtin teachers."""
         return any(teacher.kind == "builtin" for teacher in self.teachers)

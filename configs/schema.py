@@ -1,6 +1,6 @@
-"""What a run is: every section, its bounds and the checks between sections.
+"""Schema of a run: every section, its bounds and the checks between sections.
 
-Reads no file and knows no TOML; `load.py` does. Imports neither torch nor Monarch.
+Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
 from typing import Annotated, Literal, Self
@@ -31,7 +31,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 class RunConfig(Section):
-    """The run as a whole."""
+    """Settings of the complete run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run and of its directory under runs/."""
@@ -40,17 +40,17 @@ class RunConfig(Section):
     """Seed of the policy, the episodes and every sampled token."""
 
     steps: Count
-    """Optimizer steps of the run."""
+    """Number of optimizer steps."""
 
     deadline_s: Positive = 120.0
-    """Seconds until a call to an actor without an answer ends the run."""
+    """Seconds until an unanswered call to an actor ends the run."""
 
     telemetry: bool = False
-    """Keep messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
+    """Store messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
 
 
 class DataConfig(Section):
-    """Where episodes come from."""
+    """Source of the episodes."""
 
     kind: Literal["toolbox", "gsm8k"]
     """"toolbox": episodes made from the seed; "gsm8k": math word problems from a JSONL file."""
@@ -80,33 +80,33 @@ class EnvironmentConfig(Section):
     """The actors that step episodes."""
 
     replicas: Count = 1
-    """Environment actors."""
+    """Number of environment actors."""
 
     max_turns: Count = 6
-    """Assistant turns after which an episode ends unsolved."""
+    """Number of assistant turns after which an episode ends unsolved."""
 
     tool_error_penalty: Share = 0.0
-    """Taken from the reward for each failed tool call; the reward never falls below 0."""
+    """Reward penalty for each failed tool call; the reward never falls below 0."""
 
 
 class ScheduleConfig(Section):
-    """How many rollouts a step takes and how old they may be."""
+    """Rollouts per step and their maximum policy lag."""
 
     prompts_per_step: Count = 8
-    """Prompt groups that make one optimizer step."""
+    """Number of prompt groups per optimizer step."""
 
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of one prompt; the group is its own baseline."""
+    """Number of rollouts per prompt; the group is its own baseline."""
 
     max_lag: Annotated[int, Field(ge=0)] = 1
-    """Policy versions a rollout may be behind the step that trains on it; 0 is synchronous."""
+    """Maximum lag in policy versions of a rollout when it is trained; 0 is synchronous."""
 
 
 class LateRewardsConfig(Section):
     """Rewards that are posted after their rollouts were trained on."""
 
     max_age: Annotated[int, Field(ge=0)] = 0
-    """Policy versions a rollout may be behind when its late reward comes; 0 takes none."""
+    """Maximum lag in policy versions of a rollout when its late reward arrives; 0 accepts none."""
 
     @property
     def on(self) -> bool:
@@ -118,23 +118,23 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     episodes: Count = 200
-    """Held-out episodes of one evaluation."""
+    """Number of held-out episodes per evaluation."""
 
     temperature: NotNegative = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0 evaluates only before and after."""
+    """Steps between evaluations; 0 evaluates only before and after training."""
 
 
 class Config(Section):
-    """One run, complete: what a TOML file and its overrides resolve to."""
+    """Complete config of one run: the result of a TOML file and its overrides."""
 
     run: RunConfig
-    """The run as a whole."""
+    """Settings of the complete run."""
 
     data: DataConfig
-    """Where episodes come from."""
+    """Source of the episodes."""
 
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     """The actors that step episodes."""
@@ -146,22 +146,22 @@ class Config(Section):
     """The actors that sample tokens."""
 
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    """The optimizer."""
+    """The optimizer, its microbatches and ranks."""
 
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
-    """Weights on their way to those who serve them."""
+    """Transport of weights from the trainer to generators and teachers."""
 
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    """Rollouts per step and their age."""
+    """Rollouts per step and their maximum policy lag."""
 
     loss: LossConfig = Field(default_factory=GrpoLoss)
-    """The policy channel's loss."""
+    """Loss of the policy channel."""
 
     advantage: AdvantageConfig = Field(default_factory=GroupAdvantage)
-    """How rewards become advantages."""
+    """Conversion of rewards to advantages."""
 
     logprob_mismatch: LogprobMismatchConfig = Field(default_factory=LogprobMismatchConfig)
-    """How much trainer and generators may disagree."""
+    """Alarm thresholds for the log-prob mismatch between trainer and generators."""
 
     sdpo: SdpoConfig = Field(default_factory=SdpoConfig)
     """The self-distillation channel."""
@@ -170,13 +170,13 @@ class Config(Section):
     """The teacher-replay channel."""
 
     late_rewards: LateRewardsConfig = Field(default_factory=LateRewardsConfig)
-    """Rewards that come after training."""
+    """Rewards that arrive after training."""
 
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     """Cores, GPUs and memory of each process."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    """Where the hosts are."""
+    """Hosts of the run and how they are reached."""
 
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
     """Restarts, hangs and retries."""
@@ -193,12 +193,12 @@ class Config(Section):
 
     @property
     def asks_for_hints(self) -> bool:
-        """Whether a model words the hints of the SDPO channel."""
+        """Whether a model writes the hints of the SDPO channel."""
         return self.sdpo.on and self.sdpo.hints.asked is not None
 
     @property
     def serves_experts(self) -> bool:
-        """Whether the run itself answers for a teacher or for the hint writer."""
+        """Whether the run itself serves a teacher or the hint writer."""
         builtin_writer = self.sdpo.on and self.sdpo.hints.has_builtin_writer
         return builtin_writer or (self.replay.on and self.replay.has_builtin_teachers)
 

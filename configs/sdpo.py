@@ -1,7 +1,4 @@
-"""The SDPO channel: the same model, shown a hint at its error sites, teaches the student.
-
-What hints are is `hints`; this is the teacher, its output, and the loss.
-"""
+"""The SDPO channel: self-distillation from the same model with a hint at its error sites."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,14 +9,15 @@ from composer_mesh.configs.hints import HintsConfig
 
 
 class SdpoConfig(Section):
-    """The self-distillation channel: the same model, shown a hint at its error sites."""
+    """Self-distillation from the same model with a hint at its error sites."""
 
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
 
     objective: Literal["none", "taid", "entropy_opd"] = "none"
-    """"none": the generalized JSD; "taid": towards a target that moves from student to teacher
-    over the run; "entropy_opd": forward KL where the teacher is unsure, else reverse KL."""
+    """"none": the generalized JSD; "taid": a target that moves from student to teacher over the
+    run; "entropy_opd": forward KL where the teacher's entropy is high, else reverse KL.
+    """
 
     jsd_beta: Share = 0.5
     """Mixture weight of the generalized Jensen-Shannon divergence."""
@@ -28,45 +26,52 @@ class SdpoConfig(Section):
     """Temperature of both distributions in the divergence."""
 
     entropy_opd_h_max: Positive | None = None
-    """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary where
-    not set."""
+    """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary size
+    when not set.
+    """
 
     teacher_output: Literal["hidden", "topk", "full", "sampled"] = "hidden"
-    """What the teacher tells of each token. "hidden": its last hidden state, exact and small;
-    "topk": its log-probs of top_k entries; "full": all logits; "sampled": the sampled token's."""
+    """Teacher output per token. "hidden": the last hidden state, exact and small; "topk": log-probs
+    of top_k entries; "full": all logits; "sampled": the log-prob of the sampled token.
+    """
 
     top_k: Count = 100
-    """Entries of each token that a topk output holds; the rest is one tail bucket."""
+    """Number of entries per token in a topk output; the rest is one tail bucket."""
 
     top_k_choice: Literal["teacher", "student"] = "teacher"
-    """Whose most likely entries a topk output holds. "student" asks again after its forward."""
+    """Model whose most likely entries a topk output holds. "student" queries again after the
+    student's forward.
+    """
 
     teacher: Literal["live", "ema", "frozen", "trust_region"] = "live"
     """Weights of the teacher. "live": the trainer's; "ema": their moving average; "frozen": the
-    initial ones; "trust_region": logits between the initial ones' and the trainer's."""
+    initial ones; "trust_region": logits interpolated between the initial and the trainer's weights.
+    """
 
     ema_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """How far ema moves to the trainer's weights at each version, and how far trust_region's
-    logits lie from the initial ones' to the trainer's."""
+    """Step of the ema towards the trainer's weights at each version; for trust_region, the
+    interpolation factor from the initial logits to the trainer's.
+    """
 
     placement: Literal["mesh", "inline"] = "mesh"
-    """"mesh": teachers have processes of their own; "inline": the trainer runs their forward."""
+    """"mesh": teachers have their own processes; "inline": the trainer runs their forward."""
 
     replicas: Count = 1
-    """SDPO teacher actors that share the tokens of a step."""
+    """Number of SDPO teacher actors that share the tokens of a step."""
 
     when_lost: Literal["skip", "wait"] = "skip"
-    """What a step does when a teacher dies: "skip" trains it without the channel, "wait" lets it
-    wait for the replacement."""
+    """Behaviour of a step when a teacher dies: "skip" trains it without the channel, "wait" waits
+    for the replacement.
+    """
 
     max_sites_per_step: Count = 32
-    """Error sites that the teacher sees in one optimizer step."""
+    """Maximum number of error sites shown to the teacher per optimizer step."""
 
     threads: Count = 1
     """CPU threads of each SDPO teacher."""
 
     hints: HintsConfig = Field(default_factory=HintsConfig)
-    """What the teacher is shown."""
+    """Hints that are shown to the teacher."""
 
     @model_validator(mode="after")
     def _teacher_output_fits_the_loss(self) -> Self:
@@ -91,10 +96,10 @@ class SdpoConfig(Section):
 
     @property
     def on(self) -> bool:
-        """Whether the channel takes part in the run."""
+        """Whether the channel is active in the run."""
         return self.alpha > 0
 
     @property
     def has_own_actors(self) -> bool:
-        """Whether teachers live in processes of their own."""
+        """Whether teachers run in their own processes."""
         return self.on and self.placement == "mesh"

@@ -1,4 +1,4 @@
-"""What happens when an actor dies, hangs or fails at the same input again and again."""
+"""Handling of actors that die or hang, and of inputs that fail repeatedly."""
 
 from typing import Annotated, Self
 
@@ -8,34 +8,34 @@ from composer_mesh.configs.base import Positive, Section
 
 
 class SupervisionConfig(Section):
-    """Restarts within a budget; what is beyond it is given up and said."""
+    """Restart budget and retries; a replica that exceeds its budget is given up with an event."""
 
     heartbeat_s: Positive = 5.0
-    """Seconds without a word from an actor after which it is asked whether it answers."""
+    """Seconds without a message from an actor after which it is pinged."""
 
     hang_s: Positive = 30.0
-    """Seconds without an answer after which an actor counts as hung, and is killed."""
+    """Seconds without an answer after which an actor counts as hung and is killed."""
 
     restarts: Annotated[int, Field(ge=0)] = 5
-    """Times that one replica may be restarted within window_s; then it is given up."""
+    """Maximum restarts of one replica within window_s; then it is given up."""
 
     window_s: Positive = 300.0
     """Seconds over which restarts are counted."""
 
     backoff_s: Positive = 0.5
-    """Wait before the first restart of a replica; doubles with each one in the window."""
+    """Seconds before the first restart of a replica; doubles with each one in the window."""
 
     backoff_max_s: Positive = 15.0
-    """Longest wait before a restart."""
+    """Maximum seconds before a restart."""
 
     rollout_retries: Annotated[int, Field(ge=0)] = 3
-    """Times that a failed rollout is run again, with a fresh environment."""
+    """Number of times to retry a failed rollout, with a fresh environment."""
 
     poison_after: Annotated[int, Field(ge=2)] = 2
-    """Equal errors of one episode after which it is set aside."""
+    """Number of equal errors of one episode after which it is quarantined."""
 
     trainer_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times that the trainer may be restarted from a checkpoint in a run."""
+    """Maximum restarts of the trainer from a checkpoint in a run."""
 
     @model_validator(mode="after")
     def _a_hang_is_more_than_one_beat(self) -> Self:

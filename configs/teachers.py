@@ -1,6 +1,6 @@
-"""One external teacher: where it is, what it may be asked, what it costs.
+"""One external teacher: its endpoint, request limits and prices.
 
-What all teachers together may cost is `budget`.
+`budget` limits the cost of all teachers together.
 """
 
 from typing import Annotated, Literal, Self
@@ -14,47 +14,47 @@ PRICES = ("prompt_usd_per_million", "completion_usd_per_million", "usd_per_reque
 
 
 class OpenRouterConfig(Section):
-    """Which of OpenRouter's providers may answer; a key that is not set is not sent."""
+    """Selection of OpenRouter's providers; keys that are not set are not sent."""
 
     require_parameters: bool = True
-    """Only providers that honour every parameter; others drop tools and seeds silently."""
+    """Only providers that support every parameter; others drop tools and seeds silently."""
 
     enforce_distillable_text: bool | None = None
     """Only models whose terms allow training on their text."""
 
     data_collection: Literal["allow", "deny"] | None = None
-    """Whether providers may keep what they are sent."""
+    """Whether providers may store the data that they receive."""
 
     zdr: bool | None = None
-    """Only providers that retain nothing."""
+    """Only providers with zero data retention."""
 
     max_prompt_usd_per_million: Positive | None = None
-    """Dearest prompt tokens that a provider may charge."""
+    """Maximum price of a million prompt tokens."""
 
     max_completion_usd_per_million: Positive | None = None
-    """Dearest answer tokens that a provider may charge."""
+    """Maximum price of a million answer tokens."""
 
 
 class TeacherConfig(ChatEndpoint):
     """One external teacher that speaks the OpenAI chat protocol."""
 
     name: Annotated[str, Field(min_length=1)]
-    """How reports call this teacher; unique in the run."""
+    """Name of this teacher in reports; unique in the run."""
 
     error_rate: Share | None = None
-    """Share of a builtin teacher's actions that are wrong on purpose; 0 when not set."""
+    """Share of a builtin teacher's actions that are deliberately wrong; 0 when not set."""
 
     max_tokens: Count = 1024
-    """Longest answer in tokens: sent with each request, and what a reservation is made for."""
+    """Maximum tokens of an answer: sent with each request, and the basis of its reservation."""
 
     temperature: NotNegative | None = None
-    """Sampling temperature; the provider's own when not set."""
+    """Sampling temperature; the provider's default when not set."""
 
     concurrency: Count = 16
-    """Requests under way at once, over all teacher-replay actors."""
+    """Maximum concurrent requests, over all teacher-replay actors."""
 
     requests_per_minute: Count | None = None
-    """Requests sent in a minute, over all teacher-replay actors; without bound when not set."""
+    """Maximum requests per minute, over all teacher-replay actors; unlimited when not set."""
 
     prompt_usd_per_million: NotNegative | None = None
     """Price of a million prompt tokens; openrouter's is read from its list of models."""
@@ -63,23 +63,23 @@ class TeacherConfig(ChatEndpoint):
     """Price of a million answer tokens."""
 
     usd_per_request: NotNegative | None = None
-    """Price of a request besides its tokens; 0 when not set."""
+    """Price of a request in addition to its tokens; 0 when not set."""
 
     max_usd: NotNegative | None = None
-    """Ceiling of this teacher's cost in the run, below that of the whole run."""
+    """Maximum cost of this teacher in the run, within the limit of the complete run."""
 
     openrouter: OpenRouterConfig | None = None
-    """Which of OpenRouter's providers may answer."""
+    """Selection of OpenRouter's providers."""
 
     @property
     def has_prices(self) -> bool:
-        """Whether the config says what tokens cost; builtin teachers are free."""
+        """Whether token prices are configured; builtin teachers are free."""
         prices = (self.prompt_usd_per_million, self.completion_usd_per_million)
         return self.kind == "builtin" or None not in prices
 
     @property
     def costs(self) -> bool:
-        """Whether the config names a price above 0."""
+        """Whether a configured price is above 0."""
         return any(getattr(self, key) for key in PRICES)
 
     @model_validator(mode="after")

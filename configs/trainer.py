@@ -1,6 +1,6 @@
-"""The trainer: its optimizer, the size of its microbatches, and the ranks that share them.
+"""The trainer: optimizer, microbatches and ranks.
 
-What a rank computes is decided by the losses; where it runs, by the placement.
+The losses define what a rank computes; `placement` defines where it runs.
 """
 
 from typing import Annotated, Literal, Self
@@ -13,35 +13,35 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which train in place of the model's own weights."""
+    """Low-rank adapters, which are trained instead of the model's own weights."""
 
     rank: Count = 16
     """Rank of each adapter."""
 
     alpha: Positive = 32.0
-    """Scale of the adapters: their product counts alpha / rank."""
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that training leaves out."""
+    """Dropout probability of an adapter's inputs in training."""
 
     targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = PROJECTIONS
     """Names of the linear layers that get an adapter."""
 
 
 class TrainerConfig(Section):
-    """The optimizer and the size of its microbatches."""
+    """Optimizer, precision, sharding and checkpoints of the trainer."""
 
     lr: Positive = 3e-4
     """Peak learning rate."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak to the end of the run."""
+    """Decay of the learning rate from its peak to the end of the run."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0 to its peak."""
 
     min_lr_ratio: Share = 0.0
-    """Share of the peak that a falling learning rate ends at."""
+    """Final learning rate as a share of the peak."""
 
     weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay."""
@@ -53,56 +53,59 @@ class TrainerConfig(Section):
     """AdamW's decay of the gradient's second moment."""
 
     grad_clip: Positive = 1.0
-    """Largest gradient norm of a step."""
+    """Maximum gradient norm of a step."""
 
     microbatch_tokens: Count = 4096
-    """Tokens, padding included, that one forward and backward pass holds."""
+    """Tokens, including padding, of one forward and backward pass."""
 
     packing: bool = False
-    """Whether several sequences share a row of a microbatch, so that less of it is padding."""
+    """Whether several sequences share a row of a microbatch, which reduces padding."""
 
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
-    """What computes attention: torch's kernels, or on a GPU its compiled ones ("flex") or those of
-    the package flash-attn ("flash")."""
+    """Attention implementation: torch's kernels, or on a GPU its compiled ones ("flex") or those of
+    the package flash-attn ("flash").
+    """
 
     sharding: Literal["auto", "none", "fsdp2"] = "auto"
-    """"none": whole copies on every rank; "fsdp2": each rank keeps rows of every weight; "auto":
-    fsdp2 where ranks are several or compute_dtype is not float32."""
+    """"none": complete copies on every rank; "fsdp2": each rank holds rows of every weight; "auto":
+    fsdp2 for several ranks or a compute_dtype other than float32.
+    """
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward and backward compute in; weights, sums and optimizer stay float32."""
+    """Precision of forward and backward; weights, sums and optimizer state stay float32."""
 
     activation_checkpointing: bool = False
-    """Whether a layer's activations are computed again in the backward pass and not kept."""
+    """Whether a layer's activations are recomputed in the backward pass instead of stored."""
 
     compile: bool = False
     """Whether torch.compile is applied to each layer, which needs a C++ compiler on a CPU."""
 
     lora: LoraConfig | None = None
-    """Train adapters and not the model's own weights."""
+    """Train adapters instead of the model's own weights."""
 
     checkpoint_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checkpoints that a restart begins again from; 0 keeps only the last one."""
+    """Steps between checkpoints for restarts; 0 keeps only the last one."""
 
     checkpoints_kept: Count = 2
-    """Newest checkpoints that are kept; the one of the run's end is kept beside them."""
+    """Number of newest checkpoints to keep, in addition to the one of the run's end."""
 
     checkpoint_keep_every: Annotated[int, Field(ge=0)] = 0
-    """Steps whose multiples keep their checkpoints for good; 0 keeps none but the newest."""
+    """Keep checkpoints of multiples of this step count permanently; 0 keeps only the newest."""
 
     checkpoint_export: bool = True
-    """Whether every checkpoint is a model folder too, which transformers and vLLM load; the last
-    one of a run is in any case."""
+    """Whether every checkpoint is also a model folder, which transformers and vLLM load; the last
+    one of a run always is.
+    """
 
     ranks: Count = 1
-    """Trainer processes that share each step's samples and sum their gradients."""
+    """Number of trainer processes that share each step's samples and sum their gradients."""
 
     threads: Count = 1
     """CPU threads of each trainer process."""
 
     @property
     def sharded(self) -> bool:
-        """Whether weights, gradients and optimizer are spread over the ranks."""
+        """Whether weights, gradients and optimizer state are sharded over the ranks."""
         if self.sharding == "auto":
             return self.ranks > 1 or self.compute_dtype != "float32"
         return self.sharding == "fsdp2"

@@ -1,7 +1,6 @@
-"""How vLLM serves the policy where `generator.engine` is "vllm".
+"""Settings of the vLLM engine, used if `generator.engine` is "vllm".
 
-Which flavour of vLLM is installed, and whether it fits the model, is looked at before a run
-starts; nothing here imports it.
+vLLM is not imported here; its installed version and model support are checked before a run starts.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -28,33 +27,34 @@ OWNED = {
     "enable_chunked_prefill": "no key, because seeded sampling allows it on GPUs only",
     "distributed_executor_backend": "generator.vllm.tensor_parallel",
 }
-"""Engine arguments that follow from other keys, with these keys."""
+"""Engine arguments that are set by other config keys, with these keys."""
 
 
 class VllmConfig(Section):
     """The vLLM engine inside each generator."""
 
     tensor_parallel: Count = 1
-    """Processes, on a GPU each, that share one copy of the model; more than 1 starts workers."""
+    """Number of GPU processes that share one copy of the model; more than 1 starts workers."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of each GPU's memory for weights and KV cache; on CPU it is not used."""
+    """Share of each GPU's memory for weights and KV cache; not used on CPU."""
 
     kv_cache_gb: Positive | None = None
-    """KV cache of each process in GB of 2**30 bytes; without it a GPU's is what
-    gpu_memory_utilization leaves, and a CPU's holds max_concurrent whole conversations."""
+    """KV cache of each process in GB of 2**30 bytes; when not set, what gpu_memory_utilization
+    leaves on a GPU, and max_concurrent conversations of full length on a CPU.
+    """
 
     block_size: Literal[16, 32, 64, 128] = 32
-    """Tokens of one block of the KV cache; CPU kernels want a multiple of 32."""
+    """Tokens per block of the KV cache; CPU kernels need a multiple of 32."""
 
     enforce_eager: bool | None = None
-    """Whether nothing is compiled or captured; without it so on CPU, and not on a GPU."""
+    """Whether compilation and graph capture are disabled; by default on CPU, not on GPU."""
 
     enable_prefix_caching: bool = True
-    """Whether prompts that begin alike share their cache; new weights always empty it."""
+    """Whether prompts with a common prefix share its cache; new weights always empty it."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs, handed on as they are."""
+    """Further arguments of vLLM's EngineArgs, passed unmodified."""
 
     @model_validator(mode="after")
     def _engine_args_are_further_ones(self) -> Self:

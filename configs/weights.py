@@ -1,6 +1,6 @@
-"""Weights on their way from the trainer to those who serve them.
+"""Transport of weights from the trainer to generators and teachers.
 
-What a machine is capable of is found at start, by the mesh.
+The mesh detects a machine's capabilities at start.
 """
 
 from typing import Literal
@@ -11,14 +11,15 @@ WeightTransport = Literal["shm", "rdma", "torchstore", "disk"]
 
 
 class WeightsConfig(Section):
-    """How a version of the weights travels."""
+    """How each version of the weights is transferred."""
 
     transport: Literal["auto", "shm", "rdma", "torchstore", "disk"] = "auto"
-    """What carries weights: "auto" takes "shm" where trainer and receivers share one host, and
-    "rdma" elsewhere; "torchstore" comes with an extra, "disk" needs only a shared file system."""
+    """Transport of weights: "auto" uses "shm" if trainer and receivers share one host, else "rdma";
+    "torchstore" needs an extra, "disk" needs only a shared file system.
+    """
 
     checksums: bool = False
-    """Whether receivers prove each version's bytes against the publisher's checksums."""
+    """Whether receivers verify each version's bytes against the publisher's checksums."""
 
     folder: FilePath | None = None
-    """Where "disk" puts its files, on every host the same; the run's directory by default."""
+    """Folder for the files of "disk", the same on every host; the run's directory by default."""
