@@ -6,11 +6,9 @@ Failure handling is in `errors`, rate limits in `request_limiter`, cost in `bill
 It knows no ceiling, no votes and no actors.
 """
 
-import asyncio
 import hashlib
 import json
 import os
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +17,13 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    wait_random,
+    wait_random_exponential,
+)
 
 from composer_mesh.actors.provider.bill import Bill, Bookkeeping
 from composer_mesh.actors.provider.breaker import BreakerRules
@@ -29,7 +34,7 @@ from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
 from composer_mesh.actors.provider.reply import Lost, read_completion, read_reply
-from composer_mesh.actors.provider.request_limiter import Clock, Deadline, RequestLimiter, Sleep
+from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
@@ -65,12 +70,9 @@ class ProviderClient:
         *,
         environ: Mapping[str, str] = os.environ,
         transport: httpx.AsyncBaseTransport | None = None,
-        sleep: Sleep = asyncio.sleep,
-        clock: Clock = time.monotonic,
     ) -> None:
         self._timeouts, self._retries, self._rules = timeouts, retries, breaker
-        self._environ, self._sleep, self._clock = environ, sleep, clock
-        self._rng = random.Random()
+        self._environ = environ
         self._limiters: dict[str, RequestLimiter] = {}
         self._warned: set[Path] = set()
         self._books = Bookkeeping()
@@ -98,10 +100,6 @@ class ProviderClient:
         if path is not None and path not in self._warned:
             self._warned.add(path)
             warn_if_others_can_read(path)
-
-    def admit(self, teacher: TeacherEndpoint) -> None:
-        """Raises ProviderSuspended while the teacher's breaker lets nothing through."""
-        self._limiter(teacher).refuse_while_resting()
 
     async def complete(
         self,
@@ -143,7 +141,7 @@ class ProviderClient:
         Reads the list, which costs nothing; raises a ProviderError where it cannot.
         """
         self.check(teacher)
-        limiter = RequestLimiter(teacher, self._rules, self._clock, self._sleep)
+        limiter = RequestLimiter(teacher, self._rules)
         listing = await self._persist(limiter, partial(self._list_models, limiter, teacher))
         return listed_prices(listing, teacher.model)
 
@@ -155,19 +153,22 @@ class ProviderClient:
         self, limiter: RequestLimiter, attempt: Callable[[int, Deadline], Awaitable[T]]
     ) -> T:
         """Try until it succeeds, it is final, the attempts are used up or the time is."""
-        deadline, failures = Deadline.of(self._timeouts, self._clock), 0
-        while True:
-            try:
-                return await attempt(failures, deadline)
-            except ProviderError as error:
-                failures += 1
-                if error.retryable and error.retry_after_s is not None:
-                    limiter.hold(error.retry_after_s)
-                delay_s = self._retries.delay_s(failures, error, self._rng)
-                hopeless = delay_s is None or delay_s >= deadline.left_s
-                if delay_s is None or hopeless or limiter.rests_for(delay_s):
-                    raise
-            await self._sleep(delay_s)
+        deadline = Deadline.of(self._timeouts)
+
+        def give_up(state: RetryCallState) -> bool:
+            tried, wait_s = state.attempt_number, state.upcoming_sleep
+            hopeless = wait_s >= deadline.left_s or limiter.rests_for(wait_s)
+            return tried >= self._retries.attempts or hopeless
+
+        async for tried in AsyncRetrying(
+            retry=retry_if_exception(_may_succeed_later),
+            wait=partial(_delay_s, self._retries),
+            stop=give_up,
+            reraise=True,
+        ):
+            with tried:
+                return await attempt(tried.retry_state.attempt_number - 1, deadline)
+        raise AssertionError("the last attempt neither returned nor raised")
 
     async def _ask(
         self,
@@ -207,7 +208,7 @@ class ProviderClient:
     def _limiter(self, teacher: TeacherEndpoint) -> RequestLimiter:
         limiter = self._limiters.get(teacher.name)
         if limiter is None:
-            limiter = RequestLimiter(teacher, self._rules, self._clock, self._sleep)
+            limiter = RequestLimiter(teacher, self._rules)
             self._limiters[teacher.name] = limiter
         elif limiter.teacher != teacher:
             raise ValueError(
@@ -215,6 +216,18 @@ class ProviderClient:
                 "count against the other: give each its own name"
             )
         return limiter
+
+
+def _may_succeed_later(failure: BaseException) -> bool:
+    return isinstance(failure, ProviderError) and failure.retryable
+
+
+def _delay_s(retries: Retries, state: RetryCallState) -> float:
+    """The wait before the next attempt: full jitter, on top of a Retry-After where there is one."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, ProviderError) and error.retry_after_s is not None:
+        return error.retry_after_s + wait_random(0, retries.base_s)(state)
+    return wait_random_exponential(multiplier=2 * retries.base_s, max=retries.cap_s)(state)
 
 
 def _question(

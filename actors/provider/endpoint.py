@@ -4,7 +4,6 @@ Plain values that travel between processes. They hold no key and read none.
 """
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from composer_mesh.actors.provider.errors import ProviderError, ProviderRequestError
+from composer_mesh.actors.provider.errors import ProviderRequestError
 from composer_mesh.rollouts.money import Prices
 
 
@@ -38,8 +37,8 @@ class TeacherEndpoint:
     routing: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for key in ("max_tokens", "concurrency"):
-            if (value := getattr(self, key)) < 1:
+        for key in ("max_tokens", "concurrency", "requests_per_minute"):
+            if (value := getattr(self, key)) is not None and value < 1:
                 raise ValueError(f"{key} of {self.name!r} is {value}, below 1: raise it")
 
     def url(self, path: str) -> str:
@@ -96,11 +95,3 @@ class Retries:
     attempts: int = 4
     base_s: float = 0.25
     cap_s: float = 8.0
-
-    def delay_s(self, failures: int, error: ProviderError, rng: random.Random) -> float | None:
-        """The wait after this many failures, or None to give up."""
-        if not error.retryable or failures >= self.attempts:
-            return None
-        if error.retry_after_s is not None:
-            return error.retry_after_s + rng.uniform(0, self.base_s)
-        return rng.uniform(0, min(self.cap_s, self.base_s * 2 ** min(failures, 30)))

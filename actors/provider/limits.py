@@ -1,47 +1,55 @@
 """When the next request to one teacher may start: so many a minute, and none while it says wait.
 
-A sliding window over the last starts, so that no 60 seconds hold more than the limit. Nothing
-here waits or reads a clock; times are any seconds that only grow.
+The rate is a leaky bucket of `aiolimiter`, which holds one request: no burst, so no 60 seconds
+hold more starts than the limit, also after a pause. Nothing here knows what is sent.
 """
 
+import asyncio
 import math
-from collections import deque
 
-WINDOW_S = 60.0
+from aiolimiter import AsyncLimiter
+
+MINUTE_S = 60.0
+SPREAD = 0.25
+"""Share of a pause over which requests that have no rate start after it."""
+LEAST_SPACING_S = 1e-6
 
 
-class Pace:
-    """Gives each request its start, in the order in which they ask; `per_minute` None: at once.
+class StartLimiter:
+    """Belongs to the event loop that it is made in.
 
-    A start that was taken is used up, also where its request gives up waiting for it: that keeps
-    the limit whatever the others were told.
+    `concurrency` is how many requests may wait here at once; they are spread after a pause.
     """
 
-    def __init__(self, per_minute: int | None) -> None:
-        if per_minute is not None and per_minute < 1:
-            raise ValueError(f"per_minute is {per_minute}, below 1: no request could be sent")
-        self._starts: deque[float] | None = None
-        if per_minute is not None:
-            self._starts = deque([-math.inf] * per_minute, maxlen=per_minute)
-        self._held_until = -math.inf
-
-    def next_start(self, now: float) -> float:
-        """When a request that asks now would start."""
-        oldest = -math.inf if self._starts is None else self._starts[0]
-        return max(now, oldest + WINDOW_S, self._held_until)
-
-    def take(self, now: float) -> float:
-        """The start of one request: now or later."""
-        start = self.next_start(now)
-        if self._starts is not None:
-            self._starts.append(start)
-        return start
-
-    def hold(self, until: float) -> None:
-        """No request starts before this time."""
-        self._held_until = max(self._held_until, until)
+    def __init__(self, per_minute: int | None, concurrency: int) -> None:
+        self._concurrency, self._clock = concurrency, asyncio.get_running_loop().time
+        self._rate = None if per_minute is None else AsyncLimiter(1, MINUTE_S / per_minute)
+        self._paused_until = self._spread_until = -math.inf
+        self._spread: AsyncLimiter | None = None
 
     @property
-    def held_until(self) -> float:
-        """For requests that were given a start before they were held."""
-        return self._held_until
+    def paused_s(self) -> float:
+        """Seconds until requests may start again; 0 where they may."""
+        return max(0.0, self._paused_until - self._clock())
+
+    def pause(self, seconds: float) -> None:
+        """Let nothing start for so long; a shorter pause than the one under way changes nothing."""
+        until = self._clock() + seconds
+        if seconds > 0 and until > self._paused_until:
+            spacing = max(SPREAD * seconds / self._concurrency, LEAST_SPACING_S)
+            self._paused_until, self._spread_until = until, until + SPREAD * seconds
+            self._spread = AsyncLimiter(1, spacing)
+
+    async def acquire(self) -> None:
+        """Wait until one request may start. A caller that is cancelled takes no start away."""
+        may_start = False
+        while not may_start:
+            await asyncio.sleep(self.paused_s)
+            if (limiter := self._limiter()) is not None:
+                await limiter.acquire()
+            may_start = not self.paused_s  # a pause may have come while this waited for the rate
+
+    def _limiter(self) -> AsyncLimiter | None:
+        if self._rate is not None:
+            return self._rate
+        return self._spread if self._clock() < self._spread_until else None

@@ -7,7 +7,7 @@ costs and whether it is tried again is not known here.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,60 +19,63 @@ from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderSuspended,
 )
-from composer_mesh.actors.provider.limits import Pace
-
-Clock = Callable[[], float]
-Sleep = Callable[[float], Awaitable[None]]
+from composer_mesh.actors.provider.limits import StartLimiter
 
 
 @dataclass
 class Deadline:
-    """When one question must have ended: `total_s` after it left the line, or sooner."""
+    """When one question must have ended: `total_s` after it left the line, or sooner.
+
+    `at` is a time of the running event loop.
+    """
 
     timeouts: Timeouts
-    clock: Clock
     at: float
 
     @classmethod
-    def of(cls, timeouts: Timeouts, clock: Clock) -> "Deadline":
-        return cls(timeouts, clock, clock() + timeouts.line_s + timeouts.total_s)
+    def of(cls, timeouts: Timeouts) -> "Deadline":
+        return cls(timeouts, _now() + timeouts.line_s + timeouts.total_s)
 
     @property
     def left_s(self) -> float:
-        return self.at - self.clock()
+        return self.at - _now()
 
     def leave_line(self) -> None:
         """The question is about to be sent: from now on it has `total_s`."""
-        self.at = min(self.at, self.clock() + self.timeouts.total_s)
+        self.at = min(self.at, _now() + self.timeouts.total_s)
 
 
 class RequestLimiter:
     """Belongs to one event loop. `counts` tells how questions ended, by kind."""
 
-    def __init__(
-        self, teacher: TeacherEndpoint, rules: BreakerRules, clock: Clock, sleep: Sleep
-    ) -> None:
+    def __init__(self, teacher: TeacherEndpoint, rules: BreakerRules) -> None:
         self.teacher, self.counts = teacher, Counter[str]()
-        self._rules, self._clock, self._sleep = rules, clock, sleep
+        self._rules, self._clock = rules, asyncio.get_running_loop().time
         self._slots = asyncio.Semaphore(teacher.concurrency)
-        self._pace, self._breaker = Pace(teacher.requests_per_minute), Breaker(rules)
+        self._starts = StartLimiter(teacher.requests_per_minute, teacher.concurrency)
+        self._breaker = Breaker(rules)
         self._waiting, self._under_way, self._last_failure = 0, 0, ""
 
     @asynccontextmanager
     async def turn(self, deadline: Deadline) -> AsyncIterator[None]:
         """Leave to send one request. Waits for the teacher's limits, not beyond the deadline.
 
-        What ends the block is counted by the breaker. Raises ProviderSuspended while the teacher
-        rests, and ProviderCrowded where the limits leave no room in time.
+        What ends the block is counted by the breaker, and a Retry-After pauses all requests. Raises
+        ProviderSuspended while the teacher rests, and ProviderCrowded where the limits leave no
+        start in time.
         """
         self.refuse_while_resting()
         self._waiting += 1
         try:
-            await self._take_slot(deadline)
+            most = self.teacher.concurrency
+            crowd = f"{most} requests were under way all the time that it had"
+            await self._in_time(self._slots.acquire(), deadline, crowd)
         finally:
             self._waiting -= 1
         try:
-            await self._keep_pace(deadline)
+            self._refuse_a_longer_pause(deadline)
+            late = "no request may start in the time that it had, at this many a minute"
+            await self._in_time(self._starts.acquire(), deadline, late)
             self.refuse_while_resting()
             deadline.leave_line()
             with self._counted():
@@ -96,13 +99,6 @@ class RequestLimiter:
         """Whether a request that waits so long would still find it resting."""
         return self._breaker.rest_s(self._clock()) > seconds
 
-    def hold(self, seconds: float) -> None:
-        """Send nothing for so long, because the provider asked for it; at most a breaker's rest.
-
-        One question's answer is not trusted to stop all the others for longer.
-        """
-        self._pace.hold(self._clock() + min(seconds, self._rules.rest_s))
-
     def details(self) -> dict[str, Any]:
         return {
             "breaker": self._breaker.state(self._clock()).value,
@@ -112,31 +108,29 @@ class RequestLimiter:
             "counts": dict(self.counts),
         }
 
-    async def _take_slot(self, deadline: Deadline) -> None:
-        seconds = deadline.left_s
+    async def _in_time(
+        self, waiting: Coroutine[Any, Any, object], deadline: Deadline, why: str
+    ) -> None:
         try:
-            async with asyncio.timeout(seconds if seconds < math.inf else None):
-                await self._slots.acquire()
+            async with asyncio.timeout_at(deadline.at if deadline.at < math.inf else None):
+                await waiting
         except TimeoutError:
-            most = self.teacher.concurrency
-            raise ProviderCrowded(
-                self.teacher.name, f"{most} requests were under way all the time that it had"
-            ) from None
+            raise ProviderCrowded(self.teacher.name, why) from None
 
-    async def _keep_pace(self, deadline: Deadline) -> None:
-        now = self._clock()
-        if (start := self._pace.next_start(now)) > deadline.at:
+    def _refuse_a_longer_pause(self, deadline: Deadline) -> None:
+        if (paused_s := self._starts.paused_s) > deadline.left_s:
             raise ProviderCrowded(
                 self.teacher.name,
-                f"the next request may start in {start - now:.3g} s, after the time that it had",
+                f"the next request may start in {paused_s:.3g} s, after the time that it had",
             )
-        self._pace.take(now)
-        while (wait_s := start - self._clock()) > 0:
-            await self._sleep(wait_s)
-            held = self._pace.held_until
-            if held <= start:
-                return
-            start = held
+
+    def _pause(self, error: ProviderError) -> None:
+        """Send nothing for as long as the provider asked; at most for a breaker's rest.
+
+        One question's answer is not trusted to stop all the others for longer.
+        """
+        if error.retryable and error.retry_after_s is not None:
+            self._starts.pause(min(error.retry_after_s, self._rules.rest_s))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -150,9 +144,14 @@ class RequestLimiter:
             verdict = Verdict.ANSWERED
         except ProviderError as error:
             verdict = error.verdict
+            self._pause(error)
             if verdict is Verdict.FAILED:
                 self._last_failure = error.text
             raise
         finally:
             self._under_way -= 1
             self._breaker.end(permit, verdict, self._clock())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,7 +1,6 @@
 """When a provider is asked again, and when it is not asked at all."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from fake_provider import (
     client,
     error,
     fault,
+    in_simulated_time,
     said,
 )
 
@@ -32,27 +32,38 @@ from composer_mesh.actors.provider.errors import (
     ProviderSuspended,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
+from composer_mesh.actors.provider.limits import StartLimiter
+from composer_mesh.rollouts.pairs import TeacherAnswer
 
 
+@in_simulated_time
 async def test_waits_are_jittered_and_bounded() -> None:
     script = Script(*[error(500)] * 7, said("x"))
-    await ask(script, attempts=8)
+    await ask(script, attempts=8, base_s=0.25)
     assert len(set(script.waits)) == 7
     assert all(wait <= min(8.0, 0.25 * 2**n) for n, wait in enumerate(script.waits, 1))
 
 
+@in_simulated_time
+async def test_waits_stay_within_their_cap_however_many_there_were() -> None:
+    script = Script(*[error(500)] * 1500, said("x"))
+    await ask(script, attempts=1501, base_s=0.25, total_s=1e9)
+    assert 7.0 < max(script.waits) <= 8.0
+
+
+@in_simulated_time
 async def test_retry_after_is_the_least_wait() -> None:
     script = Script(error(429, retry_after="7"), said("x"))
-    await ask(script)
+    await ask(script, base_s=0.25)
     assert 7.0 <= script.waits[0] <= 7.25
 
 
+@in_simulated_time
 async def test_a_retry_after_beyond_the_total_is_not_waited_for() -> None:
     script = Script(error(429, retry_after="3600"))
     failure = await fault(script)
     assert isinstance(failure, ProviderRateError)
-    assert (failure.retry_after_s, script.waits) == (3600.0, [])
+    assert (failure.retry_after_s, len(script.requests)) == (3600.0, 1)
 
 
 async def test_a_hang_ends_at_the_total_timeout() -> None:
@@ -81,34 +92,85 @@ async def test_a_slow_drip_ends_at_the_total_timeout() -> None:
             await c.complete(TEACHER, ASK, TOOLS, seed=0)
 
 
-def test_jitter_comes_from_the_given_generator() -> None:
-    failure = ProviderServerError("t", "x")
-    one, same = (Retries().delay_s(1, failure, random.Random(3)) for _ in range(2))
-    assert one == same
-
-
+@in_simulated_time
 async def test_a_refusal_with_a_wish_holds_all_questions_of_its_teacher() -> None:
     script = Script(error(429, retry_after="7"), said("x"), said("y"))
     async with client(script, attempts=1) as asking:
         with pytest.raises(ProviderRateError):
             await asking.complete(TEACHER, ASK, TOOLS, seed=0)
-        assert script.waits == []
         await asking.complete(TEACHER, ASK, TOOLS, seed=1)
-        assert script.waits == [7.0]
+        await asyncio.sleep(7.0)
         await asking.complete(TEACHER, ASK, TOOLS, seed=2)
-    assert script.waits == [7.0]
+    assert script.waits == [7.0, 7.0]
 
 
+async def asked_during_a_pause(
+    script: Script, teacher: TeacherEndpoint, questions: int, attempts: int = 1
+) -> list[TeacherAnswer | BaseException]:
+    """How questions end that are asked while the teacher's first answer, a 429, pauses it."""
+    async with client(script, attempts=attempts) as asking:
+        with pytest.raises(ProviderRateError):
+            await asking.complete(teacher, ASK, TOOLS, seed=0)
+        return await asyncio.gather(
+            *(asking.complete(teacher, ASK, TOOLS, seed=seed) for seed in range(questions)),
+            return_exceptions=True,
+        )
+
+
+@in_simulated_time
+async def test_requests_held_by_a_retry_after_start_one_after_another() -> None:
+    script = Script(error(429, retry_after="8"), *[said("x")] * 4)
+    await asked_during_a_pause(script, replace(TEACHER, concurrency=4), 4)
+    assert script.waits == [8.0, 0.5, 0.5, 0.5]
+
+
+@in_simulated_time
+async def test_requests_held_by_a_retry_after_start_at_their_rate() -> None:
+    script = Script(error(429, retry_after="8"), *[said("x")] * 4)
+    await asked_during_a_pause(script, replace(TEACHER, requests_per_minute=30), 4)
+    assert script.waits == [8.0, 2.0, 2.0, 2.0]
+
+
+@in_simulated_time
+async def test_requests_refused_together_do_not_return_together() -> None:
+    together, times = asyncio.Barrier(4), []
+
+    async def refuse_four(request: httpx.Request) -> httpx.Response:
+        times.append(round(asyncio.get_running_loop().time(), 6))
+        if len(times) > 4:
+            return said("x")
+        await together.wait()
+        return error(429, retry_after="8")
+
+    teacher = TeacherEndpoint("t", "https://x.test", "m", concurrency=4)
+    transport, retries = httpx.MockTransport(refuse_four), Retries(2, base_s=0.0)
+    async with ProviderClient(Timeouts(60.0), retries, transport=transport) as asking:
+        await asyncio.gather(*(asking.complete(teacher, ASK, [], seed=seed) for seed in range(4)))
+    assert times == [0.0] * 4 + [8.0, 8.5, 9.0, 9.5]
+
+
+@in_simulated_time
+async def test_a_pause_beyond_a_questions_time_ends_it_at_once() -> None:
+    script = Script(error(429, retry_after="8"))
+    async with client(script, attempts=1, total_s=5.0) as asking:
+        for kind in (ProviderRateError, ProviderCrowded):
+            with pytest.raises(kind):
+                await asking.complete(TEACHER, ASK, TOOLS, seed=0)
+    assert asyncio.get_running_loop().time() < 1.0
+
+
+@in_simulated_time
 async def test_one_wish_does_not_hold_a_teacher_longer_than_a_breaker_would() -> None:
     script = Script(error(429, retry_after="9999"), said("x"))
     rules = BreakerRules(failures=99, rest_s=30.0)
-    async with client(script, breaker=rules) as asking:
+    async with client(script, breaker=rules, attempts=1) as asking:
         with pytest.raises(ProviderRateError):
             await asking.complete(TEACHER, ASK, TOOLS, seed=0)
         await asking.complete(TEACHER, ASK, TOOLS, seed=1)
     assert script.waits == [30.0]
 
 
+@in_simulated_time
 async def test_a_teacher_that_fails_in_a_row_is_left_alone_and_tried_again() -> None:
     script = Script(*[error(500, "broken")] * 3, said("x"), said("y"))
     rules = BreakerRules(failures=3, rest_s=20.0)
@@ -119,10 +181,8 @@ async def test_a_teacher_that_fails_in_a_row_is_left_alone_and_tried_again() -> 
         assert asking.details()["t1"]["breaker"] == "open"
         with pytest.raises(ProviderSuspended, match=r"failed in a row .*broken.* waits 20 s"):
             await asking.complete(TEACHER, ASK, TOOLS, seed=4)
-        with pytest.raises(ProviderSuspended):
-            asking.admit(TEACHER)
         assert len(script.requests) == 3
-        script.now += 20
+        await asyncio.sleep(20)
         assert asking.details()["t1"]["breaker"] == "half_open"
         await asking.complete(TEACHER, ASK, TOOLS, seed=5)
         details = asking.details()["t1"]
@@ -135,7 +195,7 @@ async def test_a_question_does_not_wait_for_a_teacher_that_will_still_rest() -> 
     script = Script(*[error(500)] * 2)
     failure = await fault(script, breaker=BreakerRules(failures=2, rest_s=30.0))
     assert isinstance(failure, ProviderServerError)
-    assert (len(script.requests), len(script.waits)) == (2, 1)
+    assert len(script.requests) == 2
 
 
 async def test_another_teacher_is_not_left_alone_with_it() -> None:
@@ -191,42 +251,34 @@ async def test_a_question_that_gets_no_slot_in_its_time_ends_unsent() -> None:
     assert busy.most == 1
 
 
+@in_simulated_time
 async def test_requests_a_minute_are_kept_by_waiting() -> None:
     script, teacher = Script(*[said("x")] * 5), replace(TEACHER, requests_per_minute=2)
     async with client(script, total_s=1000.0) as asking:
         for seed in range(5):
             await asking.complete(teacher, ASK, TOOLS, seed=seed)
-    assert script.waits == [60.0, 60.0]
+    assert script.waits == [30.0] * 4
 
 
-async def test_a_place_in_the_minute_that_comes_too_late_is_not_waited_for() -> None:
-    script, teacher = Script(said("x")), replace(TEACHER, requests_per_minute=1)
-    async with client(script, total_s=30.0) as asking:
+@in_simulated_time
+async def test_a_question_that_gets_no_start_in_its_time_ends_unsent() -> None:
+    script, teacher = Script(said("x"), said("y")), replace(TEACHER, requests_per_minute=1)
+    async with client(script, total_s=31.0) as asking:
         await asking.complete(teacher, ASK, TOOLS, seed=0)
-        with pytest.raises(ProviderCrowded, match=r"may start in 60 s, after the time .*raise its"):
+        with pytest.raises(ProviderCrowded, match=r"no request may start in the time .*raise its"):
             await asking.complete(teacher, ASK, TOOLS, seed=1)
-    assert script.waits == []
+        assert len(script.requests) == 1
+        await asking.complete(teacher, ASK, TOOLS, seed=2)
+    assert script.waits == [60.0]
 
 
+@in_simulated_time
 async def test_a_patient_job_waits_in_line_beyond_the_total() -> None:
     script, teacher = Script(*[said("x")] * 3), replace(TEACHER, requests_per_minute=1)
-    async with ProviderClient(
-        Timeouts(30.0, line_s=float("inf")),
-        environ={"TEST_KEY": KEY},
-        transport=httpx.MockTransport(script),
-        sleep=script.sleep,
-        clock=script.clock,
-    ) as asking:
+    async with client(script, total_s=30.0, line_s=float("inf")) as asking:
         for seed in range(3):
             await asking.complete(teacher, ASK, TOOLS, seed=seed)
     assert script.waits == [60.0, 60.0]
-
-
-def test_retries_wait_within_their_cap_however_many_there_were() -> None:
-    failure = ProviderServerError("t", "x")
-    delay = Retries(attempts=5000).delay_s(4000, failure, random.Random(0))
-    assert delay is not None
-    assert 0 <= delay <= 8.0
 
 
 async def test_a_question_in_line_is_not_sent_to_a_teacher_that_failed_meanwhile() -> None:
@@ -265,19 +317,20 @@ async def test_refusals_of_a_question_do_not_count_against_its_teacher() -> None
         assert asking.details()["t1"]["breaker"] == "closed"
 
 
+@in_simulated_time
 async def test_a_question_that_waits_for_its_minute_waits_for_a_later_wish_too() -> None:
-    script, teacher = Script(), replace(TEACHER, requests_per_minute=1)
+    limiter, times = StartLimiter(1, concurrency=2), []
 
-    async def sleep(seconds: float) -> None:
-        if not script.waits:
-            limiter.hold(seconds + 5.0)
-        await script.sleep(seconds)
+    async def start() -> None:
+        await limiter.acquire()
+        times.append(round(asyncio.get_running_loop().time()))
 
-    limiter = RequestLimiter(teacher, BreakerRules(rest_s=99.0), script.clock, sleep)
-    for _ in range(2):
-        async with limiter.turn(Deadline.of(Timeouts(999.0), script.clock)):
-            pass
-    assert script.waits == [60.0, 5.0]
+    first, second = asyncio.create_task(start()), asyncio.create_task(start())
+    await first
+    await asyncio.sleep(50.0)
+    limiter.pause(30.0)
+    await second
+    assert times == [0, 120]
 
 
 async def test_a_patient_job_does_not_wait_longer_for_an_answer() -> None:

@@ -21,6 +21,7 @@ from fake_provider import (
     completion,
     error,
     fault,
+    in_simulated_time,
     said,
 )
 
@@ -167,12 +168,13 @@ async def test_what_the_ceiling_does_not_hold_is_not_sent() -> None:
     assert (len(script.requests), failure.charged) == (1, bound)
 
 
+@in_simulated_time
 async def test_a_question_whose_time_went_by_while_it_reserved_is_not_sent() -> None:
     script = Script()
 
     class Slow(CeilingMeter):
         async def reserve(self, teacher: str, bound: int | None) -> int:
-            script.now += 99.0
+            await asyncio.sleep(99.0)
             return await super().reserve(teacher, bound)
 
     meter = Slow()

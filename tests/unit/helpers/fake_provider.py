@@ -1,9 +1,13 @@
-"""A scripted provider behind a client: replies in order, waits that take no time, a meter."""
+"""A scripted provider behind a client: replies in order, simulated time, a meter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+import functools
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec
 
 import httpx
 import pytest
@@ -14,6 +18,11 @@ from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderEr
 from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.rollouts.pairs import TeacherAnswer
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+from simulated_time import SimulatedLoop
+
+P = ParamSpec("P")
 KEY = "sk-test-0123456789abcdef"
 TEACHER = TeacherEndpoint("t1", "https://provider.test/v1/", "some/model", "TEST_KEY")
 ASK = [{"role": "user", "content": "What is 2 plus 3?"}]
@@ -44,31 +53,48 @@ def error(status: int, text: str = "no", **headers: str) -> httpx.Response:
     return httpx.Response(status, json=body, headers=names)
 
 
-class Script:
-    """A provider that sends these replies in order and keeps the requests and the waits.
+class TickingLoop(SimulatedLoop):
+    """Its clock also moves a nanosecond at each look, past what rounding leaves of a wait."""
 
-    Time is its own: it passes only where the client waits.
-    """
+    def time(self) -> float:
+        self.now += 1e-9
+        return self.now
+
+
+def in_simulated_time(
+    test: Callable[P, Coroutine[Any, Any, None]],
+) -> Callable[P, None]:
+    """Runs a test in a loop whose time passes only where everybody waits."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with asyncio.Runner(loop_factory=TickingLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
+
+
+class Script:
+    """A provider that sends these replies in order; keeps the requests and when they came."""
 
     def __init__(self, *replies: httpx.Response | Exception) -> None:
         self.replies = list(replies)
         self.requests: list[httpx.Request] = []
-        self.waits: list[float] = []
-        self.now = 1000.0
+        self.times: list[float] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
+        self.times.append(asyncio.get_running_loop().time())
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    async def sleep(self, seconds: float) -> None:
-        self.waits.append(seconds)
-        self.now += seconds
-
-    def clock(self) -> float:
-        return self.now
+    @property
+    def waits(self) -> list[float]:
+        """Seconds between one request and the next, to the microsecond."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [round(later - earlier, 6) for earlier, later in pairs]
 
 
 def client(
@@ -78,15 +104,15 @@ def client(
     attempts: int = 4,
     breaker: BreakerRules = PATIENT,
     environ: Mapping[str, str] | None = None,
+    base_s: float = 0.0,
+    line_s: float = 0.0,
 ) -> ProviderClient:
     return ProviderClient(
-        Timeouts(total_s),
-        Retries(attempts),
+        Timeouts(total_s, line_s=line_s),
+        Retries(attempts, base_s),
         breaker,
         environ={"TEST_KEY": key} if environ is None else environ,
         transport=httpx.MockTransport(script),
-        sleep=script.sleep,
-        clock=script.clock,
     )
 
 
