@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from composer_mesh.mesh.hosts.process_lifetime import descendants
-from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.processes import descendants, is_alive
 
 LISTEN_DEADLINE_S = 60.0
 LISTENS = re.compile(r"listens on (\S+)$", re.MULTILINE)

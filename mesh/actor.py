@@ -6,13 +6,12 @@ It holds no behaviour of a kind of actor, and it needs no constructor of its own
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import time
-from pathlib import Path
 from typing import Any, ClassVar
 
 from monarch.actor import Actor, concurrent_endpoint
+
+from composer_mesh.mesh.processes import resident_bytes
 
 
 class MeshActor(Actor):
@@ -32,7 +31,7 @@ class MeshActor(Actor):
         return {
             "kind": self.kind,
             "pid": os.getpid(),
-            "rss_bytes": resident_bytes(),
+            "rss_bytes": resident_bytes(os.getpid()),
             "cpu_seconds": time.process_time(),
             "policy_version": self.policy_version,
             "activity": self.activity,
@@ -47,12 +46,3 @@ class MeshActor(Actor):
 def monarch_name(name: str) -> str:
     """The name of an actor as Monarch takes it: it would leave out the dot of `generator-0.2`."""
     return name.replace(".", "_")
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now, or its peak where `/proc` is missing."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from composer_mesh.mesh.process_resources import VISIBLE
 from composer_mesh.planning.host_capacity import HostResources
 
@@ -23,7 +25,7 @@ ROOT = Path("/")
 
 
 def this_machine(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> HostResources:
-    """What this process may use; `root` is where /proc and /sys are."""
+    """What this process may use; `root` is where its control groups are, in /proc and /sys."""
     gpus = visible(gpu_memories(), environ)
     return HostResources(NAME, cores(root), memory(root), len(gpus), min(gpus, default=0))
 
@@ -50,15 +52,13 @@ def cores(root: Path = ROOT) -> int:
 
 def memory(root: Path = ROOT) -> int:
     """Bytes of memory that the machine has, and no more than this process's group may use."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    whole = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
     limits = (
         number
         for group in _groups(root)
         for name in ("memory.max", "memory.limit_in_bytes")
         for number in _numbers(group / name)
     )
-    return min([whole, *limits])
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def gpu_memories() -> list[int]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 T = TypeVar("T")
 
@@ -23,7 +24,6 @@ ADDRESS = "COMPOSER_MESH_ADDRESS"
 """Where others reach the host of this process; not set where the run has no other host."""
 FOLDER = "COMPOSER_MESH_FOLDER"
 """Where the user stands, against which paths are meant; not set where that is inherited."""
-THREADS = Path("/proc/self/task")
 
 
 class ShareMissing(Exception):
@@ -71,9 +71,9 @@ def take_share(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def bind(cores: Sequence[int]) -> None:
     """Let this process run on these cores of the machine: threads that it has, and will have."""
-    for thread in THREADS.iterdir():
+    for thread in psutil.Process().threads():
         with suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(int(thread.name), cores)
+            os.sched_setaffinity(thread.id, cores)
 
 
 def own_gpus(environ: Mapping[str, str] = os.environ) -> list[int]:

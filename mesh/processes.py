@@ -14,58 +14,95 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
+import psutil
+
 LOOK_S = 0.1
+START_FIELD = 19
+"""Of what follows the command's name in `/proc/PID/stat`."""
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended but was not collected counts as gone."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+
+
+def runs(process: psutil.Process) -> bool:
+    """The same of a process that was looked up before, and may have been collected since."""
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
         return True
-    if state := _state(pid):
-        return state not in ("Z", "X")
-    return not _state(os.getpid())  # it was collected just now, or no state is told here
 
 
 def stands_still(pid: int) -> bool:
     """Whether a process was stopped by a signal, and not yet told to go on."""
-    return _state(pid) in ("T", "t")
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return False
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-def _state(pid: int) -> str:
+def resident_bytes(pid: int) -> int | None:
+    """Memory of a process that is in RAM; None where it cannot be told."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss) or None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Seconds of CPU that a process has used since it began, in all its threads."""
+    try:
+        used = psutil.Process(pid).cpu_times()
+    except (psutil.Error, ValueError):
+        return None
+    return float(used.user + used.system)
+
+
+def start_ticks(pid: int) -> str:
+    """Clock ticks from the start of the machine to that of a process; "" where nobody tells.
+
+    psutil's `create_time` is a time of day, which moves when the clock is set.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    return stat.rpartition(")")[2].split()[0]
+    return stat.rpartition(")")[2].split()[START_FIELD]
 
 
 def children_of(parent: int, marks: Collection[str]) -> list[int]:
     """Living direct children of a process that have all these arguments in their command line."""
     return [
-        pid
-        for pid in _children(parent)
-        if set(marks).issubset(_command_line(pid)) and is_alive(pid)
+        child.pid
+        for child in _below(parent)
+        if set(marks).issubset(_command_line(child)) and runs(child)
     ]
 
 
-def _children(parent: int) -> list[int]:
-    pids: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                pids.append(int(entry.name))
-    return sorted(pids)
+def descendants(root: int) -> list[int]:
+    """Every process below one, also those that wait to be collected."""
+    return [child.pid for child in _below(root, recursive=True)]
 
 
-def _command_line(pid: int) -> list[str]:
+def _below(pid: int, recursive: bool = False) -> list[psutil.Process]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
+        found = psutil.Process(pid).children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
+    return sorted(found, key=lambda child: child.pid)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
         return []
 
 

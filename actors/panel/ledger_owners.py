@@ -6,19 +6,17 @@ machine only.
 
 from pathlib import Path
 
-from composer_mesh.mesh.processes import is_alive
-
-_START_FIELD = 19  # of what follows the command's name in /proc/PID/stat
+from composer_mesh.mesh.processes import is_alive, start_ticks
 
 
 def started_at(pid: int) -> str:
     """When a process started, as its system says it; "" where it does not."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    return f"{boot} {stat.rpartition(')')[2].split()[_START_FIELD]}"
+    ticks = start_ticks(pid)
+    return f"{boot} {ticks}" if ticks else ""
 
 
 def owner_lives(pid: int, started: str) -> bool:

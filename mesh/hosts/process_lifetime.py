@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+
+from composer_mesh.mesh.processes import descendants
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 0.05
@@ -53,23 +54,4 @@ def collect() -> dict[int, int]:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             found[ended[0]] = ended[1]
-    return found
-
-
-def descendants(root: int) -> list[int]:
-    """Every process below one, also those that wait to be collected."""
-    parents = _parents()
-    found, front = [], {root}
-    while front:
-        front = {pid for pid, parent in parents.items() if parent in front}
-        found += sorted(front)
-    return found
-
-
-def _parents() -> dict[int, int]:
-    found: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            found[int(entry.name)] = int(fields[1])
     return found

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 RUNS = Path("runs")
 # Any of these indicates that a run was started in the directory.
 _TRACES_OF_A_RUN = ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "traces")
@@ -47,10 +49,10 @@ def holder(output: Path) -> int | None:
     lock = (output / ".lock").resolve()
     try:
         pid = int(lock.read_text())
-        opened = list(Path(f"/proc/{pid}/fd").iterdir())
-    except (OSError, ValueError):
+        opened = psutil.Process(pid).open_files()
+    except (OSError, ValueError, psutil.Error):
         return None
-    return pid if any(_leads_to(one, lock) for one in opened) else None
+    return pid if str(lock) in (one.path for one in opened) else None
 
 
 def set_aside(output: Path) -> Path | None:
@@ -75,13 +77,6 @@ def refuse_a_used(output: Path) -> None:
 def holds_a_run(output: Path) -> bool:
     """Return whether a run was started in this directory, finished or not."""
     return any((output / name).exists() for name in _TRACES_OF_A_RUN)
-
-
-def _leads_to(link: Path, file: Path) -> bool:
-    try:
-        return link.readlink() == file
-    except OSError:  # closed in the meantime
-        return False
 
 
 def _free_place(output: Path) -> Path:

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.live import Live
 
 from composer_mesh.mesh.admin import AdminUnreachable, MeshTree, TlsFiles, read_mesh
+from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
 from composer_mesh.services.directory.live import EVENTS_FILE, live_run, status_of
 from composer_mesh.services.directory.status import RunStatus, read_status
 from composer_mesh.services.inspection.events_command import Lines, event_of
 from composer_mesh.services.inspection.mesh_view import Usage, merge, pids_of
 from composer_mesh.services.inspection.tree_page import MeshPage
-from composer_mesh.services.inspection.usage import CpuMeter, cpu_seconds, resident_bytes
+from composer_mesh.services.inspection.usage import CpuMeter
 
 REFRESH_S = 1.0
 FIRST_LOOK_S = 0.25

@@ -1,35 +1,12 @@
-"""What processes use of their machine: here as `/proc` tells, nothing where there is none.
-
-Only figures of one moment, or between two of them: nothing is kept or judged here.
-"""
+"""What processes have used of their machine between two looks; nothing is judged here."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """Seconds of CPU that a process has used since it began, in all its threads."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def resident_bytes(pid: int) -> int | None:
-    """Memory of a process that is in RAM."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") or None
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 class CpuMeter(Generic[K]):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from composer_mesh.mesh.processes import is_alive, kill_group
+from composer_mesh.mesh.processes import is_alive, kill_group, start_ticks
 from composer_mesh.services.inspection.events_command import Lines
 
 POLL_S = 0.2
@@ -33,7 +33,7 @@ class Paced:
 
 def name_of(pid: int) -> str:
     """What a process is known by."""
-    return f"{pid}@{_began(pid)}"
+    return f"{pid}@{start_ticks(pid) or '?'}"
 
 
 def pid_of(name: str) -> int:
@@ -63,11 +63,3 @@ def end(name: str, grace_s: float) -> None:
             kill_group(pid_of(name))
             return
         time.sleep(POLL_S)
-
-
-def _began(pid: int) -> str:
-    """Clock ticks from the start of the machine to that of the process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "?"

@@ -15,7 +15,7 @@ from composer_mesh.services.inspection.actor_names import (
     placed,
 )
 from composer_mesh.services.inspection.census import census
-from composer_mesh.services.inspection.usage import CpuMeter, cpu_seconds, resident_bytes
+from composer_mesh.services.inspection.usage import CpuMeter
 
 
 class FakePool:
@@ -146,8 +146,3 @@ def test_a_process_whose_number_another_has_now_is_a_new_one() -> None:
     assert meter.look({1: 0.5}) == {}
     now[0] += 1
     assert meter.look({1: 0.5}) == {1: 0.0}
-
-
-def test_a_process_that_is_not_there_uses_nothing() -> None:
-    assert cpu_seconds(-1) is None
-    assert resident_bytes(-1) is None

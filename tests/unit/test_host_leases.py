@@ -15,10 +15,10 @@ import pytest
 from composer_mesh.mesh.hosts import worker as workers
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.lease import Beats, Lease
-from composer_mesh.mesh.hosts.process_lifetime import descendants
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
 from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
 from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
+from composer_mesh.mesh.processes import descendants
 
 RECORD = Record("gpu-1", "tls://10.0.0.5:22300", "/usr/bin/python3", 12, "boot")
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import psutil
 import pytest
 
-from composer_mesh.mesh import processes
 from composer_mesh.mesh.processes import (
     _look_until_gone,
+    children_of,
+    cpu_seconds,
+    descendants,
     end_of_child,
     is_alive,
     kill,
+    resident_bytes,
+    runs,
+    stands_still,
+    start_ticks,
     wait_gone,
 )
 
@@ -57,14 +65,49 @@ async def test_a_process_that_was_collected_is_gone(sleeper: Process, wait: Wait
     assert await wait(sleeper.pid, 0)
 
 
-async def test_a_process_that_is_collected_while_it_is_looked_at_is_gone(
-    sleeper: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = {os.getpid(): "R"}
-    monkeypatch.setattr(processes, "_state", lambda pid: states.get(pid, ""))
-    assert not is_alive(sleeper.pid)
-    states.clear()  # nobody tells a state here
-    assert is_alive(sleeper.pid)
+async def test_a_process_that_is_collected_while_it_is_looked_at_is_gone(sleeper: Process) -> None:
+    found = psutil.Process(sleeper.pid)
+    assert runs(found)
+    kill(sleeper.pid)
+    await sleeper.wait()
+    assert not runs(found)
+
+
+def test_a_process_that_waits_to_be_collected_is_gone_but_still_below_its_parent() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert not is_alive(pid)
+        assert pid in descendants(os.getpid())
+        assert pid not in children_of(os.getpid(), [])
+    finally:
+        os.waitpid(pid, 0)
+
+
+async def test_children_are_found_by_their_arguments(sleeper: Process) -> None:
+    assert children_of(os.getpid(), ["sleep", "60"]) == [sleeper.pid]
+    assert children_of(os.getpid(), ["sleep", "61"]) == []
+    assert children_of(sleeper.pid, []) == []
+
+
+def test_a_stopped_process_stands_still() -> None:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    try:
+        assert not stands_still(pid)
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        assert stands_still(pid)
+        assert is_alive(pid)
+    finally:
+        kill(pid)
+        os.waitpid(pid, 0)
+
+
+def test_what_a_process_uses_is_told_while_it_is_there() -> None:
+    assert (resident_bytes(os.getpid()) or 0) > 2**20
+    assert (cpu_seconds(os.getpid()) or 0) > 0
+    assert start_ticks(os.getpid()).isdecimal()
+    assert (resident_bytes(-1), cpu_seconds(-1), start_ticks(-1)) == (None, None, "")
 
 
 async def test_a_child_that_was_killed_is_said_to_have_been(sleeper: Process) -> None:
