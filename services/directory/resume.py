@@ -19,8 +19,11 @@ from composer_mesh.services.directory.report import (
     read_evaluations,
     read_metrics,
 )
+from composer_mesh.services.store.schema import STORE_FILE
 
 CONFIG_FILE = "config.toml"
+FILES_WITHOUT_STORE = ("traces/traces.jsonl", "pairs/pairs.jsonl", "late.sqlite")
+"""What version 0.1 wrote in place of a store."""
 MOST_CHANGES = 8
 """Maximum number of changes that an error message lists."""
 
@@ -37,7 +40,7 @@ def may_be_resumed(output: Path) -> bool:
 def refuse_unfit(output: Path, config: Config) -> list[Change]:
     """Return the config changes with which the run in a directory would be resumed.
 
-    Raises RunDirectoryError if there is no run, if it has finished, or if its config was changed in
+    Raises RunDirectoryError if there is no run or no store, if it has finished, or if its config was changed in
     a way that is incompatible with its weights and stored data.
     """
     if not may_be_resumed(output):
@@ -49,10 +52,11 @@ def refuse_unfit(output: Path, config: Config) -> list[Change]:
         before = load_config(output / CONFIG_FILE)
     except ConfigError as error:
         raise RunDirectoryError(f"--resume {output} cannot be read: {error}") from None
+    done = len(read_metrics(output / METRICS_FILE))
+    _refuse_without_store(output, done)
     found = changes(with_whole_paths(before), with_whole_paths(config))
     if unsafe := [change for change in found if not change.safe]:
         raise RunDirectoryError(_refusal(output, unsafe))
-    done = len(read_metrics(output / METRICS_FILE))
     if done > config.run.steps:
         raise RunDirectoryError(
             f"--resume {output} has trained {done} steps but run.steps is {config.run.steps}: "
@@ -66,15 +70,29 @@ def refuse_unfit(output: Path, config: Config) -> list[Change]:
     return found
 
 
+def _refuse_without_store(output: Path, done: int) -> None:
+    """Raises where steps or rollouts were written without a store, as version 0.1 did."""
+    written = done or any((output / name).exists() for name in FILES_WITHOUT_STORE)
+    if written and not (output / STORE_FILE).is_file():
+        raise RunDirectoryError(
+            f"--resume {output} holds {done} steps but no {STORE_FILE}, without which no run goes "
+            "on: runs of version 0.1 have none. Put it back where it was taken away, or begin a "
+            f"new run from what this one has learned: set policy.path to {_checkpoint(output)}"
+        )
+
+
+def _checkpoint(output: Path) -> str:
+    newest = max(checkpoints_of(output), default=None)
+    return "a checkpoint" if newest is None else str(newest.folder)
+
+
 def _refusal(output: Path, unsafe: Sequence[Change]) -> str:
     named = "\n  ".join(str(change) for change in unsafe[:MOST_CHANGES])
     more = f"\n  and {len(unsafe) - MOST_CHANGES} more" if len(unsafe) > MOST_CHANGES else ""
-    newest = max(checkpoints_of(output), default=None)
-    where = "a checkpoint" if newest is None else str(newest.folder)
     return (
         f"--resume {output} cannot go on with these changes:\n  {named}{more}\n"
         f"give {output / CONFIG_FILE} as the config, or begin a new run from what this one has "
-        f"learned: a checkpoint is a model folder, so set policy.path to {where}"
+        f"learned: a checkpoint is a model folder, so set policy.path to {_checkpoint(output)}"
     )
 
 

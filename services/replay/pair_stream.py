@@ -95,14 +95,12 @@ class PairStream:
         self._since = ReplayOutcome()
         self._states, self._usd = 0, 0.0
 
-    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int, unknown: int = 0) -> int:
+    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int) -> int:
         """Know what an earlier process of the run asked about; returns the first group it did not.
 
-        Groups come in the order of their ids, after the first `unknown` ones, which nobody asks
-        about any more. The first `taken` were accounted for in a step; from the first one that is
-        missing on, groups are asked about again.
+        Groups come in the order of their ids. The first `taken` were accounted for in a step; from
+        the first one that is missing on, groups are asked about again.
         """
-        self._next = self._refined = unknown
         for group in asked:
             if group.group_id != self._next:
                 break

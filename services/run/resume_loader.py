@@ -40,7 +40,6 @@ from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.checkpoint_writes import newest_undamaged
 
 STALE = "it was sampled by a version that does not count any more"
-NO_RECIPE = "an older version of this program has trained it, and kept no recipe"
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Past:
     `again` are the steps since the checkpoint that are done, in their order, `known` those before
     that late rewards may still correct. `groups` are those of all these steps and of the `planned`
     one; those in `waiting` no step has taken. `taken` groups are accounted for as far as asking is
-    concerned, and about the first `unknown` nothing is known: an older version had them. `sizes`
-    are those of the last step's groups, `words_spent` requests and dollars of the hint writer.
+    concerned. `sizes` are those of the last step's groups, `words_spent` requests and dollars of
+    the hint writer.
     """
 
     checkpoint: Checkpoint | None = None
@@ -63,7 +62,6 @@ class Past:
     waiting: dict[int, StoredGroup] = field(default_factory=dict)
     pairs: Mapping[str, PreferencePair] = field(default_factory=dict)
     taken: int = 0
-    unknown: int = 0
     sizes: list[int] = field(default_factory=list)
     words_spent: tuple[int, float] = (0, 0.0)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -145,7 +143,7 @@ def trained_steps(
 def restore_teacher_queries(past: Past, stream: PairStream, reader: RunReader, first: int) -> None:
     """Let a stream know what was asked, and ask about what was not of groups before `first`."""
     asked = (query_record_from_json(row.group_id, row.body, past.pairs) for row in reader.asked())
-    for group_id in range(stream.restore(asked, past.taken, past.unknown), first):
+    for group_id in range(stream.restore(asked, past.taken), first):
         if traces := _traces(reader, group_id):
             stream.begin(traces)
         else:
@@ -171,7 +169,7 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
     manifests = [*(manifest for manifest, _ in again), *([planned] if planned else [])]
     groups = _needed(reader, stored, manifests)
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
-    last = next((row for row in reversed(rows) if row.manifest), None)
+    last = rows[-1] if rows else None
     taken = _manifest(last).taken if last else None
     return Past(
         checkpoint,
@@ -183,7 +181,6 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
         {n: _waiting(reader, row) for n, row in stored.items() if row.state == "finished"},
         _pairs(reader) if config.replay.on else {},
         taken.asked if taken else 0,
-        sum(not row.manifest for row in done) * config.schedule.prompts_per_step,
         [stored[group_id].traces for group_id in _manifest(last).groups] if last else [],
         _words_spent(reader, stored) if config.asks_for_hints else (0, 0.0),
         reader.evaluations(),
@@ -206,8 +203,6 @@ def _check_order(rows: list[StepRow], done: int, first: int) -> None:
 
 
 def _manifest(row: StepRow) -> StepManifest:
-    if not row.manifest:
-        raise _Lost(row.step, None, NO_RECIPE)
     return manifest_from_json(row.step, row.manifest)
 
 
@@ -250,8 +245,6 @@ def _known(
 ) -> Iterator[StepManifest]:
     """The steps before the checkpoint that late rewards may correct, and can still be read."""
     for row in done[max(0, first - max_age) : first] if max_age else ():
-        if not row.manifest:
-            continue
         manifest = _manifest(row)
         try:
             groups |= {group_id: _stored(reader, group_id) for group_id in manifest.groups}

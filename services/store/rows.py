@@ -103,10 +103,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step, numbered from 0: its manifest, and its metrics once it was trained.
-
-    `manifest` is empty in migrated runs: their steps cannot be trained again.
-    """
+    """A step, numbered from 0: its manifest, and its metrics once it was trained."""
 
     step: int
     manifest: bytes

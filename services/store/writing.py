@@ -23,7 +23,6 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
-from composer_mesh.services.store.migration import migrate
 from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
@@ -159,10 +158,8 @@ class RunStore:
         }
 
     def _open(self, config: Config) -> None:
-        """Prepare the directory: migrate an older run, repair damage, rebuild copies."""
+        """Prepare the directory: repair damage, rebuild copies."""
         write_whole(self.root / "config.toml", dump_toml(config).encode())
-        if moved := migrate(self.root, self._records, config.schedule.prompts_per_step):
-            self._note("run_migrated", f"{', '.join(moved)}: now in run.sqlite, kept in migrated/")
         for one in repair_on_open(self.root, self._records, self.reading):
             self._note_moved(one)
         self._copy()

@@ -321,7 +321,6 @@ async def test_groups_from_the_first_missing_row_on_are_asked_about_again(
         kept = {pair.pair_id: pair for pair in run.kept}
         asked = (query_record_from_json(n, body, kept) for n, body in run.store.asked.items())
         assert again.stream.restore(asked, PROMPTS) == 0
-        assert again.stream.restore([], PROMPTS, unknown=3) == 3
 
 
 async def test_draining_waits_for_the_last_teachers(config_of: Any, toolbox: ToolboxTask) -> None:

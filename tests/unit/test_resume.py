@@ -22,6 +22,7 @@ def config(build_config: Any) -> Config:
 @pytest.fixture
 def run(tmp_path: Path, config: Config) -> Path:
     (tmp_path / "config.toml").write_text(dump_toml(config))
+    (tmp_path / "run.sqlite").touch()
     return tmp_path
 
 
@@ -88,3 +89,22 @@ def test_a_run_cannot_get_fewer_steps_than_it_has_trained(run: Path, build_confi
     shorter = build_config(run={"name": "unit", "seed": 3, "steps": 2})
     with pytest.raises(RunDirectoryError, match=r"trained 3 steps but run\.steps is 2: raise"):
         refuse_unfit(run, shorter)
+
+
+@pytest.mark.parametrize("name", ["traces/traces.jsonl", "late.sqlite", "metrics.jsonl"])
+def test_a_run_of_version_0_1_is_refused_with_the_repair_and_left_as_it_is(
+    run: Path, config: Config, name: str
+) -> None:
+    (run / "run.sqlite").unlink()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_text('{"step": 1}\n')
+    with pytest.raises(
+        RunDirectoryError, match=r"no run\.sqlite.* set policy\.path to a checkpoint"
+    ):
+        refuse_unfit(run, config)
+    assert (run / name).read_text() == '{"step": 1}\n'
+
+
+def test_a_run_that_was_stopped_before_it_wrote_anything_goes_on(run: Path, config: Config) -> None:
+    (run / "run.sqlite").unlink()
+    assert refuse_unfit(run, config) == []

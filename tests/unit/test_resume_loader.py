@@ -193,7 +193,7 @@ class Stream:
         self.asked: list[int] = []
         self.entered: list[tuple[str, int]] = []
 
-    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int, unknown: int = 0) -> int:
+    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int) -> int:
         self.asked = [group.group_id for group in asked]
         return len(self.asked)
 
