@@ -25,9 +25,9 @@ from composer_mesh.actors.checkpoints.manifest import (
     to_disk,
     write_manifest,
 )
+from composer_mesh.actors.checkpoints.quarantine import quarantine
 
 FOLDER = "checkpoints"
-QUARANTINE = "quarantine"
 EARLIER_STATE_FILE = "training_state.pt"
 """What checkpoints of earlier versions have in place of shards and a manifest."""
 _NAME = re.compile(r"step-(\d+)")
@@ -131,20 +131,8 @@ def newest_whole(root: Path) -> tuple[Checkpoint | None, list[SetAside]]:
         wrong = damage(found.folder)
         if not wrong:
             break
-        aside.append(SetAside(found, quarantine(root, found), wrong))
+        aside.append(SetAside(found, quarantine(root, found.folder, f"step-{found.step}"), wrong))
     return found, aside
-
-
-def quarantine(root: Path, checkpoint: Checkpoint) -> Path:
-    """Move a checkpoint to where nothing begins from it; returns its new place."""
-    folder = root / QUARANTINE
-    folder.mkdir(exist_ok=True)
-    names = (f"step-{checkpoint.step}{f'-{n}' if n else ''}" for n in itertools.count())
-    place = next(folder / name for name in names if not (folder / name).exists())
-    checkpoint.folder.rename(place)
-    to_disk(folder)
-    to_disk(checkpoint.folder.parent)
-    return place
 
 
 def prune(root: Path, keep: int, every: int = 0) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.actors.checkpoints.quarantine import quarantine
 from composer_mesh.services.store.group_files import FOLDER, SUFFIX, group_of, path_of, read_group
-from composer_mesh.services.store.quarantine import quarantine
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.row_checksums import WHY, set_rows_aside
@@ -51,7 +51,7 @@ def repair_on_open(root: Path, records: RunRecords, reading: RunReader) -> list[
 
 def move_file(root: Path, path: Path, why: str) -> Moved:
     """Move a group's file to quarantine."""
-    place = quarantine(root, path)
+    place = quarantine(root, path) if path.exists() else None
     return Moved(str(path.relative_to(root)), why, place, group_of(path))
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.checkpoints.quarantine import FOLDER
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.services.store.lines import Lines
-from composer_mesh.services.store.quarantine import FOLDER
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE, whole
 

@@ -435,7 +435,7 @@ def test_a_run_without_a_whole_checkpoint_has_none_and_loses_no_damaged_one(tmp_
         assert newest_whole(tmp_path)[0] is None
     assert sorted(path.name for path in (tmp_path / "quarantine").iterdir()) == [
         "step-4",
-        "step-4-1",
+        "step-4.1",
     ]
 
 

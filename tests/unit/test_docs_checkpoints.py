@@ -6,7 +6,7 @@ import re
 
 from guides import ROOT, Guide, names_in_code
 
-from composer_mesh.actors.checkpoints.folder import EARLIER_STATE_FILE, FOLDER, QUARANTINE
+from composer_mesh.actors.checkpoints.folder import EARLIER_STATE_FILE, FOLDER
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE
 from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
@@ -32,5 +32,5 @@ def test_each_setting_stands_there_with_its_default() -> None:
 
 
 def test_the_files_are_called_as_they_are() -> None:
-    for name in (SHARDS, TRAINING_FILE, AVERAGE_FILE, MANIFEST_FILE, FOLDER, QUARANTINE):
+    for name in (SHARDS, TRAINING_FILE, AVERAGE_FILE, MANIFEST_FILE, FOLDER, "quarantine/"):
         assert name in PAGE.text

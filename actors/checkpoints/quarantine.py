@@ -1,0 +1,20 @@
+"""Damaged files and folders of a run are moved into its `quarantine/`, and never deleted."""
+
+import itertools
+from pathlib import Path
+
+from composer_mesh.actors.checkpoints.manifest import to_disk
+
+FOLDER = "quarantine"
+
+
+def quarantine(root: Path, path: Path, name: str = "") -> Path:
+    """Move a file or folder of a run away, under its name or another; returns its new place."""
+    folder = root / FOLDER
+    folder.mkdir(exist_ok=True)
+    names = (f"{name or path.name}{f'.{n}' if n else ''}" for n in itertools.count())
+    place = next(folder / one for one in names if not (folder / one).exists())
+    path.rename(place)
+    to_disk(folder)
+    to_disk(path.parent)
+    return place
