@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.hints.cache import HintCache
-from composer_mesh.actors.hints.hint_service import HintService
+from composer_mesh.actors.hints.hint_service import HintService, open_meter
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
@@ -21,8 +21,8 @@ from composer_mesh.actors.provider.client import (
 )
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.rollouts.hint_budget import HintBudget
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+from composer_mesh.rollouts.money import dollars
 
 ONCE = Retries(attempts=1)
 """A hint is not worth a second try: a template stands ready."""
@@ -59,9 +59,8 @@ class HintWriterActor(MeshActor):
         writer = replace(writer, concurrency=config.max_concurrent)
         client = ProviderClient(Timeouts(total_s=config.timeout_s), ONCE, PATIENCE)
         client.check(writer)
-        limits = (config.budget_requests, config.budget_usd, config.assumed_usd)
-        budget = HintBudget(*limits, sent, spent_usd)
-        hint_service = HintService(client, writer, HintCache(cache), budget)
+        meter = open_meter(writer, config, sent, spent_usd)
+        hint_service = HintService(client, writer, HintCache(cache), meter)
         await self._close_service()
         self._hint_service = hint_service
 
@@ -88,8 +87,8 @@ class HintWriterActor(MeshActor):
             return {"replies": {}}
         return {
             "replies": dict(self._hint_service.counts),
-            "requests": self._hint_service.budget.sent,
-            "usd": self._hint_service.budget.spent_usd,
+            "requests": self._hint_service.meter.run.requests,
+            "usd": dollars(self._hint_service.meter.run.spent),
             "last_failure": self._hint_service.last_failure,
         }
 

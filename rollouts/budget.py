@@ -37,6 +37,16 @@ class OverBudget(BudgetRefusal):
         )
 
 
+class OutOfRequests(BudgetRefusal):
+    """The run has sent its maximum number of requests."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+
+    def __str__(self) -> str:
+        return f"all {self.args[0]} requests of the run are spent"
+
+
 class UnknownPrice(BudgetRefusal):
     """The price of a request is unknown, and the budget refuses such requests."""
 
@@ -84,11 +94,12 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Amounts charged or reserved under each limit that applies to one request."""
+    """Amounts charged or reserved under each limit of one request, and the run's `requests` so far."""
 
     run: int
     teacher: int
     day: int
+    requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,7 @@ class BudgetRules:
 
     `usd` limits the run, `per_teacher` individual teachers, `usd_per_day` all runs of a UTC day
     that share a ledger. A request counts towards the day on which it was sent.
+    `requests` limits how many requests the run sends.
     """
 
     usd: float = 0.0
@@ -104,6 +116,7 @@ class BudgetRules:
     usd_per_day: float | None = None
     unknown_prices: Literal["refuse", "allow"] = "refuse"
     assumed_usd: float = 0.05
+    requests: int | None = None
 
     @cached_property
     def of_run(self) -> int:
@@ -126,10 +139,12 @@ class BudgetRules:
         return nano(self.assumed_usd)
 
     def check(self, teacher: str, taken: Taken, amount: int) -> None:
-        """Raise OverBudget if reserving `amount` would exceed a limit.
+        """Raise OverBudget if reserving `amount` would exceed a limit, OutOfRequests if none is left.
 
         A zero amount always fits, even if an overrun has already exceeded a limit.
         """
+        if self.requests is not None and taken.requests >= self.requests:
+            raise OutOfRequests(self.requests)
         ceilings = (
             ("the run", self.of_run, taken.run),
             (f"teacher {teacher!r}", self.of_teachers.get(teacher), taken.teacher),

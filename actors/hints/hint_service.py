@@ -8,15 +8,36 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from composer_mesh.actors.hints.cache import HintCache, HintCacheError
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.metering import LedgerMeter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
+from composer_mesh.actors.provider.coalescing import RequestCoalescer
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
-from composer_mesh.rollouts.hint_budget import HintBudget
+from composer_mesh.configs.hints import HintWriterConfig
+from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, tidied
 from composer_mesh.rollouts.money import dollars, nano
 
 NO_TEXT = "its answer holds no plain text"
+REPAIR = "raise sdpo.hints.llm.budget_requests or sdpo.hints.llm.budget_usd"
+
+
+def open_meter(
+    writer: TeacherEndpoint, config: HintWriterConfig, sent: int = 0, spent_usd: float = 0.0
+) -> LedgerMeter:
+    """The budget of a writer, of which so many requests and dollars are gone; kept in memory."""
+    rules = BudgetRules(
+        usd=config.budget_usd,
+        unknown_prices="allow",
+        assumed_usd=config.assumed_usd,
+        requests=config.budget_requests,
+    )
+    ledger = Ledger(None, rules, "hints")
+    ledger.add_earlier(writer.name, nano(spent_usd), sent)
+    return LedgerMeter(ledger)
 
 
 @dataclass
@@ -26,10 +47,10 @@ class HintService:
     client: ProviderClient
     writer: TeacherEndpoint
     cache: HintCache
-    budget: HintBudget
+    meter: LedgerMeter
     counts: Counter[str] = field(default_factory=Counter)
     last_failure: str = ""
-    _asking: dict[str, asyncio.Task[HintReply]] = field(default_factory=dict)
+    _asking: RequestCoalescer[HintReply] = field(default_factory=RequestCoalescer)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """A reply for each request, in order. Waits for them as long as the client does."""
@@ -39,22 +60,17 @@ class HintService:
 
     async def aclose(self) -> None:
         """Ends what is under way, then closes the connections and the cache."""
-        asking = list(self._asking.values())
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await self._asking.aclose()
         await self.client.aclose()
+        await self.meter.aclose()
         self.cache.close()
 
     async def _reply(self, request: HintRequest) -> HintReply:
         key = request.key(self.writer.model)
-        if key in self._asking:
-            shared = await asyncio.shield(self._asking[key])
-            return HintReply(shared.text, "cached" if shared.text else "none", reason=shared.reason)
-        task = asyncio.create_task(self._find(request, key))
-        self._asking[key] = task
-        task.add_done_callback(lambda _: self._asking.pop(key, None))
-        return await asyncio.shield(task)
+        reply, shared = await self._asking.get(key, partial(self._find, request, key))
+        if shared:
+            return HintReply(reply.text, "cached" if reply.text else "none", reason=reply.reason)
+        return reply
 
     async def _find(self, request: HintRequest, key: str) -> HintReply:
         text: str | None = None
@@ -68,14 +84,14 @@ class HintService:
 
     async def _ask(self, request: HintRequest, key: str) -> HintReply:
         """One request, where its budget allows it."""
-        meter = HintMeter(self.budget)
+        meter = _WriterMeter(self.meter)
         try:
             answer = await self.client.complete(
                 self.writer, request.messages, [], seed=0, meter=meter
             )
         except ProviderError as error:
             refused = isinstance(error, ProviderBudgetError)
-            reason = error.text if refused else f"{error.kind.value}: {error.text}"
+            reason = f"{error.text}: {REPAIR}" if refused else f"{error.kind.value}: {error.text}"
             return replace(self._without(reason), sent=meter.sent, usd=dollars(error.charged))
         text = tidied(answer.action_text)
         try:  # also without words, or each run would pay for the same answer again
@@ -91,24 +107,16 @@ class HintService:
         return HintReply("", "none", reason=reason)
 
 
-class HintMeter:
-    """One question's way to the budget of hints, as the client's meter."""
+class _WriterMeter:
+    """One question's way to the budget, which is told no bound: `assumed_usd` is set aside."""
 
-    def __init__(self, budget: HintBudget) -> None:
-        self._budget = budget
-        self._reserved: list[float] = []
-
-    @property
-    def sent(self) -> bool:
-        return bool(self._reserved)
+    def __init__(self, meter: LedgerMeter) -> None:
+        self._meter, self.sent = meter, False
 
     async def reserve(self, teacher: str, _: int | None) -> int:
-        reserved = self._budget.reserve()
-        if reserved is None:
-            raise ProviderBudgetError(teacher, self._budget.refusal)
-        self._reserved.append(reserved)
-        return len(self._reserved) - 1
+        reservation = await self._meter.reserve(teacher, None)
+        self.sent = True
+        return reservation
 
     async def settle(self, reservation: int, charge: int | None) -> int:
-        usd = None if charge is None else dollars(charge)
-        return nano(self._budget.settle(self._reserved[reservation], usd))
+        return await self._meter.settle(reservation, charge)

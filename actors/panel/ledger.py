@@ -135,6 +135,12 @@ class Ledger:
                 self._keep_raise(rows, run, teacher, bound, charge)
             return charge
 
+    def add_earlier(self, teacher: str, spent: int, requests: int) -> None:
+        """Count what the run spent before this ledger was made, today and once."""
+        with self._file.transaction() as rows:
+            values = (self.run, teacher, self._day(), spent, requests)
+            rows.execute("INSERT INTO accounts VALUES (?, ?, ?, ?, 0, ?, 0)", values)
+
     def run_account(self) -> Account:
         """The run's sums now."""
         with self._file.reading() as rows:
@@ -173,6 +179,7 @@ class Ledger:
             run=total("run = ?", self.run),
             teacher=total("run = ? AND teacher = ?", self.run, teacher),
             day=total("day = ?", day) if self.rules.of_day is not None else 0,
+            requests=self.run_account().requests if self.rules.requests is not None else 0,
         )
 
     def _open(self, rows: sqlite3.Connection, reservation: int) -> tuple[str, str, str, int, int]:

@@ -54,7 +54,7 @@ class LedgerMeter:
         self._asked: list[_Asked] = []
         self._writing: asyncio.Future[None] | None = None
         self._amounts: dict[int, int] = {}
-        self.unwritten = 0
+        self.unwritten, self._closed = 0, False
         self.run = ledger.run_account()
 
     async def reserve(self, teacher: str, bound: int | None) -> int:
@@ -86,9 +86,12 @@ class LedgerMeter:
         return report
 
     async def aclose(self) -> None:
-        """Wait until what was asked is written, then close the ledger."""
+        """Wait until what was asked is written, then close the ledger, once."""
         while self._writing is not None:
             await asyncio.wait([self._writing])
+        if self._closed:
+            return
+        self._closed = True
         await self._loop.run_in_executor(self._thread, self._ledger.close)
         self._thread.shutdown(wait=False)
 

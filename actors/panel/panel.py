@@ -6,9 +6,10 @@ before. It knows no actor, and does not choose states or count votes.
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -20,6 +21,7 @@ from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, q
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.panel.tally import Tally, replies_by_kind
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
+from composer_mesh.actors.provider.coalescing import ClientClosed, RequestCoalescer
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetReport
@@ -33,13 +35,6 @@ from composer_mesh.rollouts.pairs import (
 )
 
 T = TypeVar("T")
-
-
-class PanelClosed(Exception):
-    """A question met a panel that is closed, or that was closed before it had its answer."""
-
-    def __str__(self) -> str:
-        return "the panel of teachers is closed: open another and ask again"
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class TeacherPanel:
     ) -> None:
         self._settings, self._slots, self._opened = settings, slots, opened
         self._client, self._meter, self._kept = client, meter, kept
-        self._asking: dict[str, asyncio.Task[TeacherReply]] = {}
+        self._asking = RequestCoalescer[TeacherReply]()
         self._tallies = {slot.teacher.name: Tally() for slot in slots}
         self._unkept, self._closed = 0, False
         self._clock = asyncio.get_running_loop().time
@@ -115,10 +110,10 @@ class TeacherPanel:
 
         Waits until each has answered or failed, at most `total_s`. A failure is a value in the
         list; no teacher's failure takes another's answer away. Cancelling gives the replies up:
-        what is paid for already goes on, and is kept. Raises PanelClosed once `aclose` was called.
+        what is paid for already goes on, and is kept. Raises ClientClosed once `aclose` was called.
         """
         if self._closed:
-            raise PanelClosed
+            raise ClientClosed
         if not 1 <= n <= len(self._slots):
             raise ValueError(
                 f"n is {n}, but {len(self._slots)} teachers are loaded: ask 1 to that many"
@@ -153,17 +148,15 @@ class TeacherPanel:
     async def aclose(self) -> None:
         """End what is under way, which charges it in full, then close connections and files."""
         self._closed = True
-        asking = list(self._asking.values())
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await self._asking.aclose()
         await self._opened.aclose()
 
     async def _reply(self, slot: TeacherSlot, state: FrozenState) -> TeacherReply:
         key, began = self._key(slot, state), self._clock()
-        if (task := self._asking.get(key)) is None:
-            return await _outcome(self._begin(key, self._find(slot, state, key)))
-        reply = replace(await _outcome(task), usd=0.0, latency_s=self._clock() - began)
+        reply, shared = await self._asking.get(key, partial(self._find, slot, state, key))
+        if not shared:
+            return reply
+        reply = replace(reply, usd=0.0, latency_s=self._clock() - began)
         if isinstance(reply, TeacherAnswer):
             # Who of several asked first is chance, and what is free was not saved.
             reply = replace(reply, usd_known=True, cached=not slot.own)
@@ -173,14 +166,6 @@ class TeacherPanel:
     def _key(self, slot: TeacherSlot, state: FrozenState) -> str:
         key = question_key(slot.teacher, slot.copy, state, self._settings.tools)
         return f"{key} {state.seed}" if slot.own else key  # what is free is asked by seed
-
-    def _begin(
-        self, key: str, finding: Coroutine[Any, Any, TeacherReply]
-    ) -> asyncio.Task[TeacherReply]:
-        task = asyncio.create_task(finding)
-        self._asking[key] = task
-        task.add_done_callback(lambda _: self._asking.pop(key, None))
-        return task
 
     async def _find(self, slot: TeacherSlot, state: FrozenState, key: str) -> TeacherReply:
         teacher, began = slot.teacher, self._clock()
@@ -219,17 +204,6 @@ class TeacherPanel:
             await asyncio.to_thread(kept.put, key, answer)
         except StoreError:
             self._unkept += 1  # the answer is here all the same
-
-
-async def _outcome(task: asyncio.Task[TeacherReply]) -> TeacherReply:
-    """What a question came to, which goes on when a caller is cancelled."""
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        caller = asyncio.current_task()
-        if task.cancelled() and caller is not None and not caller.cancelling():
-            raise PanelClosed from None
-        raise
 
 
 def chosen_teachers(teachers: Sequence[T], seed: int, n: int) -> list[T]:

@@ -12,6 +12,7 @@ from composer_mesh.rollouts.budget import (
     LARGEST_RATIO,
     Account,
     BudgetRules,
+    OutOfRequests,
     OverBudget,
     Raise,
     SettledTwice,
@@ -101,6 +102,8 @@ def test_accounts_add_up() -> None:
     assert total == Account(11, 22, 33, 44)
 
 
-@pytest.mark.parametrize("error", [OverBudget("the run", 1, 2, 3), UnknownPrice(), SettledTwice(4)])
+@pytest.mark.parametrize(
+    "error", [OverBudget("the run", 1, 2, 3), OutOfRequests(2), UnknownPrice(), SettledTwice(4)]
+)
 def test_refusals_travel_between_processes(error: Exception) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -14,10 +14,12 @@ import pytest
 
 from composer_mesh.actors.hint_writer import ONCE, PATIENCE
 from composer_mesh.actors.hints.cache import HintCache, HintCacheError
-from composer_mesh.actors.hints.hint_service import HintService
+from composer_mesh.actors.hints.hint_service import REPAIR, HintService, open_meter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
-from composer_mesh.rollouts.hint_budget import HintBudget
+from composer_mesh.actors.provider.coalescing import ClientClosed
+from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+from composer_mesh.rollouts.money import dollars
 
 WRITER = TeacherEndpoint("hint writer", "https://writer.test/v1", "some/model")
 Answer = Callable[[httpx.Request], Any]
@@ -32,6 +34,10 @@ def said(text: Any, usd: float | None = 0.001) -> httpx.Response:
 
 def question(number: int) -> HintRequest:
     return HintRequest([{"role": "user", "content": f"error {number}"}])
+
+
+def spent(hint_service: HintService) -> float:
+    return dollars(hint_service.meter.run.spent)
 
 
 class Provider:
@@ -60,13 +66,15 @@ async def open_desk(tmp_path: Path) -> AsyncIterator[OpenDesk]:
         assumed_usd: float = 0.001,
         timeout_s: float = 20.0,
         max_concurrent: int = 8,
+        **earlier: Any,
     ) -> HintService:
         transport = httpx.MockTransport(provider)
         client = ProviderClient(Timeouts(timeout_s), ONCE, PATIENCE, transport=transport)
         cache = HintCache(tmp_path / "kept" / "hints.sqlite")
-        budget = HintBudget(requests, usd, assumed_usd)
+        budget = {"budget_requests": requests, "budget_usd": usd, "assumed_usd": assumed_usd}
+        meter = open_meter(WRITER, HintWriterConfig(kind="builtin", **budget), **earlier)
         writer = replace(WRITER, concurrency=max_concurrent)
-        desks.append(HintService(client, writer, cache, budget))
+        desks.append(HintService(client, writer, cache, meter))
         return desks[-1]
 
     yield open_one
@@ -89,7 +97,7 @@ async def test_a_repeated_run_pays_nothing(open_desk: OpenDesk) -> None:
     second = await again.write([question(n) for n in range(3)])
     assert [reply.text for reply in second] == [reply.text for reply in first]
     assert [(reply.origin, reply.sent, reply.usd) for reply in second] == [("cached", False, 0)] * 3
-    assert (len(provider.requests), again.budget.sent) == (3, 0)
+    assert (len(provider.requests), again.meter.run.requests) == (3, 0)
 
 
 async def test_equal_questions_at_the_same_time_are_paid_once(open_desk: OpenDesk) -> None:
@@ -117,9 +125,18 @@ async def test_requests_end_with_their_budget(open_desk: OpenDesk) -> None:
     replies = await hint_service.write([question(n) for n in range(5)])
     assert sum(reply.sent for reply in replies) == len(provider.requests) == 2
     refused = [reply for reply in replies if reply.origin == "none"]
-    assert {reply.reason for reply in refused} == {
-        "all 2 requests of the run are spent: raise sdpo.hints.llm.budget_requests"
-    }
+    assert {reply.reason for reply in refused} == {f"all 2 requests of the run are spent: {REPAIR}"}
+
+
+async def test_what_the_run_spent_before_counts_in_the_budget(open_desk: OpenDesk) -> None:
+    provider = Provider()
+    few = open_desk(provider, requests=5, sent=4)
+    poor = open_desk(provider, usd=0.002, spent_usd=0.001)
+    for hint_service, first in ((few, 0), (poor, 10)):
+        replies = await hint_service.write([question(first + n) for n in range(3)])
+        assert sum(reply.sent for reply in replies) == 1
+    assert few.meter.run.requests == 5
+    assert spent(poor) == pytest.approx(0.002)
 
 
 async def test_dollars_are_never_overspent_by_requests_under_way_together(
@@ -129,16 +146,16 @@ async def test_dollars_are_never_overspent_by_requests_under_way_together(
     hint_service = open_desk(provider, usd=0.035, assumed_usd=0.01, max_concurrent=50)
     replies = await hint_service.write([question(n) for n in range(50)])
     assert len(provider.requests) == 3
-    assert hint_service.budget.spent_usd == pytest.approx(0.03)
+    assert spent(hint_service) == pytest.approx(0.03)
     assert sum(reply.usd for reply in replies) == pytest.approx(0.03)
-    assert "raise sdpo.hints.llm.budget_usd" in hint_service.last_failure
+    assert hint_service.last_failure.endswith(REPAIR)
 
 
 async def test_a_price_above_the_assumed_one_is_set_aside_from_then_on(open_desk: OpenDesk) -> None:
     provider = Provider(lambda request: said("Word.", usd=0.02))
     hint_service = open_desk(provider, usd=0.05, assumed_usd=0.001, max_concurrent=1)
     await hint_service.write([question(n) for n in range(9)])
-    assert (len(provider.requests), hint_service.budget.spent_usd) == (2, pytest.approx(0.04))
+    assert (len(provider.requests), spent(hint_service)) == (2, pytest.approx(0.04))
 
 
 async def test_an_unknown_price_is_charged_as_assumed(open_desk: OpenDesk) -> None:
@@ -166,9 +183,9 @@ async def test_a_slow_provider_is_waited_for_once_and_charged(open_desk: OpenDes
     replies = await hint_service.write([question(n) for n in range(6)])
     assert clock() - began < 5
     assert {reply.origin for reply in replies} == {"none"}
-    assert sum(reply.sent for reply in replies) == hint_service.budget.sent >= 2
-    assert hint_service.budget.spent_usd == pytest.approx(sum(reply.usd for reply in replies))
-    assert hint_service.budget.spent_usd >= 0.002
+    assert sum(reply.sent for reply in replies) == hint_service.meter.run.requests >= 2
+    assert spent(hint_service) == pytest.approx(sum(reply.usd for reply in replies))
+    assert spent(hint_service) >= 0.002
     assert any("no answer within 0.2 s" in reply.reason for reply in replies)
 
 
@@ -205,7 +222,7 @@ async def test_a_closed_desk_leaves_nothing_under_way(open_desk: OpenDesk) -> No
     writing = asyncio.create_task(hint_service.write([question(1)]))
     await provider.asked.wait()
     await hint_service.aclose()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(ClientClosed):
         await writing
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

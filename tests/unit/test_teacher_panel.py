@@ -15,9 +15,10 @@ import pytest
 from scripted_provider import ENVIRON, KEY, ScriptedProvider, answer, state, teacher
 
 from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.panel import PanelClosed, TeacherPanel
+from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import Retries
+from composer_mesh.actors.provider.coalescing import ClientClosed
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetRules
@@ -262,9 +263,9 @@ async def test_a_closed_panel_has_charged_what_was_under_way(
     asking = asyncio.create_task(panel.ask(state(1), 3))
     await provider.asked.wait()
     await panel.aclose()
-    with pytest.raises(PanelClosed, match="open another and ask again"):
+    with pytest.raises(ClientClosed, match="open another and ask again"):
         await asking
-    with pytest.raises(PanelClosed):
+    with pytest.raises(ClientClosed):
         await panel.ask(state(1), 3)
     ledger = Ledger(tmp_path / "run" / "ledger.sqlite", BudgetRules(), "run")
     account = ledger.report().run

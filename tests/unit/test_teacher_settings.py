@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
-from composer_mesh.actors.panel.panel import PanelClosed
 from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.provider.coalescing import ClientClosed
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.money import Prices
 from composer_mesh.services.replay.teacher_settings import panel_settings
@@ -147,6 +147,6 @@ def test_teachers_are_told_the_tools_of_the_runs_task(settings: Any, toolbox: An
     assert settings().tools == list(toolbox.tools)
 
 
-@pytest.mark.parametrize("error", [PanelClosed(), StoreError("file", "keep", "full", "make room")])
+@pytest.mark.parametrize("error", [ClientClosed(), StoreError("file", "keep", "full", "make room")])
 def test_what_a_panel_raises_travels_between_processes(error: Exception) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

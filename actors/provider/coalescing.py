@@ -1,0 +1,46 @@
+"""Request coalescing: equal questions under way share one request."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ClientClosed(Exception):
+    """A question met a client that is closed, or that was closed before it had its answer."""
+
+    def __str__(self) -> str:
+        return "whoever asks is closed: open another and ask again"
+
+
+class RequestCoalescer(Generic[T]):
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[T]] = {}
+
+    async def get(self, key: str, request: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, bool]:
+        """The answer, and whether an equal question that was under way has brought it.
+
+        A request goes on where its callers are cancelled. Raises ClientClosed when it is closed.
+        """
+        task, shared = self._tasks.get(key), True
+        if task is None:
+            task, shared = asyncio.create_task(request()), False
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        try:
+            return await asyncio.shield(task), shared
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                raise ClientClosed from None
+            raise
+
+    async def aclose(self) -> None:
+        """Cancel the requests under way. Waits until they have ended."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
