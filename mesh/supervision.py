@@ -192,6 +192,7 @@ class Supervisor:
 
     Monarch reports a fault on a thread of its own; everything else here runs on the loop that made
     the supervisor. `record(kind, actor, detail)` is called for each fault and each planned stop.
+    `failure` is done at the first unplanned fault that ends the run.
     """
 
     def __init__(self, record: Recorder | None = None) -> None:
@@ -223,10 +224,6 @@ class Supervisor:
     def expect_stop(self, actor: str) -> None:
         """From now on the end of this actor is planned and no fault."""
         self._expected.add(actor)
-
-    async def wait_failure(self) -> ActorDied:
-        """Wait for the first unplanned fault of a watched actor."""
-        return await asyncio.shield(self.failure)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` until it ends or an actor dies; then cancel it and raise `ActorDied`."""

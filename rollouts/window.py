@@ -47,11 +47,6 @@ class Window:
         """The version that every generator has pulled."""
         return self._version
 
-    @property
-    def exhausted(self) -> bool:
-        """True when every group of the run has entered."""
-        return self._entered >= self._total
-
     def may_enter(self) -> bool:
         limit = (self._version + self._lag + 1) * self._size
         return self._entered < min(limit, self._total)

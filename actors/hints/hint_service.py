@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from composer_mesh.actors.hints.cache import HintCache, HintCacheError
+from composer_mesh.actors.hints.cache import HintCache
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.metering import LedgerMeter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.coalescing import RequestCoalescer
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
+from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, tidied
@@ -76,7 +77,7 @@ class HintService:
         text: str | None = None
         try:
             text = await asyncio.to_thread(self.cache.get, key)
-        except HintCacheError as error:
+        except StoreError as error:
             return self._without(str(error))  # what cannot be kept would be paid again and again
         if text is None:
             return await self._ask(request, key)
@@ -95,8 +96,8 @@ class HintService:
             return replace(self._without(reason), sent=meter.sent, usd=dollars(error.charged))
         text = tidied(answer.action_text)
         try:  # also without words, or each run would pay for the same answer again
-            await asyncio.to_thread(self.cache.put, key, self.writer.model, text)
-        except HintCacheError as error:
+            await asyncio.to_thread(self.cache.put, key, text)
+        except StoreError as error:
             self.last_failure = str(error)
         if not text:
             return replace(self._without(NO_TEXT), sent=True, usd=answer.usd)

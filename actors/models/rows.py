@@ -1,4 +1,4 @@
-"""Whole tensors and the rows of them that a rank has: gathered to write, cut to read.
+"""Whole tensors and the rows of them that a rank has: cut to read.
 
 A tensor that is not sharded is its own whole. What the tensors mean is not known here.
 """
@@ -28,19 +28,6 @@ def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
     return {name: tensors[name] for name in first.values()}
-
-
-def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU for the rank that wants to `keep` them; the others get nothing.
-
-    All ranks together. What is one object under several names stays one.
-    """
-    wholes: dict[int, Tensor] = {}
-    for tensor in tensors.values():
-        if id(tensor) not in wholes:
-            whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
-            wholes[id(tensor)] = whole.detach().cpu() if keep else whole.new_empty(0)
-    return {name: wholes[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
 def rows_of(whole: Tensor, like: Any) -> Tensor:

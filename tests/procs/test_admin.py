@@ -40,7 +40,7 @@ async def test_the_tree_shows_living_and_dead_actors(
 
     write_status(tmp_path, run_status(url, host))
     os.kill(doomed.pid, signal.SIGKILL)
-    await supervisor.wait_failure()
+    await supervisor.failure
     assert tree_command(tmp_path, as_json=True) == 0
     about = json.loads(capfd.readouterr().out)
     actors = {

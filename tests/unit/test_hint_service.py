@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from composer_mesh.actors.hint_writer import ONCE, PATIENCE
-from composer_mesh.actors.hints.cache import HintCache, HintCacheError
+from composer_mesh.actors.hints.cache import HintCache
 from composer_mesh.actors.hints.hint_service import REPAIR, HintService, open_meter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.coalescing import ClientClosed
+from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
@@ -230,7 +231,7 @@ async def test_a_closed_desk_leaves_nothing_under_way(open_desk: OpenDesk) -> No
 def test_a_file_that_is_no_cache_is_named_with_the_repair(tmp_path: Path) -> None:
     path = tmp_path / "hints.sqlite"
     path.write_text("not a database, but long enough to be read as one" * 40)
-    with pytest.raises(HintCacheError, match=r"hints\.sqlite cannot keep hints .*llm\.cache"):
+    with pytest.raises(StoreError, match=r"hints\.sqlite cannot keep hints .*llm\.cache"):
         HintCache(path)
 
 
@@ -247,8 +248,8 @@ async def test_a_cache_that_breaks_costs_neither_the_run_nor_more_money(
 
 def test_two_runs_may_share_a_cache(tmp_path: Path) -> None:
     one, two = HintCache(tmp_path / "c"), HintCache(tmp_path / "c")
-    one.put("k", "m", "first")
-    two.put("k", "m", "second")
+    one.put("k", "first")
+    two.put("k", "second")
     assert one.get("k") == two.get("k") == "first"
     one.close()
     two.close()

@@ -95,7 +95,7 @@ def test_every_interleaving_ends_with_every_step_trained(
 ) -> None:
     run = play(prompts, max_lag, steps, start, data)
     assert run.trained == run.served == start + steps
-    assert run.window.exhausted
+    assert not run.window.may_enter()
     assert list(run.versions) == list(range(start * prompts, (start + steps) * prompts))
 
 
@@ -125,7 +125,7 @@ def test_synchronous_means_that_exactly_one_steps_groups_are_in_between_two_pull
             entered.append(window.enter())
         assert entered == [3 * version, 3 * version + 1, 3 * version + 2]
         window.pulled(version + 1)
-    assert window.exhausted
+    assert not window.may_enter()
 
 
 def test_entering_a_full_window_is_refused_with_the_version_waited_for() -> None:

@@ -72,7 +72,7 @@ class Beside(RuleBasedStateMachine):
 
     @property
     def done(self) -> bool:
-        return self.trained == self.served == self.steps and self.window.exhausted
+        return self.trained == self.served == self.steps and not self.window.may_enter()
 
     # --- what happens
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import gathered, local
+from composer_mesh.actors.models.rows import is_dtensor, local
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
@@ -103,9 +103,15 @@ def train(learner: Learner, steps: Sequence[StepBatch]) -> list[Metrics]:
     ]
 
 
+def gathered(tensors: Mapping[str, Tensor]) -> Weights:
+    """Whole tensors. All ranks together."""
+    wholes = {n: one.full_tensor() if is_dtensor(one) else one for n, one in tensors.items()}
+    return {name: whole.detach() for name, whole in wholes.items()}
+
+
 def weights_of(learner: Learner) -> Weights:
     """The policy's whole tensors. All ranks together."""
-    return {name: one.clone() for name, one in gathered(learner.export(), keep=True).items()}
+    return {name: one.clone() for name, one in gathered(learner.export()).items()}
 
 
 class Watching:
@@ -135,7 +141,7 @@ def five_steps(settings: Config, folder: Path, ranks: Ranks, steps: Sequence[Ste
 
     def note() -> None:
         named = learner.model.named_parameters()
-        found = gathered({n: one.grad for n, one in named if one.grad is not None}, keep=True)
+        found = gathered({n: one.grad for n, one in named if one.grad is not None})
         gradients.update({name: one.clone() for name, one in found.items()})
 
     watching = Watching(learner, steps[0])
