@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 from composer_mesh.mesh.failures import cause_of, classify
 from composer_mesh.mesh.supervision import ActorDied
@@ -19,8 +20,38 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.replicas import Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 
+T = TypeVar("T")
 Come = Callable[[Replica], Awaitable[Replica]]
 GiveUp = Callable[[ActorDied], None]
+
+
+class GivenUp(Exception):
+    """Nothing is started any more in place of what died: the last failure, and why."""
+
+    def __init__(self, error: Exception, why: str) -> None:
+        self.cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
+        self.fields = {"cause": self.cause, "class": classify(error).value}
+        super().__init__(f"{self.cause}; {why}")
+
+
+async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Awaitable[T]]) -> T:
+    """Start something in place of what died, as late and as often as its budget allows.
+
+    Raises GivenUp once no restart is left, or when two fail by the same bug.
+    """
+    loop, error = asyncio.get_running_loop(), died
+    while (wait_s := budget.take(loop.time())) is not None:
+        await asyncio.sleep(wait_s)
+        try:
+            started = await start()
+        except Exception as failed:
+            error = failed
+            if budget.hopeless(failed):
+                raise GivenUp(failed, "it failed in the same way twice") from failed
+        else:
+            budget.served()
+            return started
+    raise GivenUp(error, budget.spent())
 
 
 class RestartManager:
@@ -65,24 +96,15 @@ class RestartManager:
         self._under_way.pop(dead, None)
 
     async def _heal(self, dead: Replica, burial: asyncio.Task[None]) -> None:
-        loop, budget = asyncio.get_running_loop(), self._budget(dead.slot)
-        began = loop.time()
-        error: Exception = ActorDied(dead.name, dead.reason)
+        now, died = asyncio.get_running_loop().time, ActorDied(dead.name, dead.reason)
+        began = now()
         await asyncio.wait([burial])  # its port, its files and its memory are free again
-        while (wait_s := budget.take(loop.time())) is not None:
-            await asyncio.sleep(wait_s)
-            try:
-                replica = await self._come(dead)
-            except Exception as failed:  # noqa: BLE001  supervision boundary: tried again, or told
-                error = failed
-                if budget.hopeless(failed):
-                    self._tell_end(dead, failed, "it failed in the same way twice")
-                    return
-            else:
-                budget.served()
-                self._tell_restart(dead, replica, loop.time() - began)
-                return
-        self._tell_end(dead, error, self._rules.spent())
+        try:
+            replica = await restart(self._budget(dead.slot), died, partial(self._come, dead))
+        except GivenUp as end:
+            self._tell_end(dead, end)
+        else:
+            self._tell_restart(dead, replica, now() - began)
 
     def _budget(self, slot: int) -> RestartBudget:
         name = f"{self._spec.name}-{slot}"
@@ -100,19 +122,11 @@ class RestartManager:
             replaces=dead.name,
         )
 
-    def _tell_end(self, dead: Replica, error: Exception, why: str) -> None:
+    def _tell_end(self, dead: Replica, end: GivenUp) -> None:
         del self._under_way[dead]
-        cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
-        self._give_up(ActorDied(dead.name, f"{cause}; {why}"))
-        self._record(
-            "actor_given_up",
-            dead.name,
-            f"{cause}; {why}",
-            host=self._host_of(dead),
-            generation=dead.generation,
-            cause=cause,
-            **{"class": classify(error).value},
-        )
+        self._give_up(ActorDied(dead.name, str(end)))
+        about = {"generation": dead.generation, **end.fields}
+        self._record("actor_given_up", dead.name, str(end), host=self._host_of(dead), **about)
 
     def _host_of(self, replica: Replica) -> str:
         return replica.host or self._spec.host.name

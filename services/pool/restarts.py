@@ -2,7 +2,7 @@
 
     wait before restart k of a window = uniform(0, min(backoff_max_s, backoff_s * 2^k))
 
-`restart_manager` and `teaching` do the starting. Full jitter keeps processes that died together
+`restart_manager` does the restarting. Full jitter keeps processes that died together
 from restarting together.
 """
 
@@ -75,6 +75,10 @@ class RestartBudget:
         key, before = error_key(error), self._last_error
         self._last_error = key
         return is_deterministic(error) and key == before
+
+    def spent(self) -> str:
+        """What is said where no restart is left."""
+        return self._rules.spent()
 
     def served(self) -> None:
         """A start succeeded: an equal error later is a first one again."""

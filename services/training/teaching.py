@@ -16,12 +16,13 @@ place is given up the others go on; without any, the run ends.
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.failures import cause_of, classify, error_key, is_deterministic
+from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder, RemoteError
@@ -30,6 +31,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
 from composer_mesh.services.pool.process_placement import PlacementOf
+from composer_mesh.services.pool.restart_manager import GivenUp, restart
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 from composer_mesh.services.pool.setups import TELL_S
 from composer_mesh.services.pool.wait_for_capacity import spawn_on, wait_for_capacity
@@ -59,8 +61,8 @@ class SdpoTeachers:
         self._published = asyncio.Event()
         self._syncing = asyncio.Lock()
         self._replacing: dict[int, asyncio.Task[None]] = {}
-        self._rules = RestartRules.of(config.supervision, config.run.seed)
-        self._budgets = [RestartBudget(self._rules, name) for name in self._names]
+        rules = RestartRules.of(config.supervision, config.run.seed)
+        self._budgets = [RestartBudget(rules, name) for name in self._names]
         self._errors: dict[int, str] = {}
         self._frozen_head_brought = False
         self.restarts = 0
@@ -235,21 +237,13 @@ class SdpoTeachers:
         return self._replacing[place]
 
     async def _replacement(self, place: int, dead: SpawnedActor) -> None:
-        loop, budget = asyncio.get_running_loop(), self._budgets[place]
-        error: Exception = dead.death.result() if dead.death else ActorDied(dead.name, "unknown")
+        died = dead.death.result() if dead.death else ActorDied(dead.name, "unknown")
         await self._host.stop(dead)
-        while (wait_s := budget.take(loop.time())) is not None:
-            await asyncio.sleep(wait_s)
-            try:
-                await self._bring(place, dead.name)
-            except Exception as failed:  # supervision boundary: tried again, or told
-                error = failed
-                if budget.hopeless(failed):
-                    raise self._given_up(dead, error, "it failed in the same way twice") from failed
-            else:
-                budget.served()
-                return
-        raise self._given_up(dead, error, self._rules.spent())
+        try:
+            await restart(self._budgets[place], died, partial(self._bring, place, dead.name))
+        except GivenUp as end:
+            self._record("actor_given_up", dead.name, str(end), **end.fields)
+            raise ActorDied(dead.name, str(end)) from end.__cause__
 
     async def _bring(self, place: int, name: str) -> None:
         """Start a teacher and bring it to where the others are; only then it serves."""
@@ -273,12 +267,6 @@ class SdpoTeachers:
                 while self._source is not None and not self._source.alive:
                     self._published.clear()
                     await self._published.wait()
-
-    def _given_up(self, dead: SpawnedActor, error: Exception, why: str) -> ActorDied:
-        cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
-        about = {"cause": cause, "class": classify(error).value}
-        self._record("actor_given_up", dead.name, f"{cause}; {why}", **about)
-        return ActorDied(dead.name, f"{cause}; {why}")
 
     async def _catch_up(self, teacher: SpawnedActor) -> str:
         """Bring a replacement to where the other teachers are; says how."""
