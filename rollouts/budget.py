@@ -94,7 +94,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Amounts charged or reserved under each limit of one request, and the run's `requests` so far."""
+    """Amounts charged or reserved under each limit of a request; `requests` sent by the run."""
 
     run: int
     teacher: int
@@ -139,7 +139,7 @@ class BudgetRules:
         return nano(self.assumed_usd)
 
     def check(self, teacher: str, taken: Taken, amount: int) -> None:
-        """Raise OverBudget if reserving `amount` would exceed a limit, OutOfRequests if none is left.
+        """Raise OverBudget if `amount` would exceed a limit, OutOfRequests if none is left.
 
         A zero amount always fits, even if an overrun has already exceeded a limit.
         """

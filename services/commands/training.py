@@ -28,10 +28,10 @@ from composer_mesh.services.checks.accepting import (
     startable,
 )
 from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
+from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
 from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.inspection.plan_table import print_plan
-from composer_mesh.services.store.schema import STORE_FILE
 
 
 def check(arguments: argparse.Namespace) -> int:

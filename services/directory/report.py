@@ -17,6 +17,7 @@ from rich.text import Text
 
 CHANNELS = ("policy", "sdpo", "replay")
 REPLAY_TOTALS = ("usd", "pairs", "states", "skipped", "cached", "expired", "saved_usd")
+STORE_FILE = "run.sqlite"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -16,10 +16,10 @@ from composer_mesh.services.directory.claim import RunDirectoryError, holds_a_ru
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
+    STORE_FILE,
     read_evaluations,
     read_metrics,
 )
-from composer_mesh.services.store.schema import STORE_FILE
 
 CONFIG_FILE = "config.toml"
 FILES_WITHOUT_STORE = ("traces/traces.jsonl", "pairs/pairs.jsonl", "late.sqlite")
@@ -40,8 +40,8 @@ def may_be_resumed(output: Path) -> bool:
 def refuse_unfit(output: Path, config: Config) -> list[Change]:
     """Return the config changes with which the run in a directory would be resumed.
 
-    Raises RunDirectoryError if there is no run or no store, if it has finished, or if its config was changed in
-    a way that is incompatible with its weights and stored data.
+    Raises RunDirectoryError if there is no run or no store, if the run has finished, or if its
+    config was changed in a way that is incompatible with its weights and stored data.
     """
     if not may_be_resumed(output):
         raise RunDirectoryError(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.traces import Trace, trace_to_json
+from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.offline.index import TraceFileError, TraceIndex
 from composer_mesh.services.store.group_files import FOLDER
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow
-from composer_mesh.services.store.schema import STORE_FILE
 
 
 @dataclass(frozen=True, slots=True)

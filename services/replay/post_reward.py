@@ -10,8 +10,9 @@ from pathlib import Path
 
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.load import load_config
+from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.rows import StoreMissing, Where
-from composer_mesh.services.store.schema import KIND, STORE_FILE
+from composer_mesh.services.store.schema import KIND
 
 
 class LateRewardError(Exception):

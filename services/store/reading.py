@@ -11,7 +11,7 @@ from typing import Any
 
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.group_files import read_group
 from composer_mesh.services.store.index import index_query
 from composer_mesh.services.store.rows import (
@@ -28,7 +28,7 @@ from composer_mesh.services.store.rows import (
     TraceRow,
     Where,
 )
-from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE, whole
+from composer_mesh.services.store.schema import COLUMNS, KIND, whole
 
 PAGE = 64
 REPAIR = "train --resume moves it to quarantine/, or says what cannot go on without it"

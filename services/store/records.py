@@ -12,8 +12,9 @@ from pathlib import Path
 from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json, pair_to_json
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.group_files import read_group, write_group
-from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE
+from composer_mesh.services.store.schema import COLUMNS, KIND
 
 UPSERT_GROUP = (
     "INSERT INTO groups (group_id, state, entered, finished_at, traces, bytes, crc) "

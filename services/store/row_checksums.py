@@ -13,9 +13,10 @@ from typing import Any
 
 from composer_mesh.actors.checkpoints.quarantine import FOLDER
 from composer_mesh.actors.sqlite_file import SqliteFile
+from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.schema import COLUMNS, KIND, STORE_FILE, whole
+from composer_mesh.services.store.schema import COLUMNS, KIND, whole
 
 WHY = "its checksum is that of another row"
 SCHEMA = "its tables are not those that were made"

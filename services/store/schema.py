@@ -7,8 +7,6 @@ names on disk are those of version 1 and do not change. `rows` defines the Pytho
 
 from composer_mesh.actors.sqlite_file import FileKind
 
-STORE_FILE = "run.sqlite"
-
 COLUMNS = {
     "groups": "group_id, state, entered, finished_at, trained, traces, bytes, crc, worded",
     "traces": "trace_id, group_id, sample, task, split, number, reward, success, turns, tokens, "

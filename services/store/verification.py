@@ -11,7 +11,7 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
-from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
+from composer_mesh.services.directory.report import METRICS_FILE, STORE_FILE, read_metrics
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
 from composer_mesh.services.store.reading import RunReader
@@ -19,7 +19,7 @@ from composer_mesh.services.store.records import index_row
 from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
 from composer_mesh.services.store.row_checksums import SCHEMA, WHY, damaged_rows, schema_is_whole
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
-from composer_mesh.services.store.schema import COLUMNS, STORE_FILE
+from composer_mesh.services.store.schema import COLUMNS
 
 GO_ON = "train --resume moves it to quarantine/ and goes on without it"
 AGAIN = "train --resume moves it to quarantine/ and samples the group again"

@@ -28,6 +28,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller, Ports
+from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
 from composer_mesh.services.run.resume_loader import (
     Past,
@@ -42,7 +43,7 @@ from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
-from composer_mesh.services.store.schema import KIND, STORE_FILE
+from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.writing import RunStore
 
 STEPS, PROMPTS, EVERY = 4, 2, 3
