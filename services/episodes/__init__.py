@@ -1,1 +1,1 @@
-"""Rollouts: one episode played against its ports, and again where that fails."""
+"""Rollouts: runs episodes against their ports, with retries."""

@@ -1,6 +1,6 @@
-"""The environments of a run as the controller's port: a pool session for each rollout's attempt.
+"""Implements the controller's environment port: one pool session per rollout attempt.
 
-What a session does is the task's business, and what becomes of a rollout that loses one `retries`'.
+The task implements what a session does; `retries` handles a rollout whose session is lost.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from composer_mesh.services.service import Service
 
 
 class MeshEnvironments:
-    """Environment actors; a session lives on the one with the fewest, and dies with it."""
+    """Environment actors; a session is placed on the least loaded replica and is lost with it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -22,7 +22,7 @@ class MeshEnvironments:
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        """Open a session. Waits for a replica, also for one that is being made ready."""
+        """Open a session. Waits for a replica, including one that is still starting."""
         session = self._service.session(session_id)
         session.open()
         self._sessions[session_id] = session
@@ -35,13 +35,13 @@ class MeshEnvironments:
         return result
 
     async def finish(self, session_id: str) -> list[Message]:
-        """End a session; returns its whole conversation."""
+        """End a session; return its complete conversation."""
         messages: list[Message] = await self._sessions[session_id].finish(session_id)
         self._sessions.pop(session_id).close()
         return messages
 
     def abandon(self, session_id: str) -> None:
-        """Let go of a session that failed. Its actor is told, where there is one; nobody waits."""
+        """Drop a failed session; notify its actor in the background, if it is still serving."""
         if (session := self._sessions.pop(session_id, None)) is None:
             return
         home = session.replica

@@ -1,9 +1,9 @@
-"""How requests reach the generators: each on its own, or in closed batches.
+"""Sends generation requests to the generators: individually, or in closed batches.
 
-Pooled requests go out as they come, to the least busy generator. In lockstep every episode under
-way takes its turn at the same time, so batches, and with them every bit of the run, repeat. What a
-generator was asked when it died, another is asked again, with the same seeds; only what shares its
-batch is then different.
+Pooled requests are sent as they arrive, to the least busy generator. In lockstep all episodes take
+their turns together, so batches, and with them every bit of the run, are reproducible. Requests of
+a generator that died are sent to another one with the same seeds; only the composition of their
+batch then differs.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Waiting = tuple[GenerationRequest, asyncio.Future[GenerationResult]]
 
 
 class PooledGeneration:
-    """Requests as they come."""
+    """Sends each request as it arrives."""
 
     def __init__(self, generators: Service) -> None:
         self._generators = generators
@@ -40,7 +40,7 @@ class LockstepGeneration:
         self._rounds: set[asyncio.Task[None]] = set()
 
     def episode(self) -> AbstractContextManager[None]:
-        """Counts from this call on, not only from entering it."""
+        """Announce an episode; it counts from this call on, not only from entering the context."""
         self._live += 1
         return self._counted()
 
@@ -86,7 +86,8 @@ class LockstepGeneration:
     async def _results(
         self, index: int, requests: list[GenerationRequest]
     ) -> list[GenerationResult]:
-        """From the share's own replica, or from any where that one is gone or failed."""
+        """Return results from the share's own replica, or from any other where that one is gone or
+        failed."""
         results: list[GenerationResult]
         try:
             results = await self._generators.on(index, "generate_many", requests)

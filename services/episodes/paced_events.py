@@ -1,6 +1,6 @@
-"""Events that may come in a heap: at most one of a kind in a while, which tells of the others.
+"""Rate-limits events: at most one of a kind per interval, with a count of those suppressed.
 
-What is counted exactly is in the metrics; this only keeps a burst from filling the screen.
+Exact counts are in the metrics; this only keeps a burst of events from flooding the screen.
 """
 
 import time
@@ -14,7 +14,7 @@ INTERVAL_S = 1.0
 
 
 class PacedEvents:
-    """Stands before a recorder, as one. Belongs to one thread."""
+    """A rate-limiting recorder in front of another one. Not thread-safe."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class PacedEvents:
         self._held: Counter[str] = Counter()
 
     def __call__(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
-        """Record an event, or hold it back where one of its kind was recorded just now."""
+        """Record an event, or suppress and count it where one of its kind was recorded just now."""
         now = self._clock()
         if now - self._last.get(kind, -self._interval_s) < self._interval_s:
             self._held[kind] += 1
@@ -38,7 +38,7 @@ class PacedEvents:
         self._record(kind, actor, told, **fields)
 
     def flush(self) -> None:
-        """Tell of what was held back."""
+        """Record the counts of suppressed events."""
         for kind, held in self._held.items():
             self._record(kind, "", f"{held} more")
         self._held.clear()

@@ -1,12 +1,12 @@
-"""Rollouts that fail are run again; those that fail in the same way again are set aside.
+"""Retries failed rollouts; episodes that fail repeatedly in the same way are quarantined.
 
-    attempt fails --> again, with a fresh environment, up to `rollout_retries`
+    attempt fails --> retried, with a fresh environment, up to `rollout_retries`
                       the same error of its episode `poison_after` times, or a lost process in each
-                      attempt: the episode is set aside for the run
+                      attempt: the episode is quarantined for the run
                       anything else until the end: the sample is given up
 
-A sample that is given up is left out of its group, and never becomes a reward. How an attempt is
-made is `rollout`; which failures are equal is decided here, and counted in `rollouts.poison`.
+A sample that is given up is left out of its group, and never becomes a reward. `rollout` makes an
+attempt; which failures are equal is decided here, and counted in `rollouts.poison`.
 """
 
 import traceback
@@ -26,7 +26,7 @@ from composer_mesh.services.episodes.paced_events import PacedEvents
 from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed, SessionLost
 
 LOST = "lost process"
-"""The key of a failure by which an actor was gone, or silent, while it had an attempt's call."""
+"""Key of a failure in which an actor died or was unresponsive during one of the attempt's calls."""
 
 LONGEST_TRACEBACK = 8_000
 
@@ -34,7 +34,7 @@ Attempt = Callable[[str], Awaitable[Trace]]
 
 
 class RolloutsFail(MeshError):
-    """Too few rollouts are left to go on with."""
+    """Too few rollouts succeed to continue the run."""
 
     def __init__(self, what: str, last: str) -> None:
         super().__init__(what, last)
@@ -50,7 +50,7 @@ class RolloutsFail(MeshError):
 
 
 class Retries:
-    """All of a run's retries. `keep` makes an episode that is set aside durable."""
+    """All retries of a run. `keep` persists a quarantined episode."""
 
     def __init__(
         self,
@@ -68,42 +68,44 @@ class Retries:
         self._deadly = 0
 
     def know(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
-        """Know an earlier process of the run: what it set aside, and its last step's groups."""
+        """Restore an earlier process's quarantined episodes and its last step's group sizes."""
         episodes = [one["episode"] for one in poisoned]
         self._set_aside |= {(episode["split"], episode["index"]) for episode in episodes}
         if sizes:
             self._shortage.step(sizes, wanted)
 
     def trial(self, episode: Episode) -> "EpisodeTrial":
-        """The attempts of an episode's samples, which speak for or against it together."""
+        """Return a trial that counts the failures of an episode over all its samples."""
         return EpisodeTrial(self, episode)
 
     def is_set_aside(self, episode: Episode) -> bool:
-        """Whether nobody is to be asked about this episode any more."""
+        """Whether this episode is quarantined."""
         return (episode.split, episode.index) in self._set_aside
 
     def key_of(self, error: Exception, session: str) -> str | None:
-        """What makes a failure equal to another one; None where the attempt only stood by.
+        """Return the key that groups equal failures; None where the attempt is not the cause.
 
-        That of a lost process changes with each episode that was set aside for such losses: they
-        are then explained, and speak no more against those that only were there.
+        The key of a lost process changes with each episode that is quarantined for such losses:
+        earlier losses are then explained, and no longer count against the attempts that were merely
+        present.
         """
         key = key_of(error, session)
         return self.lost_key if key == LOST else key
 
     @property
     def lost_key(self) -> str:
-        """The key of what is lost with a process now."""
+        """The current key of lost-process failures."""
         return f"{LOST} {self._deadly}"
 
     def figures(self) -> dict[str, int]:
-        """Attempts made again, samples given up and episodes set aside since the last call."""
+        """Return counts of retries, given-up samples and quarantined episodes since the last
+        call."""
         self._events.flush()
         counts, self._counts = self._counts, Counter()
         return {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}
 
     def check_step(self, step: int, sizes: list[int], wanted: int) -> None:
-        """Raise `RolloutsFail` where most groups of two steps running lack most rollouts."""
+        """Raise `RolloutsFail` where most groups of two steps in a row lack most rollouts."""
         if self._shortage.step(sizes, wanted):
             short = short_groups(sizes, wanted)
             raise RolloutsFail(
@@ -113,13 +115,13 @@ class Retries:
             )
 
     def check_evaluation(self, step: int, measured: int, asked: int) -> None:
-        """Raise `RolloutsFail` where an evaluation has nothing to measure."""
+        """Raise `RolloutsFail` where an evaluation has no episode to measure."""
         if not measured:
             what = f"none of {asked} held-out episodes could be run after step {step}"
             raise RolloutsFail(what, self._last)
 
     def failed(self, trial: "EpisodeTrial", setback: "Setback") -> None:
-        """Decide about a failed attempt: the episode is set aside, or the sample goes on."""
+        """Handle a failed attempt: quarantine the episode, give up the sample, or retry it."""
         self._last = told(setback.error)
         if self.is_set_aside(trial.episode):
             return
@@ -151,10 +153,10 @@ class Retries:
 
 @dataclass(frozen=True)
 class Setback:
-    """One failed attempt at a sample, which has had so many `failures`.
+    """One failed attempt at a sample, which has had `failures` failures so far.
 
-    `times` is how often it came in this way: to the sample where a process was lost by it, and
-    otherwise to any sample of the episode.
+    `times` counts failures of this kind: of the sample where a process was lost by it, and
+    otherwise of any sample of the episode.
     """
 
     name: str
@@ -165,7 +167,7 @@ class Setback:
 
     @property
     def deadly(self) -> bool:
-        """Whether a process was lost by it."""
+        """Whether a process was lost in the attempt."""
         return is_loss(self.key)
 
 
@@ -178,14 +180,14 @@ class EpisodeTrial:
 
     @property
     def attempts(self) -> int:
-        """Attempts that failed."""
+        """Number of failed attempts."""
         return self._trial.attempts
 
     async def sample(self, name: str, attempt: Attempt) -> Trace | None:
-        """A sample's trace, or None where it, or its episode, was given up.
+        """Return a sample's trace, or None where it, or its episode, was given up.
 
-        Each attempt gets a session name of its own. One that only stood by while its environment
-        died counts for nothing. Waits for the last attempt.
+        Each attempt gets a session name of its own. An attempt whose environment died between its
+        calls does not count. Waits for the last attempt.
         """
         own: Counter[str] = Counter()
         for number in count(1):
@@ -195,7 +197,7 @@ class EpisodeTrial:
             try:
                 return await attempt(session)
             except (ServiceClosed, NoReplicaLeft):
-                raise  # there is nothing left to try it with
+                raise  # no replica is left to retry with
             except Exception as error:  # noqa: BLE001  supervision boundary
                 key = self._retries.key_of(error, session)
                 self._retries.failed(self, self._setback(name, error, key, began, own))
@@ -204,7 +206,7 @@ class EpisodeTrial:
     def _setback(
         self, name: str, error: Exception, key: str | None, began: int, own: Counter[str]
     ) -> Setback:
-        """A failure of a sample, counted with its `own` before it and with its episode's."""
+        """Count a sample's failure, with its `own` earlier ones and with its episode's."""
         if key is not None:
             own[key] += 1
         shared = self._trial.failed(began, None if is_loss(key) else key)
@@ -212,7 +214,7 @@ class EpisodeTrial:
         return Setback(name, error, key, times, self._failures(own))
 
     def _failures(self, own: Counter[str]) -> int:
-        """A sample's failures, without those that were explained by another episode."""
+        """Count a sample's failures, without those that were attributed to another episode."""
         lost_key = self._retries.lost_key
         return sum(n for key, n in own.items() if key == lost_key or not is_loss(key))
 
@@ -221,20 +223,20 @@ class EpisodeTrial:
 
 
 def session_name(name: str, attempt: int) -> str:
-    """The name of an attempt's session: the rollout's own, then with `.2`, `.3`, …"""
+    """Return the name of an attempt's session: the rollout's own, then with `.2`, `.3`, …"""
     return name if attempt == 1 else f"{name}.{attempt}"
 
 
 def is_loss(key: str | None) -> bool:
-    """Whether this is the key of a failure by which a process was lost, at whatever time."""
+    """Whether this is the key of a lost-process failure, current or earlier."""
     return key is not None and key.startswith(LOST)
 
 
 def key_of(error: Exception, session: str) -> str | None:
-    """What makes a failure equal to another one; None where the attempt only stood by.
+    """Return the key that groups equal failures; None where the attempt is not the cause.
 
-    A session that is lost between two calls is nobody's fault. One that is lost with a call under
-    way may have been the cause, whatever the process was called.
+    A session lost between two calls is not the attempt's fault. One lost during a call may have
+    been caused by it, whatever process was called.
     """
     if isinstance(error, SessionLost) and error.__cause__ is None:
         return None
@@ -244,13 +246,13 @@ def key_of(error: Exception, session: str) -> str | None:
 
 
 def told(error: Exception) -> str:
-    """An error in one line, for an event."""
+    """Return an error in one line, for an event."""
     if isinstance(error, SessionLost):
-        return f"{error.replica} died: {error.reason}"  # what to do about it is done
+        return f"{error.replica} died: {error.reason}"  # the loss is already handled
     return cause_of(error)
 
 
 def actor_of(error: Exception) -> str:
-    """The actor that an error of the mesh names, empty where it names none."""
+    """Return the actor that a mesh error names, empty where it names none."""
     name = getattr(error, "replica", None) or getattr(error, "actor", None)
     return name if isinstance(name, str) else ""

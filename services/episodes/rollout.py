@@ -1,7 +1,7 @@
-"""One episode: the policy acts, the environment answers, a trace is left.
+"""Runs one episode: the policy acts, the environment replies, and a trace is returned.
 
-The conversation grows by token ids. Which episodes run when is the controller's business, and what
-becomes of an attempt that fails that of `retries`.
+The conversation grows by token ids. The controller schedules episodes; `retries` handles failed
+attempts.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from composer_mesh.services.steps.ports import Environments, Generation
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an episode is sampled."""
+    """Sampling parameters of an episode."""
 
     temperature: float
     max_new_tokens: int
@@ -52,7 +52,7 @@ class Sampling:
 
 @dataclass
 class _Growing:
-    """A trace in the making."""
+    """A trace under construction."""
 
     turns: list[Turn] = field(default_factory=list)
     sites: list[ErrorSite] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _Growing:
 
 @dataclass(frozen=True)
 class Sample:
-    """One rollout of an episode: its place in its group, and how it is sampled."""
+    """One rollout of an episode: its index in its group, and its sampling parameters."""
 
     episode: Episode
     group_id: int
@@ -90,7 +90,8 @@ class Sample:
 
     @property
     def trace_id(self) -> str:
-        """The same in every attempt, and so are the names and seeds of its requests."""
+        """Identifies the rollout in every attempt; the names and seeds of its requests derive from
+        it."""
         return f"{self.episode.split}-{self.group_id:06d}-{self.sample:03d}"
 
 
@@ -110,9 +111,9 @@ class Rollouts:
     def start(
         self, episode: Episode, group_id: int, size: int, sampling: Sampling
     ) -> list[asyncio.Task[Trace | None]]:
-        """Begin `size` samples of an episode; every one is announced before any of them runs.
+        """Start `size` samples of an episode; all of them are announced before any of them runs.
 
-        A sample that is given up, by itself or with its episode, ends with None.
+        A sample that is given up, by itself or with its episode, returns None.
         """
         announced = [self._generation.episode() for _ in range(size)]
         trial = self.retries.trial(episode)
@@ -130,7 +131,7 @@ class Rollouts:
             return await trial.sample(sample.trace_id, partial(self.run, sample))
 
     async def run(self, sample: Sample, session: str) -> Trace:
-        """One attempt at a sample, in an environment session of its own. Waits for its last turn.
+        """Run one attempt at a sample, in its own environment session. Waits for its last turn.
 
         An episode whose context is full ends there without success.
         """
@@ -171,7 +172,7 @@ class Rollouts:
 
 
 class PromptTooLong(ValueError):
-    """An episode's first prompt leaves no room for a turn."""
+    """An episode's first prompt leaves no context for a turn."""
 
     failure_class = "data"
 
@@ -186,7 +187,7 @@ def _check_room(trace_id: str, prompt: int, sampling: Sampling) -> None:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for one named draw of a run."""
+    """Return a 63-bit seed for one named draw of a run."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
 

@@ -1,1 +1,1 @@
-"""Channel 3 in a run: asking, refining, and what comes late."""
+"""Channel 3 (teacher replay) in a run: teacher queries, pair refinement and late rewards."""

@@ -1,9 +1,9 @@
-"""Rewards that are posted after their rollouts were trained on: they correct what was learned.
+"""Late rewards, posted after their rollouts were trained on, are applied as corrections.
 
-A late reward replaces the rollout's own. Its group's advantages are computed again, and each
-rollout whose advantage has changed is trained once more with the difference, which is what the
-first pass lacked. The loss corrects for the policy's age as it does for any old rollout. A reward
-that comes before its group is trained just takes the place of the first one.
+A late reward replaces the rollout's own. Its group's advantages are recomputed, and each rollout
+whose advantage has changed is trained once more on the difference, which the first pass lacked. The
+loss corrects for the policy's age as it does for any old rollout. A reward that arrives before its
+group is trained just replaces the first one.
 """
 
 import dataclasses
@@ -24,27 +24,28 @@ SMALLEST_CHANGE = 1e-6
 
 @dataclass
 class Corrections:
-    """What late rewards add to a step. `rewards` are those that hold from it on, by trace.
+    """What late rewards add to a step. `rewards` are those that hold from this step on, by trace.
 
-    `settled` says what becomes of posted rewards in it, which is true once the step is planned.
+    `settled` is the new state of each posted reward, which takes effect once the step is planned.
     """
 
     samples: list[PolicySample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """`rewards` used, rewards that are `expired`."""
+    """`rewards` used, and rewards that are `expired`."""
     rewards: dict[str, float] = field(default_factory=dict)
     settled: list[tuple[LateReward, ItemState]] = field(default_factory=list)
 
     def use(self, rewards: Sequence[LateReward]) -> None:
-        """Note rewards that this step takes; the last one for a rollout counts."""
+        """Record rewards that this step uses; the last one for a rollout wins."""
         self.rewards |= {reward.trace_id: reward.reward for reward in rewards}
         self.settled += [(reward, ItemState.TRAINED) for reward in rewards]
 
 
 class LateRewards:
-    """Remembers trained groups for `max_age` steps. `report` is told of rewards without a use.
+    """Applies late rewards; remembers trained groups for `max_age` steps.
 
-    `waiting` tells the posted rewards that no step has settled, in the order of their posting.
+    `waiting` returns the posted rewards that no step has settled, in posting order. `report` is
+    called for rewards that expire unused.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class LateRewards:
 
     @property
     def patience(self) -> dict[int, int]:
-        """The step at which each reward was first seen that belongs to no rollout known here."""
+        """The step at which each reward was first seen whose rollout is not remembered here."""
         return dict(self._patience)
 
     def corrections(self, step: int) -> Corrections:
-        """The samples that posted rewards add to this step."""
+        """Return the samples that posted rewards add to this step."""
         self._forget(step)
         found, waiting = Corrections(), self._waiting()
         places = {reward.place for reward in waiting}
@@ -82,14 +83,15 @@ class LateRewards:
         return found
 
     def on_time(self, groups: Sequence[Sequence[Trace]], found: Corrections) -> Groups:
-        """The groups with the rewards that came before they are trained, noted in `found`."""
+        """Return the groups with the rewards that arrived before training, recording them in
+        `found`."""
         here = {trace.trace_id for group in groups for trace in group}
         posted = [reward for reward in self._waiting() if reward.trace_id in here]
         found.use(posted)
         return rewarded(groups, found.rewards)
 
     def remember(self, step: int, groups: Groups) -> None:
-        """These groups are trained in this step."""
+        """Register the groups that are trained in this step."""
         self._trained[step] = groups
 
     def repeat(
@@ -99,14 +101,15 @@ class LateRewards:
         rewards: Mapping[str, float],
         patience: Mapping[int, int],
     ) -> None:
-        """Know a step of before a restart: its groups, the rewards it used, who waited then."""
+        """Restore a step from before a restart: its groups, the rewards it used, and its
+        `patience`."""
         self._forget(step)
         for past in self._trained:
             self._trained[past] = rewarded(self._trained[past], rewards)
         self._trained[step], self._patience = groups, dict(patience)
 
     def trace(self, trace_id: str) -> Trace | None:
-        """A remembered rollout."""
+        """Return a remembered rollout, or None."""
         found = (t for groups in self._trained.values() for t in _flat(groups))
         return next((trace for trace in found if trace.trace_id == trace_id), None)
 
@@ -131,7 +134,7 @@ class LateRewards:
         ]
 
     def _step_of(self, trace_id: str) -> int | None:
-        """The step that trained a rollout, None where none is remembered."""
+        """Return the step that trained a rollout, None where it is not remembered."""
         for step, groups in self._trained.items():
             if any(trace.trace_id == trace_id for group in groups for trace in group):
                 return step
@@ -147,7 +150,7 @@ class LateRewards:
 
 
 def rewarded(groups: Sequence[Sequence[Trace]], late: Mapping[str, float]) -> Groups:
-    """The groups with these rewards, by trace, in place of their own."""
+    """Return the groups with the rewards in `late`, keyed by trace, in place of their own."""
     return [
         [dataclasses.replace(t, reward=late.get(t.trace_id, t.reward)) for t in group]
         for group in groups

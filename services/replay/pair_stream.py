@@ -1,11 +1,10 @@
-"""Channel 3 beside the steps: groups go in as they finish, pairs come out at each step.
+"""Channel 3, concurrent with the steps: finished groups go in, pairs come out at each step.
 
-    begin(group) -> choose states, ask teachers -> filters -> reference -> store -> take(step)
+    begin(group) -> choose states, query teachers -> filters -> reference -> store -> take(step)
 
-Everything happens in the order of the groups' ids, whoever finishes or answers first, and group by
-group: what is novel, what is a duplicate and what a sum of dollars is, is then the same in each
-repetition, offline, and after a restart. `take` waits for the step's own groups, or, where pairs
-may be late, for nothing.
+Everything happens in order of group ids, whichever group finishes or is answered first: novelty,
+duplicates and sums of dollars are then the same in every repetition, offline, and after a restart.
+`take` waits for the step's own groups, or, where pairs may be late, does not wait.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ from composer_mesh.services.replay.teacher_query_record import (
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 HEAP = 2
-"""A step trains at most this many times the pairs that it could have made itself."""
+"""A step trains at most this many times the number of pairs that it could have produced itself."""
 
 NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
 
 
 class PairStore(Protocol):
-    """Where pairs wait for a step, on disk when a call returns."""
+    """Stores pairs until a step takes them; durable when a call returns."""
 
     async def add_teacher_queries(
         self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
@@ -47,11 +46,11 @@ class PairStore(Protocol):
 
 @dataclass
 class Taken:
-    """What one step gets: pairs to train, and what asking came to since the step before.
+    """Pairs for one step to train on, and the replay outcome since the previous step.
 
     `expired` pairs came too late to train, `waiting` ones are left for the next step. `saved_usd`
     estimates what the skipped states would have cost. The first `asked` groups of the run are
-    accounted for, in this step or before.
+    accounted for, in this step or earlier.
     """
 
     pairs: list[PreferencePair]
@@ -65,7 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Asking:
-    """A group that teachers are asked about."""
+    """A group with teacher queries in flight."""
 
     group_id: int
     situations: list[str]
@@ -73,7 +72,10 @@ class _Asking:
 
 
 class PairStream:
-    """Belongs to one event loop and one run. `waiting` counts the pairs that no step has taken."""
+    """The pair pipeline of one run, on one event loop.
+
+    `waiting` returns the number of stored pairs that no step has taken.
+    """
 
     def __init__(
         self,
@@ -96,10 +98,10 @@ class PairStream:
         self._states, self._usd = 0, 0.0
 
     def restore(self, asked: Iterable[TeacherQueryRecord], taken: int) -> int:
-        """Know what an earlier process of the run asked about; returns the first group it did not.
+        """Restore the queries of an earlier process of the run; return the first group not queried.
 
-        Groups come in the order of their ids. The first `taken` were accounted for in a step; from
-        the first one that is missing on, groups are asked about again.
+        Groups come in order of their ids. The first `taken` groups were accounted for in a step;
+        from the first missing group on, groups are queried again.
         """
         for group in asked:
             if group.group_id != self._next:
@@ -113,16 +115,16 @@ class PairStream:
         return self._next
 
     def begin(self, group: Sequence[Trace]) -> None:
-        """Ask about a finished group as soon as all groups before it are finished too."""
+        """Query teachers about a finished group once all groups before it are finished too."""
         self._enter(group[0].group_id, group)
 
     def skip(self, group_id: int) -> None:
-        """A group without rollouts has nothing to ask about, and holds up none after it."""
+        """Register a group without rollouts, so that the groups after it do not wait for it."""
         self._enter(group_id, [])
 
     def _enter(self, group_id: int, group: Sequence[Trace]) -> None:
         if group_id < self._next:
-            return  # an earlier process of the run has asked about it
+            return  # an earlier process of the run has queried about it
         self._finished[group_id] = group
         while self._next in self._finished:
             following = self._finished.pop(self._next)
@@ -136,14 +138,15 @@ class PairStream:
             self._worker = asyncio.create_task(self._work())
 
     async def take(self, step: int) -> Taken:
-        """The step's pairs. Waits for those of its own groups, or for nothing where late.
+        """Return the step's pairs. Waits for those of its own groups, unless pairs may be late.
 
-        What it returns is taken once the step is planned.
+        The returned pairs count as taken once the step is planned.
         """
         while self._waits and self._refined < (step + 1) * self._prompts:
             await self._refine()
         self._raise_failure()
-        # Late pairs may come in a heap: the rest of it waits, so that no step is all pairs.
+        # Late pairs may arrive in a burst: the excess waits, so that no step consists of pairs
+        # only.
         limit = HEAP * self._config.states_per_step
         since, asked, usd, states = self._since, self._refined, self._usd, self._states
         self._since = ReplayOutcome()
@@ -153,9 +156,9 @@ class PairStream:
         return Taken(pairs, since, expired, waiting, usd, saved, asked)
 
     async def drain(self) -> ReplayOutcome:
-        """Wait for all that is asked; returns what it came to since the last step took.
+        """Wait for all queries in flight; return their outcome since the last step.
 
-        The pairs are kept, but no step is left to train them.
+        The pairs are stored, but no step is left to train them.
         """
         self._draining = True
         self._begun.set()
@@ -167,7 +170,7 @@ class PairStream:
         return since
 
     async def close(self) -> None:
-        """Ask nothing more; what is under way is cancelled."""
+        """Stop querying; what is in flight is cancelled."""
         worker = [self._worker] if self._worker is not None else []
         await cancel_and_wait([*worker, *(asking.answers for asking in self._asking)])
 
@@ -179,7 +182,7 @@ class PairStream:
                 await self._refine()
 
     async def _refine(self) -> None:
-        """Make the oldest group's pairs ready for a step. Calls must not overlap."""
+        """Turn the oldest group's answers into stored pairs. Calls must not overlap."""
         asking = self._asking[0]
         replay_outcome = await asyncio.shield(asking.answers)
         refined = await self._refining.refine(replay_outcome.pairs)

@@ -1,7 +1,4 @@
-"""What a run's third channel is made of: the pair stream and the late rewards, from its config.
-
-Only puts parts together; each says itself what it does.
-"""
+"""Factories that build a run's pair stream and late rewards from its config."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +24,7 @@ def make_pair_stream(
     store: PairStore,
     waiting: Callable[[], int],
 ) -> PairStream:
-    """The channel of a run whose teachers are asked by `teachers`; `waiting` counts its pairs."""
+    """Build the pair stream over the port `teachers`; `waiting` counts the pairs not yet taken."""
     prompts, seed = config.schedule.prompts_per_step, config.run.seed
     encode = partial(pair_samples, chat=chat, max_context=config.policy.max_context)
     refining = Refining(PairFilters(config.replay.filters), encode, reference)
@@ -41,7 +38,7 @@ def make_late_rewards(
     advantages: Advantages,
     report: Callable[[str], None],
 ) -> LateRewards | None:
-    """The reader of posted rewards, None where the run takes none."""
+    """Build the reader of posted rewards; None where late rewards are off."""
     if not config.late_rewards.on:
         return None
     return LateRewards(waiting, advantages, config.late_rewards.max_age, report)

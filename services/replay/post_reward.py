@@ -1,6 +1,6 @@
-"""Posting a reward to a run from outside of it, while it goes on or while it rests.
+"""Posts a reward to a run from another process, while the run is running or stopped.
 
-What the run makes of it is `late_rewards`. Loads no torch: it is a command of its own.
+The run applies it in `late_rewards`. Does not import torch, because it is a CLI command.
 """
 
 import math
@@ -16,14 +16,13 @@ from composer_mesh.services.store.schema import KIND
 
 
 class LateRewardError(Exception):
-    """A reward that cannot be posted: why, and what to do instead."""
+    """A reward cannot be posted; the message says why, and what to do instead."""
 
 
 def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> None:
     """Post a reward for a rollout of a run; raises LateRewardError where the run takes none.
 
-    Durable when it returns; the run reads it before its next step. The last one for a rollout
-    counts.
+    Durable when it returns; the run reads it before its next step. The last one for a rollout wins.
     """
     if not math.isfinite(reward):
         raise LateRewardError(f"the reward is {reward} but must be finite: post a number")
@@ -48,7 +47,7 @@ def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> No
 
 
 def _stored(run: Path, trace_id: str) -> bool:
-    # Loads NumPy, which no other command has to wait for.
+    # Imported here because it loads NumPy, which no other command should wait for.
     from composer_mesh.services.store.reading import RunReader
 
     try:

@@ -1,6 +1,6 @@
-"""Between a decision and training: quality filters, then the reference's log-probs, once a pair.
+"""Refines pairs before training: quality filters, then reference log-probs, once per pair.
 
-Stateful, because duplicates are found across calls: pairs come in the order of their groups.
+Stateful, because duplicates are found across calls: pairs must come in the order of their groups.
 """
 
 import asyncio
@@ -14,35 +14,38 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.services.steps.ports import Reference
 
 TOO_LONG = "too_long"
-"""The filter that nobody configures: pairs that the policy's context cannot hold."""
+"""Name of the built-in filter for pairs that exceed the policy's context."""
 
 Encode = Callable[[Sequence[PreferencePair]], list[PairSample]]
 
 
 @dataclass
 class Refined:
-    """The pairs that are fit for training, and how many each filter dropped."""
+    """Pairs that are fit for training, and how many each filter dropped."""
 
     pairs: list[PreferencePair]
     dropped: Counter[str]
 
 
 class Refining:
-    """Filters and scores pairs; `reference` is None where the loss has none.
+    """Filters and scores pairs; `reference` is None where the loss needs none.
 
-    `encode` makes ids of pairs and leaves out those that are too long.
+    `encode` tokenizes pairs and leaves out those that are too long.
     """
 
     def __init__(self, filters: PairFilters, encode: Encode, reference: Reference | None) -> None:
         self._filters, self._encode, self._reference = filters, encode, reference
 
     def remember(self, candidates: Sequence[PreferencePair]) -> None:
-        """Let the filters know pairs that an earlier process gave them, in the same order."""
+        """Replay to the filters the pairs that an earlier process passed to them, in the same
+        order."""
         self._filters.keep(candidates)
 
     async def refine(self, pairs: Sequence[PreferencePair]) -> Refined:
-        """Waits for the reference. Calls must not overlap: filters remember in order."""
-        # Near-duplicates take CPU time that the event loop, which serves every rollout, lacks.
+        """Filter and score pairs. Waits for the reference. Calls must not overlap: filters are
+        stateful."""
+        # In a thread: near-duplicate detection is CPU-bound, and the event loop serves every
+        # rollout.
         filtered = await asyncio.to_thread(self._filters.keep, pairs)
         dropped = Counter(filtered.dropped)
         samples = self._encode(filtered.kept)

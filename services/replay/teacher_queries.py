@@ -1,7 +1,7 @@
-"""The replay channel's round trip: states of finished groups go out, teachers' decisions come back.
+"""Queries teachers about states of finished groups and collects their decisions.
 
-Choosing states and counting votes are pure rules elsewhere; this file asks and collects. When a
-group is asked about, and when its pairs train, is `pair_stream`'s business.
+Choosing states and counting votes are pure rules elsewhere; `pair_stream` decides when a group is
+queried and when its pairs are trained on.
 """
 
 import random
@@ -20,7 +20,7 @@ from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 
 class Replay:
-    """Asks about `states_per_step` states for each step's worth of groups."""
+    """Queries teachers about `states_per_step` states for each step's worth of groups."""
 
     def __init__(
         self, teachers: Teachers, config: ReplayConfig, prompts_per_step: int, seed: int
@@ -30,14 +30,14 @@ class Replay:
         self._novelty = Novelty()
 
     async def ask(self, group: Sequence[Trace]) -> ReplayOutcome:
-        """Choose a group's states and ask about them."""
+        """Choose a group's states and query teachers about them."""
         return await self.ask_about(self.choose(group))
 
     def choose(self, group: Sequence[Trace]) -> Selection:
-        """The group's states that are worth an answer.
+        """Select the group's states that are worth a query.
 
-        What was chosen before makes a state less novel, so the order of the calls matters: callers
-        go by `group_id`.
+        Earlier selections make a state less novel, so the order of calls matters: callers must go
+        by `group_id`.
         """
         group_id = group[0].group_id
         rng = random.Random(f"{self._seed}:replay:{group_id}")
@@ -47,11 +47,11 @@ class Replay:
         return selection
 
     def know(self, situations: Iterable[str]) -> None:
-        """Count states that an earlier process of the run asked about, for what is novel."""
+        """Register states that an earlier process of the run queried, for the novelty count."""
         self._novelty.know(situations)
 
     async def ask_about(self, selection: Selection) -> ReplayOutcome:
-        """The decisions about some states. Waits for the teachers, at most their timeout."""
+        """Return the decisions about some states. Waits for the teachers, at most their timeout."""
         replay_outcome = ReplayOutcome(skipped=selection.skipped, saved=selection.saved)
         if selection.states:
             for one in await together(*(self._decide(state) for state in selection.states)):
@@ -59,7 +59,7 @@ class Replay:
         return replay_outcome
 
     def _share(self, group_id: int) -> int:
-        """The group's part of `states_per_step`; the parts of a step add up to it."""
+        """Return the group's share of `states_per_step`; the shares of a step add up to it."""
         place, total = group_id % self._prompts, self._config.states_per_step
         return total * (place + 1) // self._prompts - total * place // self._prompts
 
@@ -69,7 +69,7 @@ class Replay:
 
 
 def decided(state: StudentState, replies: Sequence[TeacherReply], threshold: int) -> ReplayOutcome:
-    """What the replies about one state came to."""
+    """Return the outcome of the replies about one state."""
     decision = decide(state, replies, threshold)
     answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
     failures = [reply for reply in replies if not isinstance(reply, TeacherAnswer)]

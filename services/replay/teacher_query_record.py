@@ -1,8 +1,8 @@
-"""What asking about one group came to, as it is stored: for figures, novelty and duplicates.
+"""Stored record of the teacher queries about one group: counts, novelty and filter candidates.
 
-A run that goes on reads these rows in the order of their groups, and so knows what it had asked
-about and which pairs its filters have seen. Pairs that were kept have rows of their own, and are
-named here; those that a filter dropped are here alone.
+On resume these rows are read in group order, which restores the states that were queried and the
+pairs that the filters have seen. Pairs that passed have rows of their own and are referenced by id;
+pairs that a filter dropped are stored only here.
 """
 
 import json
@@ -17,7 +17,7 @@ from composer_mesh.services.steps.step_manifest import figures_of, replay_outcom
 
 @dataclass(frozen=True, slots=True)
 class TeacherQueryRecord:
-    """One group: the situations of its states, what was counted, and its candidates in order."""
+    """One group: the situations of its states, the counts, and its candidate pairs in order."""
 
     group_id: int
     situations: list[str]
@@ -26,7 +26,7 @@ class TeacherQueryRecord:
 
 
 def query_record_to_json(asked: TeacherQueryRecord, kept: Sequence[PreferencePair]) -> bytes:
-    """A row's body; `kept` are the candidates that are stored as pairs beside it."""
+    """Serialize a record; `kept` are the candidates that have pair rows of their own."""
     named = {pair.pair_id for pair in kept}
     candidates: list[Any] = [
         pair.pair_id if pair.pair_id in named else json.loads(pair_to_json(pair))
@@ -43,7 +43,7 @@ def query_record_to_json(asked: TeacherQueryRecord, kept: Sequence[PreferencePai
 def query_record_from_json(
     group_id: int, body: bytes, pairs: Mapping[str, PreferencePair]
 ) -> TeacherQueryRecord:
-    """What `query_record_to_json` wrote, with the stored pairs that it names."""
+    """Read what `query_record_to_json` wrote, resolving the stored pairs that it references."""
     found = json.loads(body)
     candidates = [
         pairs[one] if isinstance(one, str) else pair_from_json(json.dumps(one))

@@ -1,6 +1,6 @@
-"""What a run's config says about its teachers, as the settings of the panels that ask them.
+"""Teacher panel settings, built from a run's config, with the paths of its ledger and answer cache.
 
-Also where their ledger and their answers are kept. Nothing is asked or opened here.
+Opens no files but the ledger id, and sends no queries.
 """
 
 import secrets
@@ -22,15 +22,16 @@ from composer_mesh.rollouts.task_choice import make_task
 LEDGER_FILE = "teachers.sqlite"
 CACHE_FILE = "answers.sqlite"
 RUN_ID_FILE = "ledger-id"
-"""What a run is called in a ledger that others share; it stays when the run is resumed."""
+"""File with the run's id in a ledger shared between runs; unchanged on resume."""
 
 
 def panel_settings(
     config: Config, expert_url: str, run: Path, tools: Sequence[dict[str, Any]] | None = None
 ) -> PanelSettings:
-    """How the run in the directory `run` asks its teachers; its own are served at `expert_url`.
+    """Return the panel settings of the run in directory `run`; its own teachers are at
+    `expert_url`.
 
-    `tools` are those of the run's task, which is made for them where they are not given.
+    `tools` defaults to those of the run's task, which is then built to get them.
     """
     replay = config.replay
     own = frozenset(teacher.name for teacher in replay.teachers if teacher.kind == "builtin")
@@ -51,7 +52,7 @@ def panel_settings(
 
 
 def budget_rules(replay: ReplayConfig) -> BudgetRules:
-    """The ceilings of a run."""
+    """Return the budget limits of a run."""
     budget = replay.budget
     return BudgetRules(
         usd=budget.usd,
@@ -80,7 +81,7 @@ def _endpoint(teacher: TeacherConfig, expert_url: str) -> TeacherEndpoint:
 
 
 def _prices(teacher: TeacherConfig) -> Prices | None:
-    """None where the config does not say what tokens cost."""
+    """Return a teacher's prices, None where the config does not give them."""
     if not teacher.has_prices:
         return None
     return Prices.per_million(
@@ -91,7 +92,7 @@ def _prices(teacher: TeacherConfig) -> Prices | None:
 
 
 def _routing(teacher: TeacherConfig) -> dict[str, Any] | None:
-    """OpenRouter's `provider` object; None for every other kind."""
+    """Return OpenRouter's `provider` object; None for every other kind."""
     if teacher.kind != "openrouter":
         return None
     wanted = teacher.openrouter or OpenRouterConfig()
@@ -110,7 +111,7 @@ def _routing(teacher: TeacherConfig) -> dict[str, Any] | None:
 
 
 def _ledger_name(name: str, run: Path) -> str:
-    """The run's name with an id of its directory, made once."""
+    """Return the run's name with an id of its directory, which is created once."""
     file = run / RUN_ID_FILE
     if not file.exists():
         run.mkdir(parents=True, exist_ok=True)

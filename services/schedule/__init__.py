@@ -1,1 +1,1 @@
-"""What the controller schedules with: groups under way, steps composed of them, when it stops."""
+"""The controller's scheduling: rollout groups, step building, weight sync and stopping."""

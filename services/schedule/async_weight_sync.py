@@ -1,10 +1,10 @@
-"""Weights on their way beside the steps: one sync at a time, and what the loop waited for it.
+"""Weight syncs that run concurrently with training steps: one at a time, with their wait times.
 
     loop    train | collect ..... may train? | train ............ | finish? | train
     sync           hold | copy ----> | pulls of all ----> served |           hold | copy ...
 
-The order of a run is the controller's, what a sync does is its port's. A sync that fails ends the
-work that it runs beside with its own failure.
+The controller decides the order of a run; the `WeightSync` port does the transfer. A sync that
+fails ends the work that it runs concurrently with, raising its own failure there.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class AsyncWeightSync:
-    """The syncs of one run. `served` is told of a version that came to be served beside a step."""
+    """Run the weight syncs of one run. `served` is called with each version served by a background
+    sync."""
 
     def __init__(self, weights: WeightSync, served: Callable[[int], None]) -> None:
         self._weights, self._served = weights, served
@@ -29,7 +30,7 @@ class AsyncWeightSync:
         self._waited_s = self._took_s = 0.0
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Work that has syncs beside it, and that ends with the failure of one, at once.
+        """Run `work` with syncs in the background; raise a sync's failure at once if one fails.
 
         However it ends, no sync is under way afterwards.
         """
@@ -46,13 +47,13 @@ class AsyncWeightSync:
             await cancel_and_wait([self._task] if self._task else [])
 
     async def begin(self) -> None:
-        """Let the newest version be served beside what follows. Waits for the sync before it."""
+        """Start a background sync of the newest version. Waits for the previous sync first."""
         await self.finish()
         self._may_train = asyncio.Event()
         self._task = asyncio.create_task(self._beside(self._may_train))
 
     async def now(self) -> int:
-        """Let the newest version be served, and wait for it; returns it."""
+        """Sync the newest version, wait until it is served, and return it."""
         await self.finish()
         began = _now()
         version = await self._weights.sync()
@@ -62,18 +63,18 @@ class AsyncWeightSync:
         return version
 
     async def on_snapshot(self) -> None:
-        """Wait until the next step may be trained beside the sync that is under way, if one is."""
+        """Wait until the running sync, if any, has its snapshot: the next step may then train."""
         if self._task is not None:
             await self._wait(self._may_train.wait())
 
     async def finish(self) -> None:
-        """Wait for the sync that is under way, if one is; raises its failure."""
+        """Wait for the running sync, if any, to finish; raises its failure."""
         if self._task is not None:
             await self._wait(self._task)
             self._task = None
 
     def metrics(self) -> dict[str, float | None]:
-        """What came of the syncs that have ended since the last call."""
+        """Return the metrics of the syncs that ended since the last call."""
         found = sync_metrics(self._waited_s, self._took_s)
         self._waited_s = self._took_s = 0.0
         return found
@@ -92,7 +93,7 @@ class AsyncWeightSync:
             on_snapshot.set()
 
     async def _wait(self, until: Awaitable[Any]) -> None:
-        """Wait for something of the sync under way, or for its failure, and count the time."""
+        """Wait for `until` or for the running sync's failure, and count the time waited."""
         assert self._task is not None
         began = _now()
         try:

@@ -1,9 +1,9 @@
-"""Groups of rollouts on their way: begun in the order of entry, stored as they finish.
+"""Rollout groups in flight: started in order of entry, stored as they finish.
 
-    enter -> samples -> stored -> teachers asked beside it -> words for its hints, stored -> collect
+    enter -> samples -> stored -> teachers queried concurrently -> hint texts stored -> collect
 
-A group that an earlier process of the run has stored is taken as it is. How far ahead groups may
-enter is the window's business, and what is made of them the controller's.
+A group that an earlier process of the run has stored is reused unmodified. How far ahead groups may
+enter is decided by the rollout window, what they are used for by the controller.
 """
 
 import asyncio
@@ -26,7 +26,10 @@ Sampled = asyncio.Task[Trace | None]
 
 
 class Groups:
-    """Belongs to one event loop. `replay` and `hints` are None where their channel is off."""
+    """The rollout groups of one run, on one event loop.
+
+    `replay` and `hints` are None where their channel is off.
+    """
 
     def __init__(
         self,
@@ -41,13 +44,15 @@ class Groups:
         self._config, self._task, self._rollouts, self._store = config, task, rollouts, store
         self._replay, self._hints, self._stored = replay, hints, dict(stored)
         self.running: deque[asyncio.Task[Group]] = deque()
-        """Those that entered and were not collected, in the order of entry."""
+        """Groups that entered and are not collected yet, in order of entry."""
         self._samples: set[Sampled] = set()
 
     def enter(self, group_ids: Sequence[int], version: int) -> None:
-        """Begin groups while a version is served; those that are stored are not sampled again."""
+        """Start groups while `version` is served; groups that are already stored are not sampled
+        again."""
         stored = {group_id: self._stored.pop(group_id, None) for group_id in group_ids}
-        # Batches of a synchronous run are closed: one group that is missing needs all the others.
+        # A synchronous run batches closed sets of requests: one missing group needs all the others
+        # resampled.
         again = self._config.schedule.max_lag == 0 and None in stored.values()
         for group_id, before in stored.items():
             self._store.enter(group_id, version)
@@ -58,31 +63,32 @@ class Groups:
             self.running.append(asyncio.create_task(group))
 
     async def collect(self, count: int) -> list[Group]:
-        """The next groups in the order of entry. Waits for the slowest of them."""
+        """Return the next groups in order of entry. Waits for the slowest of them."""
         groups = [await self.running[place] for place in range(count)]
         for _ in groups:
             self.running.popleft()
         return groups
 
     async def evaluate(self, episodes: int) -> list[Trace]:
-        """Held-out episodes, those that could be run. Waits for every one."""
+        """Run held-out episodes; return the traces of those that could be run. Waits for all of
+        them."""
         sampling = Sampling.evaluation(self._config)
         indices = range(episodes)
         started = [task for index in indices for task in self._start("heldout", index, sampling)]
         return await gather_or_cancel(started)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel every group and sample under way."""
         under_way: list[asyncio.Task[Any]] = [*self.running, *self._samples]
         await cancel_and_wait(under_way)
 
     async def _finish(
         self, group_id: int, samples: list[Sampled] | None, before: StoredGroup
     ) -> Group:
-        """Waits for a group's samples, stores them, and asks the hint writer.
+        """Wait for a group's samples, store them, and query the hint writer.
 
-        Teachers are asked from here on, but nobody waits for them here. A group may have come with
-        fewer samples, or none.
+        Teacher queries start here but are not awaited here. A group may have fewer samples than
+        requested, or none.
         """
         traces = before.traces
         if samples is not None:
@@ -97,7 +103,7 @@ class Groups:
         return Group(group_id, traces, await self._words_for(group_id, traces))
 
     async def _words_for(self, group_id: int, traces: Sequence[Trace]) -> WordedHints:
-        """The hint writer's words for a group, stored. Waits for the writer."""
+        """Return the hint writer's texts for a group, after storing them. Waits for the writer."""
         if self._hints is None or not traces:
             return WordedHints()
         worded = await self._hints.ask(traces)
@@ -115,9 +121,9 @@ class Groups:
 
 
 async def gather_or_cancel(tasks: list[Sampled]) -> list[Trace]:
-    """The traces in order, without those that were given up.
+    """Return the traces in order, without samples that were given up.
 
-    When a sample fails for good or the waiting ends, the others are cancelled.
+    When a sample fails permanently or the wait is cancelled, the others are cancelled.
     """
     try:
         return [trace for trace in await asyncio.gather(*tasks) if trace is not None]

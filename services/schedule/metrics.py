@@ -1,7 +1,4 @@
-"""The metrics of one optimizer step, from what was trained and how long it took.
-
-Pure; which step it is and where it is written are the controller's and the store's business.
-"""
+"""Metrics of one optimizer step: counts, means and durations. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +17,7 @@ def step_metrics(
     corrections: Corrections,
     trained: dict[str, Any],
 ) -> dict[str, Any]:
-    """Counts and means over a step. Lags are in policy versions, money in US dollars."""
+    """Return the counts and means of a step. Lags are in policy versions, money in US dollars."""
     lags = [
         batch.step - version
         for trace in traces
@@ -51,7 +48,7 @@ def step_metrics(
 
 
 def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
-    """What the teachers did since the step before, and what became of their pairs.
+    """Return the teachers' metrics since the previous step and the outcomes of their pairs.
 
     Dollars are what was charged; `saved_usd` is an estimate. Ages are in policy versions.
     """
@@ -77,7 +74,8 @@ def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
 
 
 def sync_metrics(waited_s: float, took_s: float) -> dict[str, float | None]:
-    """What the loop waited for weights, how long their syncs took, and the share that was hidden.
+    """Return the loop's wait for weights, the duration of the syncs, and the share that was
+    overlapped.
 
     The share is None where no sync has ended.
     """
@@ -97,7 +95,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _flat_groups(traces: Sequence[Trace]) -> int:
-    """Groups whose rewards are all equal; they teach the policy channel nothing."""
+    """Count the groups whose rewards are all equal; they have no policy gradient."""
     rewards: dict[int, set[float]] = {}
     for trace in traces:
         rewards.setdefault(trace.group_id, set()).add(trace.reward)

@@ -1,6 +1,6 @@
-"""What a run already has when its controller begins; one that starts has nothing of it.
+"""State recovered on resume; empty for a new run.
 
-Plain values: how they are read from a run directory is `resume_loader`.
+Plain values; `resume_loader` reads them from a run directory.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from composer_mesh.services.steps.recomputation_check import Trained
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A finished group; `worded` is None where nobody was asked for words."""
+    """A finished group; `worded` is None where no hint texts were requested."""
 
     traces: list[Trace]
     worded: WordedHints | None = None
@@ -23,11 +23,11 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The first `steps` steps are done, and their version is what the trainer has.
+    """Progress recovered on resume: `steps` steps are done, and the trainer has their version.
 
-    `past` are those of them that came after the checkpoint, to be trained once more; `planned` is
-    the step after them where it was written down and not trained to its end. In `groups` are those
-    that no step has taken.
+    `past` are the done steps after the checkpoint, which are recomputed; `planned` is the next step
+    where its manifest was written but its training did not finish. `groups` are the stored groups
+    that no step has used.
     """
 
     steps: int = 0

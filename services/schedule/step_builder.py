@@ -1,10 +1,10 @@
-"""What a step trains on: composed once, noted as a recipe, and made again from that recipe.
+"""Builds the batch of a step, writes its manifest, and rebuilds the same batch from the manifest.
 
-    stored groups, pairs, late rewards  -- compose -->  Composed + recipe
-    stored groups, pairs,     recipe    -- again ---->  the same Composed
+    stored groups, pairs, late rewards  -- compose -->  PlannedStep + manifest
+    stored groups, pairs, manifest      -- again ---->  the same PlannedStep
 
-Nothing here waits, asks or writes. What a recipe holds is `manifests`; when it is written, and what
-is trained from it, is the controller's business.
+Pure: no I/O and no waiting. The content of a manifest is defined in `step_manifest`; the controller
+decides when it is written and what is trained from it.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ Traces = list[list[Trace]]
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's samples, stored, with what the hint writer said about them."""
+    """One prompt's stored samples, with the hint writer's texts for them."""
 
     group_id: int
     traces: list[Trace]
@@ -41,7 +41,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step before it is trained: its batch, and what its metrics tell beside it."""
+    """A step before it is trained: its batch, and the other inputs of its metrics."""
 
     batch: StepBatch
     traces: list[Trace]
@@ -50,16 +50,16 @@ class PlannedStep:
     figures: Mapping[str, int] = field(default_factory=dict)
 
     def metrics(self, trained: dict[str, Any]) -> dict[str, Any]:
-        """The step's metrics, but for what its durations tell."""
+        """Return the step's metrics, except its durations."""
         found = step_metrics(self.batch, self.traces, self.taken, self.corrections, trained)
         return found | dict(self.figures)
 
 
 @dataclass(frozen=True)
 class StepBuilder:
-    """Makes steps of groups. `late` is None where no late rewards are taken.
+    """Builds steps from groups. `late` is None where late rewards are off.
 
-    Steps come in their order, because late rewards correct those before.
+    Steps must be built in order, because late rewards correct earlier steps.
     """
 
     batcher: Batcher
@@ -68,7 +68,7 @@ class StepBuilder:
     def compose(
         self, step: int, groups: Sequence[Group], taken: Taken | None, figures: Mapping[str, int]
     ) -> tuple[PlannedStep, StepManifest]:
-        """A step of what is there now, and its recipe."""
+        """Build a step from what is available now; return it with its manifest."""
         by_prompt, corrections = self._with_rewards(step, [group.traces for group in groups])
         pairs = taken.pairs if taken else []
         batch = self.batcher.batch(step, by_prompt, pairs, sum_worded(groups), corrections.samples)
@@ -88,7 +88,7 @@ class StepBuilder:
     def again(
         self, manifest: StepManifest, groups: Sequence[Group], pairs: Sequence[PreferencePair]
     ) -> PlannedStep:
-        """The same step from its recipe, once those before it are known or made again."""
+        """Rebuild a step from its manifest, once the steps before it were rebuilt or remembered."""
         by_prompt = rewarded([group.traces for group in groups], manifest.rewards)
         samples = [
             policy_sample(self._trace(name), change) for name, change in manifest.corrections
@@ -101,7 +101,7 @@ class StepBuilder:
         return PlannedStep(batch, _flat(by_prompt), taken, corrections, manifest.figures)
 
     def remember(self, manifest: StepManifest, groups: Sequence[Group]) -> None:
-        """Know a step that is not trained again, for the late rewards of those that are."""
+        """Register a step that is not recomputed, so that its late rewards can be applied."""
         if self.late is not None:
             by_prompt = rewarded([group.traces for group in groups], manifest.rewards)
             self.late.repeat(manifest.step, by_prompt, manifest.rewards, manifest.patience)
@@ -128,7 +128,7 @@ class StepBuilder:
 
 
 def sum_worded(groups: Sequence[Group]) -> WordedHints:
-    """The words of all groups."""
+    """Merge the hint texts of all groups."""
     total = WordedHints()
     for group in groups:
         total += group.worded

@@ -1,12 +1,12 @@
-"""How a run is ended before its time: at once, or when a checkpoint is on the disk.
+"""Stopping a run early: immediately, or after writing a checkpoint.
 
-    asked      what only waits, for rollouts or an evaluation, is left
+    stop       waits for rollouts or an evaluation are abandoned
                a step that is being trained is finished
-               its checkpoint is written, then the run is taken down in order
-    asked now  everything is left where it is
+               its checkpoint is written, then the run is shut down in order
+    stop now   everything is abandoned
 
-A run that has not begun to train, or half a run, has nothing to finish and ends at once. What a
-signal asks for is done within a bounded time; SIGINT, or a second signal, ends the run at once.
+A run that has not started to train, or a partial run, has nothing to finish and ends at once. What
+a signal requests is done within a bounded time; SIGINT, or a second signal, ends the run at once.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 T = TypeVar("T")
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit status of a run that was asked to stop, by SIGTERM or by a command."""
+"""Exit status of a run stopped by SIGTERM or by a command."""
 GRACE_S = 60.0
-"""Longest time from SIGTERM to the moment at which no checkpoint is waited for any more."""
+"""Longest time from SIGTERM until the run stops waiting for a checkpoint."""
 ECHO_S = 2.0
-"""SIGTERM again within this time is the same wish: a batch system may tell several processes, which
-hand it on."""
+"""A repeated SIGTERM within this time is ignored: a batch system may signal several processes,
+which forward it."""
 TAKE_DOWN_S = 30.0
-"""Of the time that Slurm gives, what taking the run down may need."""
+"""Part of Slurm's grace period that is reserved for shutting the run down."""
 
 
 class StopAsked(Exception):
-    """Somebody wants the run to stop, and what was waited for need not be there."""
+    """Raised where work is abandoned because the run was asked to stop."""
 
 
 def grace_s(config: Config) -> float:
-    """Seconds that a checkpoint may take after SIGTERM, where the run is."""
+    """Return the seconds that a checkpoint may take after SIGTERM on this kind of cluster."""
     if config.cluster.kind != "slurm":
         return GRACE_S
     given = config.cluster.slurm.grace_s
@@ -43,9 +43,9 @@ def grace_s(config: Config) -> float:
 
 
 class Stopping:
-    """The wish that one run should stop, from whoever has it to whoever heeds it.
+    """A request to stop one run, shared by those that make it and those that honour it.
 
-    While it is `heeded` there is somebody who finishes what is under way.
+    While `heeded` is set, a training loop will finish what is under way before it stops.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Stopping:
         return self._asked.is_set()
 
     def over(self, work: asyncio.Future[Any]) -> None:
-        """Know what to cancel where nobody heeds the wish."""
+        """Set the task that is cancelled where no training loop honours the request."""
         self._work = work
 
     def ask(self, now: bool = False) -> bool:
-        """Let the run stop; whether a checkpoint is written before."""
+        """Request a stop; return whether a checkpoint will be written first."""
         if self.heeded and not now and not self.ended:
             self._asked.set()
             return True
@@ -73,19 +73,19 @@ class Stopping:
         return False
 
     def left(self) -> None:
-        """What was under way is finished; who asks from now on changes nothing."""
+        """Mark the work as finished: later requests change nothing."""
         self.ended = True
 
     def check(self) -> None:
-        """Raise `StopAsked` where somebody has asked."""
+        """Raise `StopAsked` if a stop was requested."""
         if self.asked:
             raise StopAsked
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for something that may be left undone; raises `StopAsked` when it is.
+        """Wait for work that may be abandoned; raises `StopAsked` when a stop is requested first.
 
-        It goes on until `close`: rollouts that are sampled together must not lose one of them, or
-        the others would have other last digits than without the stop.
+        Abandoned work keeps running until `close`: rollouts that are sampled together must not lose
+        one of them, or the others would differ in their last digits from a run without the stop.
         """
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
@@ -99,16 +99,16 @@ class Stopping:
                 self._left.append(task)
 
     async def close(self) -> None:
-        """End what was left undone."""
+        """Cancel the abandoned work."""
         await cancel_and_wait(self._left)
 
 
 async def until_interrupted(
     work: Coroutine[Any, Any, int], stopping: Stopping | None = None, patience_s: float = GRACE_S
 ) -> int:
-    """Run to the end, or until SIGINT or SIGTERM; then let everything be taken down in order.
+    """Run to the end, or until SIGINT or SIGTERM, then shut down in order; return the exit status.
 
-    Taking down needs a bounded time, so further signals do not disturb it.
+    Shutting down takes a bounded time, so further signals do not interrupt it.
     """
     wish, received, echo_until = stopping or Stopping(), list[int](), 0.0
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()

@@ -1,1 +1,1 @@
-"""What a step is made of, and what the controller needs from the world to make it."""
+"""The inputs of a training step, and the ports through which the controller gets them."""

@@ -1,4 +1,4 @@
-"""From a step's groups of finished rollouts to one advantage for each, as the config says.
+"""Advantages of a step's groups of finished rollouts, as configured: one scalar per rollout.
 
 The functions are in `losses.advantages`; groups may be of unequal size, where a rollout failed.
 
@@ -44,7 +44,7 @@ BuiltIn = (
 
 
 def make_advantages(config: configs.AdvantageConfig) -> Advantages:
-    """The configured function of a step's groups; loads a custom one now."""
+    """Return the configured advantage function; a custom one is imported now."""
     if isinstance(config, configs.CustomAdvantage):
         function = load_function(config.import_path)
         check_signature(function, config.import_path, config.kwargs)
@@ -60,7 +60,7 @@ def make_advantages(config: configs.AdvantageConfig) -> Advantages:
 
 
 def shown_rollout(trace: Trace) -> Mapping[str, Any]:
-    """What a custom advantage function may know of a rollout; `reward` is PRIME-RL's key."""
+    """Return what a custom advantage function may read of a rollout; `reward` is PRIME-RL's key."""
     return {
         "reward": trace.reward,
         "trace_id": trace.trace_id,
@@ -113,7 +113,7 @@ def _length_terms(
 def _whitened(
     config: configs.ReinforcePlusPlusAdvantage, rewards: Tensor, present: Tensor, groups: Groups
 ) -> Tensor:
-    """REINFORCE++ without discount: each token of a rollout has the same advantage [P, G]."""
+    """Return REINFORCE++ advantages without discount: one value per rollout [P, G]."""
     mask = _token_mask(groups, rewards.shape)
     if config.baseline:
         return reinforce_plus_plus_baseline_advantages(rewards, mask, present=present)[..., 0]
@@ -121,7 +121,8 @@ def _whitened(
 
 
 def _token_mask(groups: Groups, shape: torch.Size) -> Tensor:
-    """True at as many places [P, G, T] as a rollout has sampled tokens."""
+    """Return a mask [P, G, T] that is True for as many positions as each rollout has sampled
+    tokens."""
     counts = torch.zeros(shape, dtype=torch.long)
     for row, group in enumerate(groups):
         for column, trace in enumerate(group):
@@ -131,7 +132,7 @@ def _token_mask(groups: Groups, shape: torch.Size) -> Tensor:
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
-    """Numbers [P, G] of unequal groups' rollouts, and where there is one."""
+    """Pad the values of unequal groups to [P, G]; return them with a mask of those present."""
     widest = max((len(row) for row in rows), default=0)
     values = torch.zeros(len(rows), widest)
     present = torch.zeros(len(rows), widest, dtype=torch.bool)

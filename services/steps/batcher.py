@@ -1,6 +1,6 @@
-"""From finished groups to one step's batch: advantages, hinted views, pairs.
+"""Builds one step's batch from finished groups: advantages, hinted views, pairs.
 
-Pure; the order of everything in a batch depends on its groups alone.
+Pure; the order of everything in a batch depends only on its groups.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from composer_mesh.services.steps.hint_writing import WordedHints, verified_answ
 
 @dataclass(frozen=True)
 class Batcher:
-    """Packs the three channels into steps."""
+    """Packs the samples of the three loss channels into steps."""
 
     config: Config
     task: Task
@@ -42,9 +42,9 @@ class Batcher:
         worded: WordedHints | None = None,
         corrections: Sequence[PolicySample] = (),
     ) -> StepBatch:
-        """The batch of a step, with a writer's words for its hints where there is one.
+        """Return the batch of a step, with the hint writer's texts where there are any.
 
-        A channel that is off gets nothing. `corrections` are samples of earlier steps' rollouts.
+        A channel that is off gets no samples. `corrections` are samples of earlier steps' rollouts.
         """
         samples = [*self._samples(groups), *corrections]
         packed = pair_samples(pairs, self.chat, self.config.policy.max_context)
@@ -54,7 +54,8 @@ class Batcher:
         return StepBatch(step, samples, sites.views, packed, sites.counts)
 
     def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
-        # Sample by sample over the groups, so that each prompt has its share of the views.
+        # Iterates sample by sample over the groups, so that each prompt gets its share of the
+        # views.
         spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
         sites = hinted_sites(
             spread,

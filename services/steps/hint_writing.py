@@ -1,7 +1,7 @@
-"""The hint writer's round trip: error sites of finished groups go out, words come back.
+"""Requests hint texts from the hint writer for the error sites of finished groups.
 
-Which sites deserve words is decided by the same rules that a batch follows, so nothing is asked
-that a better source would cover. Asking itself is the writer actor's; ids are the batcher's.
+Sites are selected by the same rules that the batch uses, so no text is requested where a better
+hint source would be used. The writer actor sends the requests; the batcher builds token ids.
 """
 
 import json
@@ -25,7 +25,7 @@ MOST_REASONS = 8
 
 @dataclass
 class WordedHints:
-    """What asking about some groups came to."""
+    """Texts of the hint writer for some groups, with the requests sent and their cost."""
 
     written: dict[Place, Written] = field(default_factory=dict)
     requests: int = 0
@@ -39,23 +39,23 @@ class WordedHints:
 
 
 def worded_to_json(worded: WordedHints) -> bytes:
-    """What is stored of a group's words; numbers come back bit for bit."""
+    """Serialize a group's hint texts as JSON; numbers round-trip bit for bit."""
     written = [[*place, words.text, words.wording] for place, words in worded.written.items()]
     body = {"written": written, "requests": worded.requests, "usd": worded.usd}
     return json.dumps(body, allow_nan=False).encode()
 
 
 def worded_from_json(body: bytes) -> WordedHints:
-    """What `worded_to_json` wrote."""
+    """Read what `worded_to_json` wrote."""
     found = json.loads(body)
     written = {(trace, turn): Written(*words) for trace, turn, *words in found["written"]}
     return WordedHints(written, found["requests"], found["usd"])
 
 
 class HintWriting:
-    """Asks for words about each group's share of `max_sites_per_step`.
+    """Requests hint texts for each group's share of `max_sites_per_step`.
 
-    `report` is told why the template had to stand in.
+    `report` is called with the reason where the template was used in place of the writer.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HintWriting:
         self._sources = hint_sources(chat, answer_of, config.sdpo.hints, {})
 
     async def ask(self, group: Sequence[Trace]) -> WordedHints:
-        """Words for one group's hints. Waits for the writer, at most its timeout."""
+        """Return the hint texts of one group. Waits for the writer, at most its timeout."""
         asked = self._requests(group)
         replies = await self._writer.write(list(asked.values())) if asked else []
         found = WordedHints()
@@ -84,13 +84,13 @@ class HintWriting:
         return found
 
     def _tell(self, reason: str) -> None:
-        """Report why a hint got no words: each reason once, and not without end."""
+        """Report why a hint got no text: each reason once, at most `MOST_REASONS` in all."""
         if reason and reason not in self._reported and len(self._reported) < MOST_REASONS:
             self._reported.add(reason)
             self._report(reason)
 
     def _requests(self, group: Sequence[Trace]) -> Mapping[Place, HintRequest]:
-        """The questions about the turns whose best hint is the error source's."""
+        """Return the requests for the turns whose best hint comes from the error source."""
         places = rounds(group, lambda trace: self._sources.turns(trace, group))
         asked: dict[Place, HintRequest] = {}
         for trace, turn in islice(places, self._share(group[0].group_id)):
@@ -103,14 +103,14 @@ class HintWriting:
         return asked
 
     def _share(self, group_id: int) -> int:
-        """The group's part of `max_sites_per_step`; the parts of a step add up to it."""
+        """Return the group's share of `max_sites_per_step`; the shares of a step add up to it."""
         place = group_id % self._prompts
         parts = (self._limit * (place + 1) // self._prompts, self._limit * place // self._prompts)
         return parts[0] - parts[1]
 
 
 def verified_answer(task: Task, trace: Trace) -> str:
-    """The answer that no hint for this rollout may hold."""
+    """Return the verified answer, which no hint for this rollout may contain."""
     return task.answer(task.episode(trace.split, trace.index))
 
 

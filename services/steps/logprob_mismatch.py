@@ -1,6 +1,6 @@
-"""Watches the differences that the trainer measures, and raises the alarm where they are too large.
+"""Monitors the trainer-generator log-prob mismatch and raises an alarm where it is too large.
 
-Judges one step at a time from its metrics. Stopping is the controller's, measuring the trainer's.
+Judges one step at a time from its metrics. The trainer measures; the controller stops the run.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ REPAIR = (
 
 
 class LogprobMismatchTooLarge(MeshError):
-    """Trainer and generators give the same tokens too different log-probs."""
+    """Log-probs of trainer and generators differ too much for the same tokens."""
 
     def __init__(self, step: int, what: str, value: float, key: str, bound: float) -> None:
         super().__init__(step, what, value, key, bound)
@@ -32,7 +32,7 @@ class LogprobMismatchTooLarge(MeshError):
 
 @dataclass(frozen=True)
 class _Rule:
-    """A metric, what it is in words, and the key of its bound."""
+    """A metric, its description, and the config key of its bound."""
 
     metric: str
     what: str
@@ -47,16 +47,17 @@ RULES = (
 
 
 class LogprobMismatchMonitor:
-    """The alarms of a run: an event, or an error that ends it. Steps come in their order."""
+    """Alarms of a run: an event, or an error that ends it. Steps must be judged in order."""
 
     def __init__(self, config: LogprobMismatchConfig, record: Recorder) -> None:
         self._config, self._record = config, record
         self._quiet_until, self._untold = 0, 0
 
     def judge(self, metrics: Mapping[str, Any]) -> LogprobMismatchTooLarge | None:
-        """Record an alarm where a step has one; returns it where it shall end the run.
+        """Record an alarm if the step has one; return it if it must end the run.
 
-        In the cool-down after an event further alarms are counted, and told by the next one.
+        During the cool-down after an event, further alarms are counted and reported with the next
+        event.
         """
         alarm = self._alarm(metrics)
         if alarm is None:

@@ -1,7 +1,4 @@
-"""What the controller needs from the world, as protocols: fakes and actors both fit.
-
-No behaviour here. Real ports call actors, tests pass hand-written ones.
-"""
+"""The controller's ports, as protocols that actors and test fakes implement. No behaviour."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +17,7 @@ MayTrain = Callable[[], None]
 
 
 class Generation(Protocol):
-    """Samples tokens. An episode announces itself first, so that batches can be closed."""
+    """Samples tokens. An episode is announced before it runs, so that batches can be closed."""
 
     def episode(self) -> AbstractContextManager[None]: ...
 
@@ -28,7 +25,7 @@ class Generation(Protocol):
 
 
 class Environments(Protocol):
-    """Steps episodes, each in a session that is begun, and then finished or abandoned."""
+    """Steps episodes, each in a session that is started, and then finished or abandoned."""
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]: ...
 
@@ -40,31 +37,34 @@ class Environments(Protocol):
 
 
 class Teachers(Protocol):
-    """Asks external teachers."""
+    """Queries external teachers."""
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
 
 
 class Reference(Protocol):
-    """The frozen initial policy: summed log-probs of both answers of each pair, in their order."""
+    """The frozen initial policy.
+
+    Returns the summed log-probs of both answers of each pair, in order.
+    """
 
     async def score(self, samples: Sequence[PairSample]) -> list[tuple[float, float]]: ...
 
 
 class HintWriter(Protocol):
-    """Words hints; one reply for each request, in their order, and none of them is an error."""
+    """Writes hint texts: one reply per request, in order; no failed request raises."""
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]: ...
 
 
 class Training(Protocol):
-    """Makes version v+1 out of a batch; returns the step's metrics."""
+    """Trains version v+1 on a batch; returns the step's metrics."""
 
     async def train(self, batch: StepBatch) -> dict[str, Any]: ...
 
 
 class WeightSync(Protocol):
-    """Brings the trainer's newest version to everyone who serves it; returns that version.
+    """Transfers the trainer's newest version to every process that serves it; returns that version.
 
     `on_snapshot` is called once the version is copied: the next step may then be trained while the
     weights are still being transferred. Without it, nothing is trained meanwhile.
@@ -74,9 +74,10 @@ class WeightSync(Protocol):
 
 
 class Store(Protocol):
-    """Keeps what a run produces before anything is made of it.
+    """Persists what a run produces before it is used.
 
-    What is awaited is on disk then; the rest is queued, and its failure ends the next awaited call.
+    Awaited calls return when the data is on disk; the others are queued, and a failure of theirs is
+    raised by the next awaited call.
     """
 
     def enter(self, group_id: int, version: int) -> None: ...
@@ -105,7 +106,7 @@ class Store(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told what happens, to show it."""
+    """Receives progress reports and displays them."""
 
     def update(self, step: Mapping[str, Any]) -> None: ...
 

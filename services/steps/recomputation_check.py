@@ -1,7 +1,4 @@
-"""Steps that are trained once more, and what is not the same then.
-
-Pure: who trains them, and when, is not known here.
-"""
+"""Compares the metrics of recomputed steps with those of their first run. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,32 +7,32 @@ from composer_mesh.rollouts.batches import StepBatch
 
 Metrics = dict[str, Any]
 COMPARED = ("loss/total", "policy/grad_norm")
-"""What tells whether a step that was trained again was trained as before."""
+"""Metrics that are compared between a step's first run and its recomputation."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A step since the checkpoint: what was trained, and what came of it."""
+    """A step trained since the checkpoint: its batch and its metrics."""
 
     batch: StepBatch
     metrics: Metrics
 
     @property
     def taught(self) -> bool:
-        """Whether teachers of the mesh had a part in it."""
+        """Whether SDPO teachers of the mesh contributed to the step."""
         return bool(self.batch.views) and not self.metrics.get("sdpo/lost_steps")
 
 
 @dataclass
 class Differences:
-    """What was not the same when steps were trained again."""
+    """Differences found between recomputed steps and their first run."""
 
     steps: int = 0
     untaught: int = 0
     largest: float = 0.0
 
     def note(self, past: Trained, again: Metrics) -> None:
-        """Compare a step with its first time."""
+        """Compare a recomputed step with its first run."""
         self.steps += 1
         self.untaught += past.taught and bool(again.get("sdpo/lost_steps"))
         for name in COMPARED:
@@ -44,7 +41,7 @@ class Differences:
                 self.largest = max(self.largest, abs(now - was) / max(abs(was), 1e-12))
 
     def __str__(self) -> str:
-        """How many steps there were, and how they differ, as a part of a sentence."""
+        """Return the number of steps and their largest difference, as a clause of a sentence."""
         steps = f"{self.steps} step{'s' * (self.steps != 1)} trained again"
         if self.untaught:
             return (

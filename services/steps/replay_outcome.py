@@ -1,4 +1,4 @@
-"""What asking teachers about a step's groups came to."""
+"""Outcome of querying the teachers about a step's groups."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from composer_mesh.rollouts.pairs import PreferencePair
 
 @dataclass
 class ReplayOutcome:
-    """What asking about some groups came to. Dollars are those of this time, cached answers free.
+    """Pairs and counts from querying teachers about some groups. Cached answers cost 0 dollars.
 
-    `skipped` states were not worth an answer, and `saved` of them had found room; `failures` counts
-    teachers that gave none, by kind.
+    `skipped` states were not worth a query, and `saved` of them would otherwise have fit into the
+    group's share; `failures` counts failed teacher queries by kind.
     """
 
     pairs: list[PreferencePair] = field(default_factory=list)

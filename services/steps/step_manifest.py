@@ -1,10 +1,10 @@
-"""What one optimizer step was made of, so that the same batch can be made again.
+"""The manifest of one optimizer step, from which the same batch can be rebuilt.
 
-    recipe  =  ids of groups and pairs, late rewards, figures       small: it is kept for every step
-    batch   =  recipe + stored traces + stored pairs + stored hints
+    manifest  =  ids of groups and pairs, late rewards, figures     small: stored for every step
+    batch     =  manifest + stored traces + stored pairs + stored hints
 
-A recipe is written before its step is trained, and holds all that the step's metrics tell and that
-its batch does not. How a batch is made of it is `step_builder`; where it is written, the store's.
+A manifest is written before its step is trained, and holds every input of the step's metrics that
+its batch does not. `step_builder` rebuilds the batch; the store writes the manifest.
 """
 
 import json
@@ -19,7 +19,7 @@ from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 
 class UnreadableManifest(ValueError):
-    """A stored recipe that is none."""
+    """Raised where a stored manifest cannot be read."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(step, reason)
@@ -33,9 +33,10 @@ class UnreadableManifest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TakenFigures:
-    """What a step's metrics tell of the teachers, its pairs aside.
+    """Inputs of a step's teacher metrics, except its pairs.
 
-    `asked` groups, counted from the first one of the run, have been accounted for up to here.
+    `asked` is the number of groups, from the start of the run, that are accounted for up to this
+    step.
     """
 
     replay_outcome: dict[str, Any]
@@ -48,11 +49,12 @@ class TakenFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepManifest:
-    """One step, before it is trained.
+    """Contents of one step, recorded before it is trained.
 
-    `rewards` came late and hold from this step on, by trace; `corrections` are the differences of
-    advantages that they make to rollouts of earlier steps. `patience` holds the step at which each
-    reward was seen that belongs to no known rollout. `figures` are those of the rollouts' retries.
+    `rewards` are late rewards by trace, which hold from this step on; `corrections` are the
+    resulting changes of the advantages of earlier steps' rollouts. `patience` holds, for each
+    reward whose rollout is unknown, the step at which it was first seen. `figures` are those of
+    rollout retries.
     """
 
     step: int
@@ -72,12 +74,12 @@ COUNTS = ("states", "skipped", "saved", "answers", "cached", "usd")
 
 
 def manifest_to_json(manifest: StepManifest) -> bytes:
-    """A recipe as JSON; numbers come back bit for bit."""
+    """Serialize a manifest as JSON; numbers round-trip bit for bit."""
     return json.dumps(_RECIPE.dump_python(manifest, mode="json"), allow_nan=False).encode()
 
 
 def manifest_from_json(step: int, body: bytes) -> StepManifest:
-    """The recipe of a step; raises UnreadableRecipe where the bytes are none."""
+    """Read the manifest of a step; raises UnreadableManifest where the bytes are invalid."""
     try:
         manifest = _RECIPE.validate_python(json.loads(body))
     except (ValueError, ValidationError) as error:
@@ -88,12 +90,12 @@ def manifest_from_json(step: int, body: bytes) -> StepManifest:
 
 
 def figures_of(replay_outcome: ReplayOutcome) -> dict[str, Any]:
-    """What was counted while teachers were asked, without the pairs, as plain values."""
+    """Return the counts of a replay outcome as plain values, without the pairs."""
     counters = {name: dict(getattr(replay_outcome, name)) for name in COUNTERS}
     return {name: getattr(replay_outcome, name) for name in COUNTS} | counters
 
 
 def replay_outcome_of(figures: Mapping[str, Any]) -> ReplayOutcome:
-    """The same counts again, without pairs."""
+    """Rebuild a replay outcome from its counts, without pairs."""
     counters: dict[str, Any] = {name: Counter(figures[name]) for name in COUNTERS}
     return ReplayOutcome(**{name: figures[name] for name in COUNTS}, **counters)
