@@ -1,1 +1,1 @@
-"""What a command was given, refused before anything is started."""
+"""Validation of command arguments and configs before anything is started."""

@@ -1,6 +1,6 @@
-"""What a command asks of a config before anything is started, and errors of what was typed.
+"""Checks a command's config before anything is started, and parses option values.
 
-Loads neither torch nor Monarch, so that a refusal comes at once.
+Loads neither torch nor Monarch, so that a refusal is immediate.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from composer_mesh.services.pool.process_placement import ProcessPlacements, ref
 
 
 class UsageError(Exception):
-    """A command that cannot run as it was typed."""
+    """A command cannot run with the given arguments."""
 
 
 def accepted(arguments: argparse.Namespace) -> Config:
-    """The config, once all that it names was found; raises what `main` turns into one message."""
+    """Return the config after all checks; raises exceptions that `main` prints as one message."""
     config = load_config(arguments.config, arguments.set)
     accept(config)
     startable(config)
@@ -30,7 +30,7 @@ def accepted(arguments: argparse.Namespace) -> Config:
 
 
 def accept(config: Config) -> ProcessPlacements:
-    """The placement of a run whose config, keys and functions are in order."""
+    """Check a run's config, keys and custom functions; return its placement."""
     make_task(config)
     check_keys(config)
     check_vllm_fits(config)
@@ -42,19 +42,19 @@ def accept(config: Config) -> ProcessPlacements:
 
 
 def startable(config: Config) -> None:
-    """Raise where the run is to be on this machine, and this is not what it was placed on."""
+    """Raise where the run would start on this machine, but was placed on another one."""
     refuse_other_hosts(config)
-    if not config.cluster.remote:  # other hosts are looked at when the run attaches to them
+    if not config.cluster.remote:  # remote hosts are checked when the run attaches to them
         check_vllm_installed(config)
 
 
 def items(text: str) -> list[str]:
-    """What stands between commas."""
+    """Split a comma-separated list."""
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers with commas between them; raises `UsageError`."""
+    """Parse comma-separated integers; raises `UsageError`."""
     try:
         return [int(item) for item in items(text)]
     except ValueError:
@@ -66,7 +66,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 @contextmanager
 def interrupt_kept() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block ends: an import may swallow a KeyboardInterrupt."""
+    """Defer Ctrl-C until the block ends, because an import may swallow a KeyboardInterrupt."""
     received: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:

@@ -1,6 +1,6 @@
-"""The user's own loss and advantage: found before anything starts, and findable in every process.
+"""Checks the user's custom loss and advantage, and makes them importable in every process.
 
-What they are given and how their results are checked stands in `losses.custom`.
+`losses.custom` documents their arguments and how results are validated.
 """
 
 import os
@@ -14,8 +14,8 @@ from composer_mesh.configs.schema import Config
 def check_custom_functions(config: Config) -> None:
     """Import the configured functions and check their signatures; raises CustomFunctionError.
 
-    The working directory comes first on the import path, here and in processes started later, as
-    `python -m` has it. Without a custom function nothing is imported or changed.
+    The working directory is put first on the import path, here and in processes started later, as
+    `python -m` does. Without a custom function nothing is imported or changed.
     """
     sections = [
         section

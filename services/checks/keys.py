@@ -1,6 +1,6 @@
-"""Whether the keys that a config names are where it says, before anything is started.
+"""Checks that the API keys that a config refers to are present, before anything is started.
 
-Whether a provider takes them is not asked; no key is kept or shown.
+Does not check that a provider accepts them; keys are neither stored nor shown.
 """
 
 import os
@@ -11,11 +11,11 @@ from composer_mesh.configs.schema import Config
 
 
 class MissingKey(Exception):
-    """A key that is not where the config says, with the repair."""
+    """An API key is missing where the config says; the message says the repair."""
 
 
 def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `MissingKey` for the first of the run's endpoints without its key."""
+    """Raise `MissingKey` for the first endpoint of the run without its key."""
     for teacher in config.replay.teachers if config.replay.on else ():
         _check(teacher, f"teacher {teacher.name!r}", environ)
     writer = config.sdpo.hints.asked if config.asks_for_hints else None
@@ -24,7 +24,7 @@ def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def key_variables(config: Config, kind: str) -> list[str]:
-    """The environment variables in which a kind of process finds its keys."""
+    """Return the environment variables from which a kind of process reads its keys."""
     asked: list[ChatEndpoint] = []
     if kind == "teacher_replay" and config.replay.on:
         asked += config.replay.teachers

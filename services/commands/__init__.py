@@ -1,1 +1,1 @@
-"""What the commands of the command line do with what was typed; each imports its weight late."""
+"""Handlers of the CLI commands; heavy modules are imported only when a command runs."""

@@ -1,6 +1,6 @@
-"""The commands that bring a run to its hosts, offer a host, add one, and stop a run.
+"""CLI commands that launch a run on hosts, start a worker, add a host, and stop a run.
 
-Each hands over to its own module, imported when it runs.
+Each imports its implementation when it runs.
 """
 
 import argparse
@@ -9,14 +9,14 @@ from composer_mesh.services.checks.accepting import UsageError
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Bring a run to where its config says, and follow it."""
+    """Launch a run where its config says, and follow its output."""
     from composer_mesh.services.launch.command import launch_command
 
     return launch_command(arguments)
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """Offer this machine to a run, until that gives it back."""
+    """Offer this machine to a run as a worker, until the run releases it."""
     from composer_mesh.mesh.hosts.address import BadAddress
     from composer_mesh.mesh.hosts.certificates import BadAuthority
     from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
@@ -39,14 +39,14 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Let a run write a checkpoint and end."""
+    """Ask a run to write a checkpoint and end."""
     from composer_mesh.services.launch.stop_command import stop_command
 
     return stop_command(arguments.run, arguments.now)
 
 
 def join(arguments: argparse.Namespace) -> int:
-    """Add a host to a run that goes on."""
+    """Add a host to a running run."""
     from composer_mesh.services.launch.join_command import join_command
 
     return join_command(arguments.run, arguments.address)

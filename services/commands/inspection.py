@@ -1,6 +1,6 @@
-"""The commands about a run that is there: looked into, changed, or read after its end.
+"""CLI commands on existing runs: inspect or change a live one, or read a finished one.
 
-Each hands over to its own module, imported when it runs.
+Each imports its implementation when it runs.
 """
 
 import argparse
@@ -17,28 +17,28 @@ def tree(arguments: argparse.Namespace) -> int:
 
 
 def events(arguments: argparse.Namespace) -> int:
-    """Show what happened in a run, also while it happens."""
+    """Show the events of a run, also while it is running."""
     from composer_mesh.services.inspection.events_command import events_command
 
     return events_command(arguments.run, arguments.follow, arguments.json)
 
 
 def scale(arguments: argparse.Namespace) -> int:
-    """Change how many replicas a live run has."""
+    """Change the number of replicas of a live run."""
     from composer_mesh.services.scale_command import scale_command
 
     return scale_command(arguments.run, arguments.sizes)
 
 
 def stacks(arguments: argparse.Namespace) -> int:
-    """Show what each process of a live run is doing."""
+    """Show the Python stacks of each process of a live run."""
     from composer_mesh.services.inspection.inspect_commands import stacks_command
 
     return stacks_command(arguments.run, arguments.native, arguments.json)
 
 
 def query(arguments: argparse.Namespace) -> int:
-    """Ask the telemetry of a live run."""
+    """Query the telemetry of a live run."""
     from composer_mesh.services.inspection.inspect_commands import query_command
 
     return query_command(arguments.run, arguments.sql, arguments.json)
@@ -52,7 +52,7 @@ def tui(arguments: argparse.Namespace) -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Ask teachers about the states of stored traces; no mesh is started."""
+    """Query teachers about the states of stored traces; no mesh is started."""
     options = read_options(arguments)
     from composer_mesh.services.offline.command import replay_command
 
@@ -67,13 +67,13 @@ def traces(arguments: argparse.Namespace) -> int:
 
 
 def reward(arguments: argparse.Namespace) -> int:
-    """Post a reward for a rollout that a run has stored, also after it was trained on."""
+    """Post a reward for a stored rollout of a run, also after it was trained on."""
     post_reward(arguments.run, arguments.trace, arguments.reward, arguments.source)
     return 0
 
 
 def verify_run(arguments: argparse.Namespace) -> int:
-    """Say what in a run directory is not as it was written."""
+    """Report damaged, missing and left-over files, rows and checkpoints of a run directory."""
     from composer_mesh.services.store.verify_command import verify_command
 
     return verify_command(arguments.run, arguments.json)

@@ -1,7 +1,4 @@
-"""What may be typed: the commands, their arguments and their help.
-
-Nothing runs here: each command is known by its name, and what it does is in `cli`.
-"""
+"""The argument parser: commands, their arguments and their help. `cli` runs the commands."""
 
 import argparse
 from importlib.metadata import version
@@ -13,7 +10,7 @@ from composer_mesh.services.traces.options import add_options as add_traces_opti
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line; what it parses holds the name of the `command`."""
+    """Return the command-line parser; its result has the name of the `command`."""
     parser = argparse.ArgumentParser(
         prog="composer-mesh",
         description="Train agentic language models in one supervised Monarch mesh.",

@@ -1,6 +1,6 @@
-"""The commands about a config: check it, train it or half of it, compare its channels.
+"""CLI commands that take a config: check, train fully or partially, and ablate.
 
-Heavy modules are imported only when they run, after the config has been accepted, so that `check`
+Heavy modules are imported only when a command runs, after the config was accepted, so that `check`
 loads neither torch nor Monarch.
 """
 
@@ -38,7 +38,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Print the resolved run, its mesh and its placement; starts nothing."""
     config = load_config(arguments.config, arguments.set, model_later=True)
     placements = accept(config)
-    if not config.placement.hosts:  # hosts that are described need not be this one
+    if not config.placement.hosts:  # described hosts need not include this one
         check_vllm_installed(config)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
@@ -47,7 +47,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Accept the config, claim the run directory, then hand over to the assembly."""
+    """Accept the config, claim the run directory, then start the run."""
     config = accepted(arguments)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces)
@@ -67,7 +67,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _half(config: Config, output: Path | None, source: Path | None) -> int:
-    """Train on the rollouts of a run alone, or sample alone where no run is named."""
+    """Train on the stored rollouts of a run, or only sample where no run is named."""
     place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
     if source is not None and not (source / STORE_FILE).is_file():
         raise UsageError(
@@ -76,7 +76,7 @@ def _half(config: Config, output: Path | None, source: Path | None) -> int:
         )
     make_room(place, named=output is not None)
     with claimed(place):
-        prepare_environment()  # Monarch reads it when the assembly imports it
+        prepare_environment()  # Monarch reads it when it is imported
         with interrupt_kept():
             from composer_mesh.services.partial_runs.command import partial_run_command
 
@@ -84,7 +84,7 @@ def _half(config: Config, output: Path | None, source: Path | None) -> int:
 
 
 def make_room(output: Path, named: bool) -> None:
-    """A directory that the user has named must be new; an earlier run in another one moves."""
+    """Refuse a used directory that the user named; move an earlier run out of a default one."""
     if named:
         refuse_a_used(output)
     elif place := set_aside(output):
@@ -117,11 +117,11 @@ def ablate(arguments: argparse.Namespace) -> int:
 
 
 def start(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
-    """Hand over to the assembly, which loads torch and Monarch.
+    """Start a run; imports torch and Monarch.
 
-    A run that goes on comes with the changes of its config.
+    `resumed` are the config changes of a resumed run.
     """
-    prepare_environment()  # Monarch reads it when the assembly imports it
+    prepare_environment()  # Monarch reads it when it is imported
     with interrupt_kept():
         from composer_mesh.services.run.assembly import train_command
 

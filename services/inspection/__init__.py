@@ -1,1 +1,1 @@
-"""A run as a person sees it: pages, tables, the tree of its actors, their stacks."""
+"""Terminal views of a run: live page, tables, actor tree and Python stacks."""

@@ -1,6 +1,6 @@
-"""What the name of an actor says about its place, and the one line that a failure is told in.
+"""Parses actor names into mesh, rank and generation, and formats failures on one line.
 
-generator-1.3   the third process in place 1 of the mesh "generator"
+generator-1.3   the third process of rank 1 of the mesh "generator"
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, MeshErro
 
 @dataclass(frozen=True)
 class ActorName:
-    """A mesh, the place in it, and how many processes that place has had."""
+    """A mesh, a rank in it, and how many processes that rank has had."""
 
     mesh: str
     rank: int = 0
@@ -22,7 +22,7 @@ class ActorName:
 
 
 def parse_name(name: str) -> ActorName:
-    """The parts of a name; an actor that is alone in its mesh has its name and rank 0."""
+    """Split a name into its parts; an actor alone in its mesh has its name as mesh and rank 0."""
     place, dot, generation = name.rpartition(".")
     if not dot or not generation.isdecimal():
         place, generation = name, "1"
@@ -33,7 +33,7 @@ def parse_name(name: str) -> ActorName:
 
 
 def placed(actor: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What an event says of an actor's process, with its mesh and rank where it says its host."""
+    """Return an event's fields, adding the actor's mesh and rank where the host is known."""
     if not actor or "host" not in fields:
         return dict(fields)
     name = parse_name(actor)
@@ -41,7 +41,7 @@ def placed(actor: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failure_line(error: MeshError, host: str) -> str:
-    """What went wrong with an actor, with its host, mesh and rank; other failures by their text."""
+    """Return a failure with its actor's host, mesh and rank; other errors as their text."""
     if not isinstance(error, ActorDied | DeadlineExceeded | RemoteError):
         return str(error)
     name = parse_name(error.actor)

@@ -1,7 +1,7 @@
-"""All actors of a run in one list: those that answered, and those that cannot.
+"""Merges all actors of a run into one list: those that answered, and those that cannot.
 
-Actors that answer say how they are; pools know the replicas that are dead, on their way or leaving.
-It asks nobody.
+Actors that answer report their status; pools know replicas that are dead, starting or leaving.
+Pure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def census(
     pools: Mapping[str, Pool],
     before: Sequence[ActorStatus] = (),
 ) -> tuple[ActorStatus, ...]:
-    """The actors that were asked, and those that could not be, each kind together.
+    """Return the actors that answered and those that could not, grouped by kind.
 
-    Pools know who is missing. Of other kinds it is whoever was there `before` without a successor.
+    Pools report missing replicas. For other kinds, an actor listed in `before` without a successor
+    is reported as dead.
     """
     lines = [(kind, line) for kind, pool in pools.items() for line in pool.status()]
     of_pools = {line["name"]: line for _, line in lines}

@@ -1,7 +1,7 @@
-"""`composer-mesh events`: what happened in a run, read from its file, also while it happens.
+"""`composer-mesh events`: prints a run's events from its file, also while the run is running.
 
-It only reads. Whatever a line holds may come from a model: it is shown as plain text, never as
-markup or as a control code.
+Read-only. Any line may contain model output: it is shown as plain text, never as markup or control
+codes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STYLES = {
 
 
 def events_command(run: Path | None, follow: bool = False, as_json: bool = False) -> int:
-    """Print the events of a run; with `follow`, further ones until it ends."""
+    """Print the events of a run; with `follow`, wait for new ones until the run ends."""
     run = run or live_run(None)
     if not (run / EVENTS_FILE).exists() and not (follow and goes_on(run)):
         raise RunUnavailable(f"{run} holds no {EVENTS_FILE}: name the directory of a run")
@@ -50,7 +50,7 @@ class Lines:
         self._path, self._read = path, 0
 
     def new(self) -> Iterator[str]:
-        """Those that were not read yet; all of them again where the file was made anew."""
+        """Yield the lines not read yet; all of them again where the file was recreated."""
         try:
             with self._path.open("rb") as file:  # anew, because only so NFS shows what is new
                 if file.seek(0, os.SEEK_END) < self._read:
@@ -72,9 +72,9 @@ class Lines:
                 yield part.decode(errors="replace")
 
     def until_the_end(self, more: Callable[[], bool], wait: Callable[[], None]) -> Iterator[str]:
-        """All lines there are, and those to come as long as there may be `more`."""
+        """Yield all lines, and new ones as long as there may be `more`."""
         while True:
-            again = more()  # asked first, so that the last lines are not missed
+            again = more()  # checked first, so that the last lines are not missed
             yield from self.new()
             if not again:
                 return
@@ -82,7 +82,7 @@ class Lines:
 
 
 class Printer:
-    """Events as lines for a reader."""
+    """Prints events as human-readable lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -94,14 +94,14 @@ class Printer:
 
 
 def print_json(line: str) -> None:
-    """An event as the object that it is in the file."""
+    """Print an event as its JSON object, unmodified."""
     if event_of(line) is not None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
 
 def event_line(event: dict[str, Any]) -> Text:
-    """Time, kind, actor, what was said about it, then its further fields."""
+    """Format an event: time, kind, actor, detail, then its further fields."""
     kind = str(event.get("event", ""))
     parts: list[tuple[str, str]] = [
         (f"{_clock(event.get('time'))}  ", "dim"),
@@ -115,7 +115,7 @@ def event_line(event: dict[str, Any]) -> Text:
 
 
 def _further(event: dict[str, Any]) -> str:
-    """The fields that say more than the event itself."""
+    """Return the fields that add information to the event's detail."""
     fields = event.get("fields")
     named = fields.items() if isinstance(fields, dict) else ()
     new = [(name, value) for name, value in named if value != event.get("detail")]
@@ -123,7 +123,7 @@ def _further(event: dict[str, Any]) -> str:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The object of a line; None for one that was cut off when its writer died."""
+    """Return the object of a line; None for a line truncated by its writer's death."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The commands that look deeper into a live run with what Monarch ships: stacks, SQL, its TUI.
+"""Commands that inspect a live run with Monarch's tools: stacks, SQL queries and its TUI.
 
-They ask servers on the loopback interface that the run has opened, and change nothing in it.
+They query servers that the run has opened on the loopback interface, and change nothing in the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONGEST_CELL = 200
 
 
 def stacks_command(run: Path | None, native: bool = False, as_json: bool = False) -> int:
-    """Print the Python stacks of every process of a live run; 1 where one could not be had."""
+    """Print the Python stacks of every process of a live run; return 1 if any is missing."""
     status = status_of(live_run(run))
     console = Console(highlight=False)
     try:
@@ -55,7 +55,7 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
 
 
 async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
-    """The stacks of the controller and of each actor. Waits for all of them."""
+    """Return the stacks of the controller and of each actor. Waits for all of them."""
     url = _admin_of(status)
     mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.told(status.admin_tls))
     targets: list[tuple[str, int | None, str]] = []
@@ -74,7 +74,7 @@ async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
 
 
 def query_command(run: Path, sql: str, as_json: bool = False) -> int:
-    """Print the answer of a live run's telemetry to a query in SQL."""
+    """Print the result of an SQL query against a live run's telemetry."""
     rows = query(status_of(live_run(run)), sql)
     if as_json:
         for row in rows:
@@ -85,7 +85,7 @@ def query_command(run: Path, sql: str, as_json: bool = False) -> int:
 
 
 def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
-    """The rows that a run's telemetry answers. Waits for them."""
+    """Return the rows of an SQL query against a run's telemetry. Waits for them."""
     if status.telemetry_url is None:
         raise RunUnavailable(
             "this run keeps no telemetry, which costs a process of 400 MB: start it with "
@@ -106,7 +106,7 @@ def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
 
 
 def tui_command(run: Path | None) -> int:
-    """Open Monarch's own terminal interface on a live run, until it is left."""
+    """Open Monarch's own terminal interface on a live run, until the user quits it."""
     status = status_of(live_run(run))
     url = _admin_of(status)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

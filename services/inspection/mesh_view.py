@@ -1,7 +1,7 @@
-"""A run and its mesh as one plain object: what `composer-mesh tree --json` prints.
+"""A run and its mesh as one plain object, as printed by `composer-mesh tree --json`.
 
-It joins what the controller says with what Monarch's admin server and the system say about the same
-processes. docs/tree.md says what each key means; how it is drawn is `tree_page`.
+Joins the controller's status with what Monarch's admin server and the operating system report about
+the same processes. docs/tree.md documents each key; `tree_page` renders it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from composer_mesh.mesh.machine import NAME
 from composer_mesh.services.directory.status import ActorStatus, RunStatus
 
 FORMAT = 1
-"""Raised when a key goes or changes its meaning; a new key does not raise it."""
+"""Increased when a key is removed or changes its meaning; not for a new key."""
 
 
 NOT_SHOWN = ("actors", "hosts", "admin_tls")
-"""Keys of a status that the object tells otherwise, or keeps to itself."""
+"""Keys of a status that the object reports elsewhere, or omits."""
 OF_ITS_PROCESS = ("rss_bytes", "cpu_percent")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the system says about processes of the controller's machine, by their ids."""
+    """Resource usage of processes on the controller's machine, by pid."""
 
     cpu_percent: Mapping[int, float] = field(default_factory=dict)
     rss_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Usage:
 def merge(
     name: str, status: RunStatus, mesh: MeshTree | None, usage: Usage | None = None
 ) -> dict[str, Any]:
-    """Join the status of a run with the live mesh; without a mesh the status alone is told."""
+    """Join the status of a run with the live mesh; without a mesh, return the status alone."""
     about = {key: value for key, value in asdict(status).items() if key not in NOT_SHOWN}
     joined = _Joined(status, usage or Usage())
     hosts = [joined.on(host).host(host) for host in mesh.hosts] if mesh else []
@@ -52,13 +52,13 @@ def merge(
 
 
 def pids_of(status: RunStatus) -> list[int]:
-    """The processes of a run on the controller's machine, its own among them."""
+    """Return the pids of a run's processes on the controller's machine, including its own."""
     beside = (actor.pid for actor in status.actors if actor.with_controller)
     return [status.pid, *(pid for pid in beside if pid is not None)]
 
 
 def owner_of(proc: ProcNode, status: RunStatus) -> ActorStatus | None:
-    """The actor that a process was started for, by the name that we gave it."""
+    """Return the actor that a process was started for, found by name; None where there is none."""
     known = {_told(actor.name): actor for actor in status.actors}
     rankless = proc.name.rpartition("-")[0]
     names = (*(actor.name for actor in proc.actors), rankless, proc.name)
@@ -66,24 +66,25 @@ def owner_of(proc: ProcNode, status: RunStatus) -> ActorStatus | None:
 
 
 def is_controllers(host: HostNode, status: RunStatus) -> bool:
-    """Whether it is the machine of the controller, which has a name for every other one."""
+    """Whether this is the controller's host; the controller has names for all other hosts."""
     return host.name.startswith("unix:") or status.hosts.get(host.name) == NAME
 
 
 def _told(name: str) -> str:
-    """A name as Monarch is told it, by `mesh.actor.monarch_name`; this side imports no Monarch."""
+    """Convert an actor name as `mesh.actor.monarch_name` does; this module must not import
+    Monarch."""
     return name.replace(".", "_")
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The run's own word, to which those of others are joined."""
+    """The run's own status, to which other reports are joined."""
 
     status: RunStatus
     usage: Usage
 
     def on(self, host: HostNode) -> _Joined:
-        """The same for one machine; of another one the controller's system knows nothing."""
+        """Return the view for one host; usage is only known on the controller's host."""
         return self if is_controllers(host, self.status) else _Joined(self.status, Usage())
 
     def _name(self, host: HostNode) -> str:
@@ -107,7 +108,7 @@ class _Joined:
         }
 
     def process(self, actor: ActorStatus, proc: ProcNode | None = None) -> dict[str, Any]:
-        """A process with its actor; `proc` is what Monarch says about it, where it lists it."""
+        """Return a process with its actor; `proc` is Monarch's node, where it lists one."""
         node = _node(proc, actor.name)
         state = _state(actor, proc, node)
         return {
@@ -125,7 +126,8 @@ class _Joined:
         return {"name": "controller", **used, "state": "ready", "restarts": 0, "actors": []}
 
     def _used_by(self, actor: ActorStatus, proc: ProcNode | None) -> dict[str, Any]:
-        """As the system says where it is the controller's, else as its own host does."""
+        """Return usage from the operating system on the controller's host, else as reported by its
+        host."""
         if actor.with_controller:
             return self._used(actor.pid, proc)
         used = _Joined(self.status, Usage())._used(actor.pid, proc)
@@ -142,7 +144,7 @@ class _Joined:
         }
 
     def _place(self, process: Mapping[str, Any]) -> int:
-        """The controller first, then the order of the run's own list."""
+        """Sort key: the controller first, then in the order of the status."""
         names = ["controller", *(actor.name for actor in self.status.actors)]
         return names.index(process["name"])
 

@@ -1,7 +1,7 @@
-"""The page of a run in the terminal, and its plain line of a step: what is shown, drawn.
+"""Renders a run's terminal page, and the plain log line of a step.
 
-When it is drawn is `view`'s business. No text is interpreted as markup or reaches the terminal as a
-control code: a model may have written it.
+`view` decides when it is drawn. Text may be model output, so none is interpreted as markup or
+reaches the terminal as a control code.
 """
 
 import math
@@ -59,7 +59,7 @@ PLAIN_FIELDS = (
 
 
 class ActorRow(Protocol):
-    """What the table shows of an actor."""
+    """An actor's columns in the table."""
 
     @property
     def name(self) -> str: ...
@@ -73,7 +73,7 @@ class ActorRow(Protocol):
 
 @dataclass
 class Shown:
-    """All that is on the page."""
+    """Everything that the page shows."""
 
     name: str
     steps: int
@@ -93,19 +93,19 @@ class Shown:
 
 
 def plain_text(text: str, limit: int = 400) -> str:
-    """One line of text that any terminal shows as it is: control characters become escapes."""
+    """Return one printable line of text: control characters become escapes."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:limit])
     return shown if len(text) <= limit else shown + "…"
 
 
 def plain_line(step: Mapping[str, Any], steps: int) -> str:
-    """A step as one line: always the same keys in the same order; a channel can be `off`."""
+    """Format a step as one line: always the same keys in the same order; a channel can be `off`."""
     fields = [f"{name}={_figure(step, key, form)}" for name, key, form in PLAIN_FIELDS]
     return " ".join([f"step={step.get('step', '-')}/{steps}", *fields])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as a row of at most `width` marks, between 0 and 1 unless they go beyond."""
+    """Return a sparkline of at most `width` characters; its range includes 0 to 1."""
     if not values:
         return ""
     low, high = min(0.0, *values), max(1.0, *values)
@@ -161,7 +161,7 @@ def _progress(shown: Shown) -> Table:
 
 
 def _metrics(shown: Shown, width: int) -> Table:
-    """Label and value of what the last step said; `width` bounds the curve."""
+    """Build the label and value rows of the last step; `width` bounds the curve."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="cyan", no_wrap=True)
     rows.add_column(no_wrap=True, overflow="ellipsis")

@@ -1,7 +1,4 @@
-"""The placement of a run as a table: each process, its host, cores, GPUs and memory.
-
-What it shows was decided before; nothing is refused here.
-"""
+"""Prints a run's placement: each process with its host, cores, GPUs and memory."""
 
 from collections.abc import Sequence
 
@@ -21,7 +18,7 @@ COLUMNS = ("host", "threads", "cores", "GPUs", "memory", "GPU memory")
 
 
 def print_placement(placements: ProcessPlacements, console: Console) -> None:
-    """One row for each process, one for each host with what it has, and what is not in the sums.
+    """Print one row per process, one per host with its totals, and notes on what the sums omit.
 
     Makes the console as wide as the table.
     """
@@ -43,7 +40,7 @@ def _print_table(placement: Placement, console: Console) -> None:
     table.add_section()
     for host in placement.hosts:
         table.add_row(*_host(host, placement.on(host.name)))
-    # Cells that are cut short would hide what this is about; a narrow terminal wraps the lines.
+    # Truncated cells would hide the figures; a narrow terminal wraps the lines.
     wide = console.options.update(max_width=WIDEST)
     console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print("placement (memory in GB: estimated / available)", style="italic")

@@ -1,6 +1,6 @@
-"""The mesh of a run as tables to print: its actors, channels and transports.
+"""Prints a run's mesh as tables: its actors, channels and transports.
 
-What they are is `planning.mesh_layout`; where they run, `placement_table`.
+`planning.mesh_layout` computes them; `placement_table` shows where they run.
 """
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +11,7 @@ from composer_mesh.planning.mesh_layout import MeshPlan
 
 
 def print_plan(plan: MeshPlan, console: Console) -> None:
-    """The mesh as tables: actors, channels, transports."""
+    """Print tables of the mesh's actors, channels and transports."""
     actors = Table("actor", "what it does", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("replicas", "processes", "threads each"):
         actors.add_column(title, justify="right")

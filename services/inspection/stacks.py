@@ -1,6 +1,6 @@
-"""The Python stacks of a process, as py-spy takes them: read from its answer, and drawn.
+"""Python stacks of a process, parsed from py-spy's output and formatted for the terminal.
 
-It starts and asks nothing; text is shown as it is, never as markup or as a control code.
+Pure; text is shown as plain text, never as markup or control codes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_FOUND = (
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread and its calls, the innermost first."""
+    """A thread and its calls, innermost first."""
 
     id: int
     name: str
@@ -32,7 +32,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Stacks:
-    """A process and its threads, or why nobody can tell."""
+    """A process and its threads, or the error why they could not be read."""
 
     process: str
     pid: int | None
@@ -41,7 +41,7 @@ class Stacks:
 
 
 def read_pyspy(process: str, pid: int | None, answer: dict[str, Any], native: bool) -> Stacks:
-    """The stacks in an answer of Monarch's admin server; frames of C code only if asked for."""
+    """Parse an answer of Monarch's admin server; C frames are included only if `native`."""
     if "BinaryNotFound" in answer:
         return Stacks(process, pid, error=NOT_FOUND)
     if not isinstance(found := answer.get("Ok"), dict):
@@ -72,7 +72,7 @@ def _thread(about: dict[str, Any], native: bool) -> Thread:
 
 
 def stack_lines(stacks: Stacks) -> Iterator[Text]:
-    """The stacks of a process as lines for a reader."""
+    """Format the stacks of a process as terminal lines."""
     pid = "" if stacks.pid is None else f"  pid {stacks.pid}"
     yield Text.assemble((plain_text(stacks.process), "bold"), pid)
     if stacks.error:

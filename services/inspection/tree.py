@@ -1,7 +1,7 @@
-"""`composer-mesh tree`: the live mesh of a run, seen from another terminal.
+"""`composer-mesh tree`: shows the live mesh of a run from another terminal.
 
-It asks the run's status file, Monarch's admin server and the system, and shows what they say. It
-only reads: nothing here can change a run, and it starts no Monarch of its own.
+Reads the run's status file, Monarch's admin server and the operating system. Read-only: it cannot
+change a run, and starts no Monarch runtime of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from composer_mesh.services.inspection.usage import CpuMeter
 
 REFRESH_S = 1.0
 FIRST_LOOK_S = 0.25
-"""Over which CPU is measured before the first picture."""
+"""Interval over which CPU is measured before the first output."""
 LATELY = 8
-"""Events that are shown below the mesh."""
+"""Number of events shown below the mesh."""
 TOLD = ("_died", "_hung", "_given_up", "_failed", "_lost", "_poisoned", "_restarted", "_resized")
-"""How the kinds of events end that say what has become of the mesh."""
+"""Suffixes of the event kinds that report changes of the mesh."""
 
 
 def tree_command(run: Path | None, as_json: bool = False, watch: bool = False) -> int:
-    """Print the mesh of a live run, once or until it ends. The result is the exit status."""
+    """Print the mesh of a live run, once or until it ends; return the exit status."""
     console = Console()
     viewer = Viewer(live_run(run))
     viewer.look()
@@ -55,7 +55,7 @@ def tree_command(run: Path | None, as_json: bool = False, watch: bool = False) -
 
 
 class Viewer:
-    """A run as it is each time that it is looked at; CPU is measured from look to look."""
+    """Snapshots of a run; CPU usage is measured between snapshots."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -64,12 +64,12 @@ class Viewer:
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
 
     def look(self) -> dict[str, Any]:
-        """The run and its mesh as one plain object. Waits for the admin server."""
+        """Return the run and its mesh as one plain object. Waits for the admin server."""
         status = status_of(self.run)
         return merge(self.run.name, status, _mesh(status), self._usage(status))
 
     def lately(self) -> list[dict[str, Any]]:
-        """The last events that say what died, and what was done about it, the newest last."""
+        """Return the last events about deaths and recoveries, newest last."""
         for line in self._lines.new():
             event = event_of(line)
             if event is not None and str(event.get("event", "")).endswith(TOLD):
@@ -111,7 +111,7 @@ def _watch(viewer: Viewer, console: Console) -> None:
 
 
 def _views(viewer: Viewer) -> Iterator[dict[str, Any]]:
-    """The run again and again, until it is over."""
+    """Yield snapshots of the run until it ends."""
     while (status := read_status(viewer.run)) is not None and status.live:
         yield viewer.look()
         time.sleep(REFRESH_S)

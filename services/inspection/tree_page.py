@@ -1,7 +1,7 @@
-"""The mesh of a run as a page of a terminal: one line per process, for the width there is.
+"""Renders the mesh of a run as a terminal page: one line per process, fitted to the width.
 
-It draws the object of `mesh_view` and knows nothing else. A narrow page leaves columns out and
-never wraps; no text is interpreted as markup or reaches the terminal as a control code.
+Renders only the object of `mesh_view`. A narrow page leaves out columns and never wraps; no text is
+interpreted as markup or reaches the terminal as a control code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from composer_mesh.services.inspection.page import STATE_STYLES, plain_text
 WIDE, WIDEST = 120, 160
 MIB = 1 << 20
 PROLOGUES = ("the process this actor was running on ", "its process ", "failed: ")
-"""How it is begun to say why an actor is gone: too long for a narrow column."""
+"""Prefixes of the reason for an actor's death that are too long for a narrow column."""
 Cell = Callable[[Mapping[str, Any]], str]
 
 
@@ -61,11 +61,11 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class MeshPage:
-    """A run and its mesh, drawn for whatever width it is given."""
+    """A run and its mesh, rendered for the width of the console."""
 
     about: Mapping[str, Any]
     lately: Sequence[Mapping[str, Any]] = ()
-    """Events of the run, the newest last."""
+    """Events of the run, newest last."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST)
@@ -105,7 +105,7 @@ class MeshPage:
 
 
 def _by_host(processes: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The same by the names of their hosts."""
+    """Group processes by the name of their host."""
     found: dict[str, list[dict[str, Any]]] = {}
     for process in processes:
         found.setdefault(_actor(process, "host") or LOCALHOST, []).append(process)
@@ -117,7 +117,7 @@ def _line(text: str, style: str) -> Text:
 
 
 def _event_line(event: Mapping[str, Any], width: int) -> Text:
-    """An event in one line; what programs read of it is for wide pages."""
+    """Format an event on one line; its fields are shown on wide pages only."""
     shown = dict(event) if width >= WIDE else {**event, "fields": None}
     line = Text.assemble("  ", event_line(shown))
     line.no_wrap, line.overflow = True, "ellipsis"
@@ -125,7 +125,7 @@ def _event_line(event: Mapping[str, Any], width: int) -> Text:
 
 
 def _table(processes: list[dict[str, Any]], width: int, longest: int) -> Table:
-    """Processes one below the other; `longest` is the name for which all tables leave room."""
+    """Build the table of processes; all tables align to `longest`, the longest name's length."""
     wide = width >= WIDE
     columns = [column for column in COLUMNS if wide or not column.wide]
     padding = (0, 2 if wide else 1, 0, 0)
@@ -143,7 +143,7 @@ def _table(processes: list[dict[str, Any]], width: int, longest: int) -> Table:
 
 
 def _doing(process: Mapping[str, Any]) -> Text:
-    """The state, and what the actor is at; of a busy one that alone."""
+    """Return the state and the actor's activity; for a busy actor the activity alone."""
     state, activity = plain_text(process["state"]), plain_text(_actor(process, "activity") or "")
     style = STATE_STYLES.get(process["state"], "")
     if activity in ("", "idle"):

@@ -1,4 +1,4 @@
-"""What processes have used of their machine between two looks; nothing is judged here."""
+"""CPU usage of local processes between two measurements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ K = TypeVar("K", bound=Hashable)
 
 
 class CpuMeter(Generic[K]):
-    """Percent of one core that processes have used between two looks."""
+    """CPU usage of processes between two measurements, in percent of one core."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last: dict[K, tuple[float, float]] = {}
 
     def look(self, used: Mapping[K, float]) -> dict[K, float]:
-        """Percent since the look before, from the seconds that each process has used by now.
+        """Return the percentages since the last call, from each process's CPU seconds so far.
 
-        Processes that were not in the look before have none.
+        Processes that were not in the last call are left out.
         """
         now, before = self._clock(), self._last
         self._last = {key: (now, seconds) for key, seconds in used.items()}
@@ -28,5 +28,5 @@ class CpuMeter(Generic[K]):
             for key, seconds in used.items()
             if key in before
             and now > before[key][0]
-            and seconds >= before[key][1]  # less: another process has the number now
+            and seconds >= before[key][1]  # less: the pid was reused by another process
         }

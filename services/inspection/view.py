@@ -1,7 +1,7 @@
-"""What a run shows in the terminal: a live page, or one plain line per step where there is none.
+"""Terminal output of a run: a live page, or one plain line per step without a terminal.
 
-It only shows what it is told. Nothing here reads a file, asks an actor or keeps a record; how it is
-drawn is `page`.
+Only displays what is passed to it: reads no files, queries no actors and stores no records. `page`
+renders it.
 """
 
 import math
@@ -23,12 +23,12 @@ LONGEST_HINT = 5000
 
 
 class RunView:
-    """The terminal of one run, as a context manager; safe to tell things from any thread.
+    """The terminal output of one run, as a context manager; thread-safe.
 
-    `ceiling_usd` is what its teachers may cost, None where none are asked.
+    `ceiling_usd` is the teachers' budget limit, None where no teachers are queried.
 
-    On a terminal the page is redrawn when something was told, at most every quarter of a second,
-    and at least once a second for its clock. Elsewhere each thing told is one line, at once.
+    On a terminal the page is redrawn after an update, at most every quarter of a second, and at
+    least once a second for its clock. Elsewhere each update is printed as one line, immediately.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RunView:
 
     def __enter__(self) -> Self:
         if _can_redraw(self._console):
-            # Rich's own refresh thread is not joined when it stops; the one below is.
+            # Rich's own refresh thread is not joined on stop; the one below is.
             self._live = Live(
                 console=self._console, auto_refresh=False, get_renderable=lambda: self
             )
@@ -70,7 +70,7 @@ class RunView:
         self.close()
 
     def close(self) -> None:
-        """Draw the last state and give the terminal back; a second call does nothing."""
+        """Draw the last state and restore the terminal; a second call does nothing."""
         self._closed.set()
         self._told.set()
         if self._thread is not None:
@@ -99,19 +99,19 @@ class RunView:
         )
 
     def phase(self, text: str) -> None:
-        """Show what the run as a whole is doing."""
+        """Show the run's current phase."""
         with self._lock:
             self._shown.phase = plain_text(text)
         self._tell(f"phase {plain_text(text)}")
 
     def event(self, text: str) -> None:
-        """Show something that happened."""
+        """Show an event."""
         with self._lock:
             self._shown.events.append((self._shown.elapsed_s, plain_text(text)))
         self._tell(f"event {plain_text(text)}")
 
     def hints(self, commands: Sequence[str]) -> None:
-        """Show the commands that look into the run, once: above the page, or as one line."""
+        """Show the commands for inspecting the run, once: above the page, or as one line."""
         shown = [plain_text(command, LONGEST_HINT) for command in commands]
         if self._live is None:
             self._tell(f"event look_into_it {'; '.join(shown)}")
@@ -120,19 +120,19 @@ class RunView:
                 self._live.console.print(Text(command, style="dim"), soft_wrap=True)
 
     def transport(self, text: str) -> None:
-        """Show the way that bulk tensors take."""
+        """Show the transport of bulk tensors."""
         with self._lock:
             self._shown.transport = plain_text(text)
         self._tell(f"transport {plain_text(text)}")
 
     def actors(self, rows: Sequence[ActorRow]) -> None:
-        """Show the state of the actors; only on a live page, it changes too often for lines."""
+        """Show the actors' states, on a live page only: they change too often for lines."""
         with self._lock:
             self._shown.actors = tuple(rows)
         self._told.set()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The page at this moment, for the width it is given."""
+        """Render the current page for the given width."""
         with self._lock:
             page = page_of(self._shown, options.max_width)
         yield page
