@@ -1,16 +1,16 @@
-"""How the actors work together: the controller, the run store, the command line.
+"""Services: the controller, the run store and the command line, on top of the actors.
 
-    cli, commands          what may be typed
-    halves, run            a run, or half of one, from its config to its end
-    controller             what happens in a run, and in which order
-    launch                 bringing a run to its hosts
-    schedule, episodes     groups of rollouts under way, and one of them played
-    training, replay       optimizer steps; the teachers' pairs
-    steps                  what a step is made of
-    store, directory       what a run keeps, and where
+    cli, commands          the command line
+    partial_runs, run      a complete or partial run, from its config to its end
+    controller             schedules a run
+    launch                 launches a run on its hosts
+    schedule, episodes     rollout groups in flight; running one episode
+    training, replay       optimizer steps; teacher pairs
+    steps                  the inputs of a step, and the controller's ports
+    store, directory       a run's stored state and its directory
     service, pool          replicas of one actor behind one name
-    looking, traces        what people see of a run, and of its rollouts
-    offline, ablation      without a mesh; run against run
+    inspection, traces     views of a run, and of its rollouts
+    offline, ablation      teacher queries without a mesh; comparison of runs
 
-Who may import whom stands in pyproject.toml.
+pyproject.toml defines which package may import which.
 """

@@ -1,22 +1,22 @@
-"""The controller: what happens in a run, and in which order.
+"""The controller: schedules a run's rollouts, training steps, weight syncs and evaluations.
 
-Rollouts, replay and training run beside each other. The window decides how far ahead rollouts may
-be; steps take groups in the order in which they entered. Everything it touches is a port.
+Rollouts, teacher replay and training run concurrently. The rollout window bounds how far ahead
+rollouts may be; steps take groups in order of entry. Everything external is behind a port.
 
     evaluate -> [ groups -> traces stored ] -> step planned -> train -> sync -> ... -> evaluate
                   as far ahead as the window    ^              one step at a time
                   allows      |                 |
-                              +-> pair stream --+   teachers, filters, reference: beside the steps
+                              +-> pair stream --+   teachers, filters, reference: concurrent
 
-Everything is written before it is used, so a run that was stopped anywhere goes on as if it had not
-been: `resume_state` holds the steps that are done, one that was planned, and finished groups.
+Everything is written before it is used, so that a run stopped at any point can resume without loss:
+`resume_state` holds the finished steps, a planned step, and stored groups.
 
-Where rollouts may lag, the sync of a version runs beside the next step. The window opens when all
-have pulled, and what needs the new version everywhere waits for it: evaluations, checkpoints, the
-end. Where they may not, everything waits for everything.
+Where rollouts may lag, the sync of a version runs concurrently with the next step. The window opens
+when all receivers have pulled, and what needs the new version everywhere waits for it: evaluations,
+checkpoints, the end. Where they may not lag, every stage waits for the previous one.
 
-Whoever asks the run to stop is heeded where it only waits, and between steps: what is done is in a
-checkpoint then, and the rest is what a resume does.
+A stop request is honoured between steps and during waits: finished steps are then checkpointed, and
+a resume does the rest.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from composer_mesh.services.steps.step_manifest import manifest_to_json
 
 @dataclass(frozen=True)
 class Ports:
-    """The world, as far as a run needs it; `replay` is None when the channel is off.
+    """The ports of a run; `replay` is None when the channel is off.
 
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
-    None where templates alone word the hints, `logprob_mismatch` where nobody monitors how far the
-    log-probs of trainer and generators differ.
+    None where hints come from templates only, `logprob_mismatch` where the log-prob mismatch of
+    trainer and generators is not monitored.
     """
 
     rollouts: Rollouts
@@ -65,7 +65,7 @@ class Ports:
 
 @dataclass
 class Controller:
-    """One run. `run()` is the whole story; the rest are its sentences."""
+    """One run, from its first evaluation to its last; `run()` is the entry point."""
 
     config: Config
     task: Task
@@ -73,7 +73,7 @@ class Controller:
     ports: Ports
     resume_state: ResumeState = field(default_factory=ResumeState)
     rest: ReplayOutcome = field(default_factory=ReplayOutcome)
-    """What teachers answered too late for the last step."""
+    """Outcome of the teacher answers that arrived too late for the last step."""
     stopping: Stopping = field(default_factory=Stopping)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Controller:
     async def run(self) -> None:
         """Evaluate, train every step, save, evaluate. Waits for the end of the run, or for a stop.
 
-        However it ends, nothing that it started is still under way.
+        However it ends, nothing that it started is still running.
         """
         self.stopping.heeded = True
         try:
@@ -135,7 +135,7 @@ class Controller:
         await self.ports.saved()
 
     async def _leave(self) -> None:
-        """Bring what is done to the disk, so that a resume need not do it again."""
+        """Write what is done to disk, so that a resume need not repeat it."""
         self.ports.watch.phase("writing a checkpoint, to stop")
         await self._syncs.finish()
         if self.step > self._saved:
@@ -148,7 +148,7 @@ class Controller:
         self._saved = steps
 
     async def _begin(self) -> None:
-        """Serve the policy that the run begins with; save and evaluate it where that is due."""
+        """Serve the initial policy of the run; save and evaluate it where that is due."""
         start = self.resume_state.steps
         if start:
             self._window.pulled(await self._syncs.now())
@@ -184,7 +184,7 @@ class Controller:
             await self._evaluate(step + 1)
 
     async def _planned_step(self, step: int) -> PlannedStep:
-        """What the step trains on, written down before it is trained. Waits for its groups."""
+        """Build the step's batch and write its manifest. Waits for its groups."""
         if self._planned is not None:
             planned, self._planned = self._planned, None
             return planned
@@ -203,7 +203,7 @@ class Controller:
         return composed
 
     async def _collect(self, step: int) -> list[Group]:
-        """The step's groups. Waits for the slowest of them."""
+        """Return the step's groups. Waits for the slowest of them."""
         collecting = self._groups.collect(self.config.schedule.prompts_per_step)
         groups = await self.stopping.unless(collecting)
         sizes, wanted = [len(group.traces) for group in groups], self.config.schedule.group_size
@@ -211,7 +211,7 @@ class Controller:
         return groups
 
     async def _serve(self, steps: int) -> None:
-        """Bring the new version to everyone: beside the next step, or now where that is needed."""
+        """Sync the new version: concurrently with the next step, or before it where required."""
         needed = self._evaluates_after(steps) or steps == self.config.run.steps
         if self.config.schedule.max_lag and not needed:
             await self._syncs.begin()
@@ -219,7 +219,7 @@ class Controller:
             self._window.pulled(await self._syncs.now())
 
     def _pulled(self, version: int) -> None:
-        """A version came to be served beside a step: more groups may enter at once."""
+        """Open the window for a version that a background sync has served; start more groups."""
         self._window.pulled(version)
         self._fill_window()
 
@@ -229,7 +229,7 @@ class Controller:
         return await self.stopping.unless(self.ports.replay.take(step))
 
     async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
-        """Save where it is due. An alarm that ends the run does so here, after a checkpoint."""
+        """Save where it is due. An alarm that ends the run is raised here, after a checkpoint."""
         watch = self.ports.logprob_mismatch
         alarm = watch.judge(metrics) if watch is not None else None
         if alarm is not None or self._saves_after(steps):
@@ -240,24 +240,24 @@ class Controller:
             raise alarm
 
     def _saves_after(self, steps: int) -> bool:
-        """Whether a restart can begin again there; the run's end has a checkpoint of its own."""
+        """Whether a checkpoint is due after this step; the run's end has its own."""
         every = self.config.trainer.checkpoint_every
         return bool(every) and steps % every == 0 and steps < self.config.run.steps
 
     def _evaluates_after(self, steps: int) -> bool:
-        """Whether the run pauses to evaluate there; its end has an evaluation of its own."""
+        """Whether an evaluation is due after this step; the run's end has its own."""
         every = self.config.eval.every
         return bool(every) and steps % every == 0 and steps < self.config.run.steps
 
     def _fill_window(self) -> None:
-        """Let every group in that the window allows."""
+        """Start every group that the window allows."""
         entering = []
         while self._window.may_enter():
             entering.append(self._window.enter())
         self._groups.enter(entering, self._window.version)
 
     async def _evaluate(self, step: int) -> None:
-        """Held-out success of the version served now, over the episodes that could be run.
+        """Measure the held-out success of the served version, over the episodes that could be run.
 
         Waits for every episode.
         """

@@ -3,9 +3,9 @@
     pool = await service.spawn(TeacherReplayActor, n=4)
     actions = await pool.query(state, n=3)
 
-This is the surface; docs/service.md says what it promises. Calls travel in `dispatch` by the rules
-of `routing`, replicas come and go in `membership`, and what the endpoints mean is the actor's
-business.
+This is the public interface; docs/service.md documents its guarantees. `dispatch` sends calls by
+the rules of `routing`; `membership` starts and stops replicas. A service is independent of what its
+actor's endpoints do.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DRAIN_S = 30.0
 
 
 class Service(Endpoints):
-    """The replicas of one actor class; the actor's endpoints, each call routed to one replica.
+    """The replicas of one actor class; each endpoint call is routed to one replica.
 
-    A call waits for room in order of arrival, and runs again on another replica where its own is
-    lost. Bound the whole of it, waiting included, with `asyncio.timeout`.
+    A call waits for capacity in order of arrival, and is retried on another replica where its own
+    is lost. Bound its total time, including waiting, with `asyncio.timeout`.
     """
 
     def __init__(self, spec: ReplicaSpec, router: Router[Replica], rules: CallRules) -> None:
@@ -57,34 +57,34 @@ class Service(Endpoints):
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that shall serve, dead ones among them; their places are the indexes of `on`."""
+        """The replicas that should serve, also dead ones; `on` takes their indexes."""
         return self._members.members
 
     @property
     def waiting(self) -> int:
-        """Calls in the line, which no replica has yet."""
+        """Number of queued calls that no replica has taken yet."""
         return self._members.router.waiting
 
     @property
     def retried(self) -> int:
-        """Attempts beyond the first, over all calls so far."""
+        """Number of attempts beyond the first, over all calls so far."""
         return self._dispatch.retried
 
     @property
     def restarts(self) -> int:
-        """Replicas that came to serve in the place of dead ones, so far."""
+        """Number of replicas that have replaced dead ones so far."""
         return self._members.restarts
 
     def __len__(self) -> int:
         return len(self.replicas)
 
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an endpoint of the least busy replica. Waits for its turn and its answer."""
+        """Call an endpoint of the least busy replica. Waits for its turn and the answer."""
         self.check(endpoint)
         return await self._dispatch.call(Call(endpoint, args, kwargs), self._rules, self._anywhere)
 
     async def on(self, index: int, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an endpoint of the replica with this index. Waits for its turn and its answer."""
+        """Call an endpoint of the replica with this index. Waits for its turn and the answer."""
         self.check(endpoint)
         if not 0 <= index < len(self):
             raise IndexError(f"replica {index} of {self.name}, which has 0 to {len(self) - 1}")
@@ -92,19 +92,19 @@ class Service(Endpoints):
         return await self._dispatch.call(Call(endpoint, args, kwargs), self._rules, only)
 
     async def fanout(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call an endpoint of every replica, past the line. Waits for all, in their order.
+        """Call an endpoint of every replica, bypassing the queue; return the answers in order.
 
-        Dead replicas are left out where their deaths are the service's business (`policy`), and
-        raise where not.
+        Waits for all. Dead replicas are skipped where the service handles their deaths itself
+        (`policy`), and raise otherwise.
         """
         self.check(endpoint)
         return await self._members.fanout(Call(endpoint, args, kwargs), self._rules.deadline_s)
 
     async def setup(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """A fanout that replicas which come later hear too, before they get any other call.
+        """Call an endpoint of every replica, and of each later replica before it gets other calls.
 
-        Where the dead are replaced, a replica that fails at it although it was set up by this
-        endpoint before is replaced too; there is no answer while all of them are.
+        Where dead replicas are replaced, a replica that fails at a set-up endpoint that it was set
+        up by before is replaced too; the list is empty while all of them are being replaced.
         """
         self.check(endpoint)
         return await self._members.set_up(Call(endpoint, args, kwargs), self._rules.deadline_s)
@@ -112,25 +112,27 @@ class Service(Endpoints):
     async def broadcast_weights(
         self, source: SpawnedActor, endpoint: str, /, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """A `setup` in which replicas read the memory of another actor, while it lives.
+        """Run a `setup` in which replicas read the memory of another actor.
 
-        Raises `ActorDied` with it. Replicas that come later wait for the next setup of this kind.
+        Raises `ActorDied` if that actor dies. Later replicas wait for the next setup of this kind
+        if it is gone.
         """
         self.check(endpoint)
         call = Call(endpoint, args, kwargs, source)
         return await self._members.set_up(call, self._rules.deadline_s)
 
     def remember(self, endpoint: str, /, *args: Any, **kwargs: Any) -> None:
-        """Let replicas that come later hear this, instead of what `setup` of it told the others."""
+        """Set the call that later replicas get in place of the last `setup` of its endpoint."""
         self.check(endpoint)
         self._members.remember(Call(endpoint, args, kwargs))
 
     async def load(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """`setup` of the actor's endpoint `load`."""
+        """Run `setup` with the actor's endpoint `load`."""
         return await self.setup("load", *args, **kwargs)
 
     def session(self, name: str | None = None, *, movable: bool = False) -> Session:
-        """Calls that one replica gets all of: `async with pool.session() as session:`."""
+        """Return a session whose calls all go to one replica: `async with pool.session() as
+        session:`."""
         name = name or f"{self.name}-session-{next(self._session_numbers)}"
         return Session(
             name, self._actor_class, self._members, self._rules, movable, self._session_names
@@ -144,10 +146,10 @@ class Service(Endpoints):
         retry_timeouts: bool | None = None,
         retry_errors: bool | None = None,
     ) -> Service:
-        """This service with other rules for its calls; what is None stays as it is.
+        """Return a view of this service with other call rules; None keeps a rule.
 
-        With `retry_timeouts` a call that missed its deadline goes to another replica, with
-        `retry_errors` one that raised something: it may then be done twice.
+        With `retry_timeouts` a call that missed its deadline is retried on another replica, with
+        `retry_errors` one that raised an exception: it may then run twice.
         """
         given = {"deadline_s": deadline_s, "attempts": attempts}
         given |= {"retry_timeouts": retry_timeouts, "retry_errors": retry_errors}
@@ -157,24 +159,24 @@ class Service(Endpoints):
         return view
 
     async def resize(self, n: int, drain_s: float = DRAIN_S) -> None:
-        """Have `n` living replicas. Waits until new ones serve and old ones are gone.
+        """Resize to `n` living replicas. Waits until new ones serve and old ones are gone.
 
-        New ones are set up before they serve, and dead ones replaced; one whose replacement is on
-        its way counts as living. The least busy leave: they get nothing new, and have `drain_s` for
-        the calls and sessions that they have.
+        New replicas are set up before they serve, and dead ones are replaced; one whose replacement
+        is under way counts as living. The least busy are removed: they get no new calls, and have
+        `drain_s` for the calls and sessions that they have.
         """
         _at_least(1, n=n)
         await self._members.resize(n, drain_s, self._rules.deadline_s)
 
     def status(self) -> list[dict[str, Any]]:
-        """What each replica is doing, as far as this side knows. Waits for nothing."""
+        """Return one line of status per replica, from local state only. Never blocks."""
         return [replica.about() for replica in self._members.everyone]
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop every replica. Waits until their processes are gone.
 
-        Calls that wait or come later end in `ServiceClosed`, and so do those that are still under
-        way after `drain_s`.
+        Waiting and later calls raise `ServiceClosed`, and so do those still running after
+        `drain_s`.
         """
         await self._members.close(drain_s)
 
@@ -211,16 +213,16 @@ async def spawn(
     placement: PlacementOf | None = None,
     **kwargs: Any,
 ) -> Service:
-    """Start `n` replicas of an actor, each in its own process. Waits until all of them are ready.
+    """Start `n` replicas of an actor, each in its own process. Waits until all are ready.
 
     `args` and `kwargs` go to the actor's constructor, `load` to its endpoint of that name. Without
-    a host the replicas belong to the host that this process keeps for such services. The death of a
-    replica is the service's own business where calls have several `attempts`, and ends the run
-    where they have one, unless `policy` says otherwise.
+    `host` the replicas run on this process's default host. The service handles the death of a
+    replica itself where calls have several `attempts` or `restart` is given; otherwise it ends the
+    run, unless `policy` says otherwise.
 
-    `env` is added to the environment of each process, or what it gives for the process's slot; a
-    `placement`, called with the slot at each start, gives the host too and replaces `env`. With
-    `restart` the dead are replaced by its rules, and that is told to `record`; without, a
+    `env` is added to the environment of each process, or is a function of the replica's slot; a
+    `placement`, called with the slot at each start, also gives the host and replaces `env`. With
+    `restart`, dead replicas are replaced by its rules and reported to `record`; without, only a
     resize replaces them. Where replicas are not `numbered`, the first has the service's name.
     """
     _at_least(1, n=n, max_outstanding=max_outstanding)
@@ -248,7 +250,7 @@ _default_hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, MeshHost] = WeakKey
 
 
 def default_host() -> MeshHost:
-    """The host of the services that were spawned without one, made at its first use in a loop."""
+    """Return this event loop's host for services spawned without one, created on first use."""
     loop = asyncio.get_running_loop()
     if loop not in _default_hosts:
         _default_hosts[loop] = MeshHost(Supervisor())

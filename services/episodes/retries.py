@@ -98,8 +98,7 @@ class Retries:
         return f"{LOST} {self._deadly}"
 
     def figures(self) -> dict[str, int]:
-        """Return counts of retries, given-up samples and quarantined episodes since the last
-        call."""
+        """Return the counts of retries, given-up samples and quarantines since the last call."""
         self._events.flush()
         counts, self._counts = self._counts, Counter()
         return {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}

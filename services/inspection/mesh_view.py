@@ -71,8 +71,7 @@ def is_controllers(host: HostNode, status: RunStatus) -> bool:
 
 
 def _told(name: str) -> str:
-    """Convert an actor name as `mesh.actor.monarch_name` does; this module must not import
-    Monarch."""
+    """Convert a name as `mesh.actor.monarch_name` does; this module must not import Monarch."""
     return name.replace(".", "_")
 
 
@@ -126,8 +125,7 @@ class _Joined:
         return {"name": "controller", **used, "state": "ready", "restarts": 0, "actors": []}
 
     def _used_by(self, actor: ActorStatus, proc: ProcNode | None) -> dict[str, Any]:
-        """Return usage from the operating system on the controller's host, else as reported by its
-        host."""
+        """Return usage measured on the controller's host, or as reported by another host."""
         if actor.with_controller:
             return self._used(actor.pid, proc)
         used = _Joined(self.status, Usage())._used(actor.pid, proc)

@@ -1,1 +1,1 @@
-"""What `service.spawn` is made of: replicas, routing, sessions, retries."""
+"""Implementation of `service.spawn`: replicas, routing, sessions, retries and placement."""

@@ -1,6 +1,6 @@
-"""The way of a call: a seat or the line, the replica, and another one where the first was lost.
+"""Dispatches calls to replicas: waits for capacity, makes the call, and retries on another replica.
 
-`routing` holds the rules and `replicas` the processes; here is the waiting between them.
+`routing` holds the rules and `replicas` the processes; this module does the waiting.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from composer_mesh.services.pool.routing import Router, Ticket
 
 @dataclass(frozen=True)
 class CallRules:
-    """How long each attempt of a call may take, and how many there may be.
+    """Deadline of each attempt of a call, and the number of attempts.
 
-    A deadline that passed is a reason for another attempt only with `retry_timeouts`, and what the
-    actor raised only with `retry_errors`, unless it raised the same before.
+    A missed deadline is retried only with `retry_timeouts`, and an exception of the actor only with
+    `retry_errors`, unless it raised the same one before.
     """
 
     deadline_s: float
@@ -46,25 +46,25 @@ class CallRules:
 
 
 class Route(Protocol):
-    """Where a call may go; `movable` where another replica is as good as the first."""
+    """Which replicas may take a call; `movable` if it may be retried on another replica."""
 
     movable: bool
 
     def pin(self) -> Replica | None:
-        """The only replica for it, None where any will do; raises where none is left."""
+        """Return the only possible replica, None where any will do; raise if none is left."""
         ...
 
     def takes(self, replica: Replica) -> bool:
-        """Whether a replica that has room is one that it still goes to."""
+        """Whether the call still goes to this replica, which has capacity."""
         ...
 
     def lost(self, died: ActorDied) -> MeshError:
-        """What the caller hears when its replica was lost and no other may stand in."""
+        """Return the error for the caller when the replica was lost and no other may take over."""
         ...
 
 
 class Anywhere:
-    """Any replica will do."""
+    """A route to any replica."""
 
     movable = True
 
@@ -85,7 +85,7 @@ class Anywhere:
 
 @dataclass(frozen=True)
 class Only:
-    """One certain replica."""
+    """A route to one particular replica."""
 
     replica: Replica
     movable = False
@@ -103,7 +103,7 @@ class Only:
 
 
 class Dispatch:
-    """The calls of one service; `lose(replica, reason)` is told of each death that a call met."""
+    """Runs the calls of one service; reports dead replicas to `lose(replica, reason)`."""
 
     def __init__(
         self, service: str, router: Router[Replica], lose: Callable[[Replica, str], None]
@@ -114,7 +114,7 @@ class Dispatch:
         self._waiters: dict[Ticket[Replica], asyncio.Future[Replica | None]] = {}
 
     async def call(self, call: Call, rules: CallRules, route: Route) -> Any:
-        """Make a call, on another replica again where it may. Waits for its turn and its answer."""
+        """Make a call, with retries on other replicas. Waits for its turn and its answer."""
         ticket = self._router.ticket()
         attempts = rules.attempts if route.movable else 1
         raised = ""
@@ -138,7 +138,7 @@ class Dispatch:
             ticket.tried = (*ticket.tried, replica)
 
     async def direct(self, replica: Replica, call: Call, deadline_s: float) -> Any:
-        """Call a replica past the line, also one that is still being made ready."""
+        """Call a replica bypassing the queue, also one that is still being set up."""
         self.check_open()
         if replica.ended:
             raise gone(replica)
@@ -146,17 +146,18 @@ class Dispatch:
         return await self._run(replica, call, deadline_s)
 
     def check_open(self) -> None:
-        """Raise where the service is closed."""
+        """Raise `ServiceClosed` if the service is closed."""
         if self.closed:
             raise ServiceClosed(self._service)
 
     def changed(self) -> None:
-        """Replicas came or went: give out their room, and wake those that wait in vain."""
+        """Reassign capacity after replicas joined or left; wake calls that can no longer be
+        served."""
         self._grant(None)
         self._wake(self._router.orphans())
 
     def close(self) -> None:
-        """Refuse every call from now on, also those that wait."""
+        """Refuse every call from now on, including those that wait."""
         self.closed = True
         self._wake(self._router.everybody())
 
@@ -177,7 +178,8 @@ class Dispatch:
                 self._free(replica)
 
     async def _wait(self, ticket: Ticket[Replica]) -> Replica | None:
-        """Stand in the line; None where waiting on became vain and the caller must look again."""
+        """Join the queue; return None where waiting became futile and the caller must check
+        again."""
         turn: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
         self._waiters[ticket] = turn
         self._router.join(ticket)
@@ -210,12 +212,12 @@ class Dispatch:
         self._grant([replica])
 
     async def _run(self, replica: Replica, call: Call, deadline_s: float) -> Any:
-        """One attempt. It stays under way, and counted, when the caller is cancelled."""
+        """Run one attempt. It stays in flight, and counted, when the caller is cancelled."""
         attempt = asyncio.create_task(self._attempt(replica, call, deadline_s))
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         replica.under_way.add(attempt)
         attempt.add_done_callback(partial(self._ended, replica, over))
-        await over  # as asyncio.wait does, in a tenth of its time
+        await over  # like asyncio.wait, in a tenth of the time
         if attempt.cancelled():  # its replica was stopped
             self.check_open()
             raise gone(replica)
@@ -240,12 +242,12 @@ class Dispatch:
 
 
 def gone(replica: Replica) -> ActorDied:
-    """The end of a replica as an error."""
+    """Return the error for a call to a replica that has ended."""
     return ActorDied(replica.name, replica.reason or f"it is {replica.state.value}")
 
 
 def _may_repeat(error: MeshError, replica: Replica, rules: CallRules) -> bool:
-    """Whether an error of the mesh is a reason to make the call elsewhere."""
+    """Whether a mesh error allows a retry on another replica."""
     if _own(error):
         return rules.retry_errors
     if isinstance(error, DeadlineExceeded):
@@ -256,5 +258,5 @@ def _may_repeat(error: MeshError, replica: Replica, rules: CallRules) -> bool:
 
 
 def _own(error: Exception) -> bool:
-    """Whether the actor itself raised it, as any other exception of its own."""
+    """Whether the actor's endpoint itself raised this error."""
     return isinstance(error.__cause__, RemoteError)

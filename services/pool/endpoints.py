@@ -1,4 +1,4 @@
-"""An actor's endpoints as attributes of what stands before the actor: a service, a session."""
+"""Exposes an actor's endpoints as methods of its proxy: a service or a session."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from composer_mesh.mesh.actor import MeshActor
 
 
 class Endpoints(ABC):
-    """`thing.endpoint(...)` is `thing.call("endpoint", ...)` for each endpoint of an actor class.
+    """Makes `proxy.endpoint(...)` equal to `proxy.call("endpoint", ...)` for each actor endpoint.
 
-    An endpoint that is called as one of the thing's own attributes is reached by `call`.
+    Use `call` for an endpoint whose name is also an attribute of the proxy.
     """
 
     def __init__(self, actor_class: type[MeshActor]) -> None:
@@ -25,12 +25,14 @@ class Endpoints(ABC):
 
     def __getattr__(self, endpoint: str) -> Callable[..., Awaitable[Any]]:
         if endpoint.startswith("_") or endpoint == "endpoints":
-            raise AttributeError(endpoint)  # not yet set while unpickling or copying: no recursion
+            raise AttributeError(
+                endpoint
+            )  # not set yet while unpickling or copying: avoids recursion
         self.check(endpoint)
         return partial(self.call, endpoint)
 
     def check(self, endpoint: str) -> None:
-        """Raise where the actor has no such endpoint."""
+        """Raise AttributeError where the actor has no such endpoint."""
         if endpoint not in self.endpoints:
             raise AttributeError(
                 f"{self._class_name} has no endpoint {endpoint!r}: "
@@ -39,11 +41,11 @@ class Endpoints(ABC):
 
     @abstractmethod
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an endpoint by its name."""
+        """Call an endpoint by name."""
 
 
 def endpoints_of(actor_class: type[MeshActor]) -> frozenset[str]:
-    """The names of the endpoints of an actor class."""
+    """Return the names of an actor class's endpoints."""
     names = (name for name in dir(actor_class) if not name.startswith("__"))
     return frozenset(
         name for name in names if isinstance(getattr(actor_class, name), EndpointProperty)
@@ -51,6 +53,6 @@ def endpoints_of(actor_class: type[MeshActor]) -> frozenset[str]:
 
 
 def default_name(actor_class: type[MeshActor]) -> str:
-    """A service's name from its class: `TeacherReplayActor` gives `teacher-replay`."""
+    """Derive a service's name from its class: `TeacherReplayActor` gives `teacher-replay`."""
     stem = actor_class.__name__.removesuffix("Actor") or actor_class.__name__
     return re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", stem).lower()

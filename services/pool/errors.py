@@ -1,19 +1,19 @@
-"""What a service refuses, and what it loses.
+"""Errors of a service.
 
     MeshError
-    ├── ServiceBusy     as many calls wait as may wait; the call reached no replica
-    ├── NoReplicaLeft   all replicas are gone and none is coming: an ActorDied, of the last one
-    ├── ServiceClosed   the service is closed, or was while the call waited or ran
-    └── SessionLost     the replica that a session lived on is gone, and the session with it
+    ├── ServiceBusy     the queue is full; the call reached no replica
+    ├── NoReplicaLeft   all replicas are gone and none is starting: an ActorDied, of the last one
+    ├── ServiceClosed   the service is closed, or was closed while the call waited or ran
+    └── SessionLost     the replica of a session is gone, and the session's state with it
 
-The death of a replica that no other could stand in for stays an `ActorDied`.
+The death of a replica whose call may not be retried elsewhere stays an `ActorDied`.
 """
 
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 
 
 class ServiceBusy(MeshError):
-    """A call was refused at once, because the line before the replicas is full."""
+    """A call was refused immediately, because the queue is full."""
 
     def __init__(self, service: str, waiting: int, queue: int) -> None:
         super().__init__(service, waiting, queue)
@@ -29,11 +29,11 @@ class ServiceBusy(MeshError):
 
 
 class NoReplicaLeft(ActorDied):
-    """Nobody can serve a call, and nobody will."""
+    """No replica can serve a call, and none is starting."""
 
 
 class ServiceClosed(MeshError):
-    """A call came too late, or did not end in time."""
+    """A call was made to a closed service, or did not end before it closed."""
 
     def __init__(self, service: str) -> None:
         super().__init__(service)
@@ -47,7 +47,7 @@ class ServiceClosed(MeshError):
 
 
 class SessionLost(MeshError):
-    """What a session held in its replica is gone."""
+    """A session's state was lost with its replica."""
 
     def __init__(self, session: str, replica: str, reason: str) -> None:
         super().__init__(session, replica, reason)

@@ -1,8 +1,8 @@
-"""The replicas of a service over time: they come, are made ready, die, leave and stop.
+"""The replicas of a service over time: they start, are set up, die, drain and stop.
 
-`routing` decides which of them takes a call, `restart_manager` when a dead one is replaced. A
-replica comes in at one place, `Membership._come`: its process starts, receives the set-up calls
-that all replicas received, and only then gets calls.
+`routing` decides which replica takes a call, `restart_manager` when a dead one is replaced. All
+replicas join through `Membership._come`: the process starts, receives the set-up calls that all
+replicas received, and only then gets calls.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from composer_mesh.services.pool.setups import Setups, source_ended
 
 
 class Membership:
-    """Who belongs to a service.
+    """The replicas of one service.
 
-    `members` are those that shall serve, dead ones among them until another serves in their slot
-    or a resize takes them away; `coming` are being made ready and `leaving` drain.
+    `members` should serve; dead ones stay until another serves in their slot or a resize removes
+    them. `coming` are being set up and `leaving` drain.
     """
 
     def __init__(self, spec: ReplicaSpec, router: Router[Replica]) -> None:
@@ -54,17 +54,17 @@ class Membership:
 
     @property
     def restarts(self) -> int:
-        """Replicas that came to serve in the place of dead ones."""
+        """Number of replicas that have replaced dead ones."""
         return 0 if self._healer is None else self._healer.restarts
 
     def last_death(self) -> NoReplicaLeft:
-        """Why no replica is left."""
+        """Return the error that says why no replica is left."""
         return NoReplicaLeft(*self._last_death.args)
 
     async def fanout(self, call: Call, deadline_s: float) -> list[Any]:
-        """Call every member past the line. Waits for all answers, in the members' order.
+        """Call every member, bypassing the queue. Waits for all answers, in the members' order.
 
-        Where deaths are the service's own business, those that die are left out.
+        Where the service handles deaths itself, members that die are skipped.
         """
         answers = _answers(await self._ask(call, deadline_s))
         if not answers:
@@ -72,11 +72,11 @@ class Membership:
         return answers
 
     async def set_up(self, call: Call, deadline_s: float) -> list[Any]:
-        """A fanout that each later replica hears too, before it gets a call.
+        """Run a fanout that each later replica also receives before it gets calls.
 
-        Of each endpoint the last call is remembered, in the order in which they were made. Where
-        replicas are replaced, one that fails at what it did before is; and where all are being
-        replaced, there is no answer.
+        The last call of each endpoint is stored, in the order in which they were made. Where
+        replicas are replaced, one that fails at an endpoint that was set up before is replaced; the
+        list is empty where all of them are being replaced.
         """
         async with self._setting_up:
             found = await self._ask(call, deadline_s)
@@ -89,11 +89,11 @@ class Membership:
         return answers
 
     def remember(self, call: Call) -> None:
-        """Let each later replica hear this call before it gets others."""
+        """Store a call that each later replica receives before it gets others."""
         self._setups.remember(call)
 
     async def resize(self, count: int, drain_s: float, deadline_s: float) -> None:
-        """Have `count` replicas that live, or are on their way instead of dead ones.
+        """Resize to `count` replicas that are alive or whose replacements are under way.
 
         Waits until new ones serve and old ones are gone.
         """
@@ -107,7 +107,7 @@ class Membership:
             await self._left()
 
     async def grow(self, count: int, deadline_s: float) -> None:
-        """Start replicas, set them up, let them serve; where one fails, none of them stays."""
+        """Start replicas, set them up and let them serve; if one fails, none of them is kept."""
         newcomers = self._newcomers(count)
         self.router.coming += count
         try:
@@ -117,7 +117,7 @@ class Membership:
             self.dispatch.changed()
 
     def lose(self, replica: Replica, reason: str) -> None:
-        """Take note of a death, once; its calls go elsewhere and what is left of it is stopped."""
+        """Record a replica's death once; reroute its calls and stop the rest of its process."""
         if not replica.serving:
             return
         replica.state, replica.reason = ReplicaState.DEAD, reason
@@ -133,7 +133,7 @@ class Membership:
         self._depart(replica)
 
     async def close(self, drain_s: float) -> None:
-        """Refuse calls, give those under way `drain_s`, stop every process. Waits for its end."""
+        """Refuse calls, give those in flight `drain_s`, stop every process. Waits for its end."""
         if self._closing is None:
             self.dispatch.close()
             self._closing = asyncio.create_task(self._close(drain_s))
@@ -151,7 +151,7 @@ class Membership:
         return self.coming[first:]
 
     async def _ask(self, call: Call, deadline_s: float) -> dict[Replica, Any]:
-        """What each member answered or raised, without those whose death is forgiven."""
+        """Return each member's answer or exception, except of members whose death is tolerated."""
         self.dispatch.check_open()
         asked = [one for one in self.members if one.serving or not self._forgives]
         calls = (self.dispatch.direct(one, call, deadline_s) for one in asked)
@@ -163,7 +163,7 @@ class Membership:
         }
 
     async def _without_failed(self, call: Call, found: dict[Replica, Any]) -> dict[Replica, Any]:
-        """Give up the replicas that failed, unless it was what they read from that ended."""
+        """Drop the replicas that failed, unless the actor that they read from has died."""
         failed = {one: error for one, error in found.items() if isinstance(error, Exception)}
         if failed and (died := await source_ended(call)):
             raise died
@@ -172,7 +172,7 @@ class Membership:
         return {one: answer for one, answer in found.items() if one not in failed}
 
     async def _come(self, newcomers: Sequence[Replica], deadline_s: float) -> None:
-        """Only what is quick is heard while nobody else can be set up."""
+        """Add new replicas; only quick calls run under the lock that blocks other set-ups."""
         try:
             await together(*(self._start(one, deadline_s) for one in newcomers))
             await self._setups.readable(deadline_s)
@@ -242,7 +242,7 @@ class Membership:
             self._growth = None
 
     def _take_away(self, replicas: Sequence[Replica], drain_s: float) -> None:
-        """Let replicas leave, each in its own time, also when nobody waits for it."""
+        """Remove replicas: each drains in a background task, whether or not it is awaited."""
         for replica in replicas:
             self.members.remove(replica)
             self.leaving.append(replica)
@@ -254,7 +254,7 @@ class Membership:
         self.dispatch.changed()
 
     async def _left(self) -> None:
-        """Wait until none is leaving; they go on to leave where this is cancelled."""
+        """Wait until no replica is leaving; they keep draining if this is cancelled."""
         if drains := list(self._drains.values()):
             await asyncio.wait(drains)
             self.dispatch.check_open()
@@ -292,7 +292,7 @@ class Membership:
 
 
 def _answers(found: dict[Replica, Any]) -> list[Any]:
-    """The answers in the members' order; raises the first error among them."""
+    """Return the answers in the members' order; raises the first error among them."""
     for answer in found.values():
         if isinstance(answer, BaseException):
             raise answer

@@ -1,7 +1,7 @@
-"""Where the processes of a run are: the placement of a config on its hosts, and what each is told.
+"""Placement of a run's processes on its hosts, and the environment of each process.
 
-`placement_solver` decides. This module knows the hosts of the run, moves processes whose host is
-lost, and builds the environment that tells a process its resources (`mesh.process_resources`).
+`placement_solver` places them. This module tracks the hosts of the run, moves processes whose host
+is lost, and builds the environment variables with a process's resources (`mesh.process_resources`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ FOUND_LATER = (
 
 
 class NoPlacement(Exception):
-    """A process beyond the placement that needs cores or GPUs of its own: its kind and number."""
+    """A process beyond the placement needs dedicated cores or GPUs: its kind and number."""
 
     def __init__(self, kind: str, number: int, own: str) -> None:
         super().__init__(kind, number, own)
@@ -53,21 +53,22 @@ class NoPlacement(Exception):
 
 @dataclass(frozen=True)
 class ProcessPlacement:
-    """A host by its name, None for the controller's own machine, and what a process is told."""
+    """A process's host (None for the controller's machine) and its environment variables."""
 
     host: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 PlacementOf = Callable[[int], ProcessPlacement]
-"""The seat of the process with this number among those of its kind, for one start of it."""
+"""Returns the placement of process number N of its kind, for one start of it."""
 
 
 @dataclass(frozen=True)
 class ProcessPlacements:
-    """The placement of one run; `notes` say where hosts come from and what is not in the sums.
+    """The placement of one run; `notes` say how hosts were found and what the sums omit.
 
-    On several hosts a process keeps its seat while its host is there, also while it is away itself.
+    On several hosts a process keeps its placement while its host is attached, also while it is
+    down.
     """
 
     placement: Placement
@@ -75,7 +76,7 @@ class ProcessPlacements:
     staying: tuple[str, ...] = ()
     """Kinds that stay on the controller's machine."""
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Further names that the config calls a host by."""
+    """Further names that the config uses for a host."""
     _hosts: dict[str, HostResources] = field(default_factory=dict)
     _lost: list[str] = field(default_factory=list)
     _taken: dict[tuple[str, int], Placed] = field(default_factory=dict)
@@ -88,11 +89,11 @@ class ProcessPlacements:
         hosts: Sequence[HostResources] | None = None,
         found: Callable[[], HostResources] = this_machine,
     ) -> "ProcessPlacements":
-        """Place a run; `hosts` are those that are there, once that is known.
+        """Place a run; `hosts` are the attached ones, once they are known.
 
-        Looks at this machine where a local run describes none. Raises `CannotPlace`, `UnfitPlace`
-        or `WrongHost`. Memory of a model whose sizes nobody knows is left out of the sums, and that
-        is said.
+        Inspects this machine where a local run describes no hosts. Raises `CannotPlace`,
+        `UnfitPlace` or `WrongHost`. Memory of a model of unknown size is left out of the sums, with
+        a note.
         """
         check_described(config)
         notes: list[str] = []
@@ -100,7 +101,7 @@ class ProcessPlacements:
         those = _hosts_of(config, hosts, found, notes)
         staying, groups = stay_with_controller(config), aliases_of(config.placement)
         if not those:
-            processes_of(config, sizes)  # what fits on no host is refused before any is known
+            processes_of(config, sizes)  # raises for what fits on no host, before any host is known
             return cls(Placement((), ()), tuple(notes), staying)
         aliases = {
             host.name: groups.get(known, frozenset()) | {known} for known, host in those.items()
@@ -118,13 +119,14 @@ class ProcessPlacements:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that are there now."""
+        """The hosts that are attached now."""
         return tuple(self._hosts)
 
     def take(self, kind: str, number: int = 0) -> ProcessPlacement:
-        """The seat for a start of a process: its own, or one on a host that has room.
+        """Return the placement for a process start: its own, or a new one on a host with capacity.
 
-        Raises `NoCapacity` where none has, `NoPlacement` where a local run was placed without it.
+        Raises `NoCapacity` where no host has any, `NoPlacement` where a local run was placed
+        without it.
         """
         if kind in self.staying:
             return ProcessPlacement(None, self.env(kind, number))
@@ -137,11 +139,11 @@ class ProcessPlacements:
         return ProcessPlacement(placed.host, _env(placed))
 
     def taker(self, kind: str) -> PlacementOf:
-        """`take` of one kind."""
+        """Return `take` for one kind."""
         return lambda number: self.take(kind, number)
 
     def lose(self, host: str) -> None:
-        """A host is gone, and with it the seats there; nothing happens where it was not there."""
+        """Remove a lost host and the placements on it; does nothing for an unknown host."""
         if self._hosts.pop(host, None) is None:
             return
         self._lost.append(host)
@@ -150,9 +152,9 @@ class ProcessPlacements:
                 del self._taken[who]
 
     def join(self, host: HostResources) -> None:
-        """A host is there from now on: for those that find no room on the others, or come anew.
+        """Add a host, for processes that need a new placement.
 
-        One whose name the config does not know has what was wanted of the first host that was lost.
+        If the config does not know its name, it takes over the constraints of the first lost host.
         """
         if host.name in self._hosts:
             raise ValueError(f"host {host.name} is there already: call the new one otherwise")
@@ -164,10 +166,10 @@ class ProcessPlacements:
         self._hosts[host.name] = host
 
     def env(self, kind: str, number: int = 0) -> dict[str, str]:
-        """What the process of this number is told, whichever of its place's processes it is.
+        """Return the environment variables of a process, whichever restart of it this is.
 
-        Processes beyond the placement share what others share; raises `NoPlacement` where the
-        kind has no place at all.
+        Processes beyond the placement share the resources of the last placed one; raises
+        `NoPlacement` where the kind needs dedicated ones.
         """
         placements = self.placement.of_kind(kind)
         if number >= len(placements) and (own := _own(placements[0].process)):
@@ -175,7 +177,7 @@ class ProcessPlacements:
         return _env(placements[min(number, len(placements) - 1)])
 
     def _process(self, kind: str, number: int) -> Process:
-        """A process of a kind, also one beyond the placement."""
+        """Return a process of a kind, also one beyond the placement."""
         known = self._known.get((kind, number))
         if known is None:
             known = replace(self._known[kind, 0], name=f"{kind}-{number}")
@@ -183,9 +185,9 @@ class ProcessPlacements:
 
 
 def refuse_other_hosts(config: Config, found: Callable[[], HostResources] = this_machine) -> None:
-    """Refuse to start what is described for other machines than this one; raises `WrongHost`.
+    """Refuse a local run that is described for other machines; raises `WrongHost`.
 
-    Of a run on workers that is known when they are there.
+    The hosts of a remote run are checked when they are attached.
     """
     if config.cluster.remote:
         return
@@ -206,7 +208,7 @@ def _hosts_of(
     found: Callable[[], HostResources],
     notes: list[str],
 ) -> dict[str, HostResources]:
-    """The hosts to place a run on, by the config's names; empty where they are not known yet."""
+    """Return the hosts to place a run on, by the config's names; empty if not known yet."""
     if config.cluster.remote and hosts is not None:
         return check_found(config, hosts)
     if described := described_hosts(config.placement):

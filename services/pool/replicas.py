@@ -1,6 +1,6 @@
-"""One replica of a service: how it is made ready, what it has under way, how it stops.
+"""One replica of a service: its process, its calls in flight, and how it is started and stopped.
 
-Which calls it gets is `routing`; how many there are, `membership`.
+`routing` decides which calls it gets, `membership` how many replicas there are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composer_mesh.services.pool.wait_for_capacity import spawn_on, wait_for_cap
 
 @dataclass(frozen=True)
 class Call:
-    """An endpoint and what it is called with; `source` is an actor whose memory it reads."""
+    """An endpoint call with its arguments; `source` is an actor whose memory it reads."""
 
     endpoint: str
     args: tuple[Any, ...] = ()
@@ -34,17 +34,17 @@ class Call:
 
     @property
     def stale(self) -> bool:
-        """Whether what it reads is gone."""
+        """Whether the actor that it reads from is gone."""
         return self.source is not None and not self.source.alive
 
 
 @dataclass(eq=False)
 class Replica(RoutingTarget):
-    """One process of a service and the calls that it has under way.
+    """One process of a service and its calls in flight.
 
-    `generation` counts the processes that have had this slot; `told` are the set-up calls that it
-    has heard; `host` is the name of its host, None on the controller's machine. A call is under way
-    until its answer, its deadline or the replica's end, also when nobody waits for it any more.
+    `generation` counts the processes that have had this slot; `told` are the set-up calls it has
+    received; `host` is the name of its host, None on the controller's machine. A call is in flight
+    until its answer, its deadline or the replica's end, also after its caller was cancelled.
     """
 
     slot: int = 0
@@ -69,7 +69,7 @@ class Replica(RoutingTarget):
         return await (asking if call.source is None else while_alive(call.source, asking))
 
     async def drained(self, drain_s: float, sessions: bool = True) -> bool:
-        """Wait until nothing is left in it, at most `drain_s`; False where something is."""
+        """Wait until no call or session is left, at most `drain_s`; return False on timeout."""
         try:
             async with asyncio.timeout(drain_s):
                 while self.serving and (self.outstanding or (sessions and self.tied)):
@@ -80,11 +80,11 @@ class Replica(RoutingTarget):
         return True
 
     async def abandon_calls(self) -> None:
-        """End the waiting for what is under way. Whoever waits hears that it ended."""
+        """Cancel the calls in flight; their callers are notified."""
         await cancel_and_wait(self.under_way)
 
     def about(self) -> dict[str, Any]:
-        """One line of `Service.status`."""
+        """Return this replica's entry of `Service.status`."""
         return {
             "name": self.name,
             "state": self.state.value,
@@ -100,20 +100,20 @@ class Replica(RoutingTarget):
 
 
 def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
-    """A record that nobody keeps."""
+    """A recorder that discards everything."""
 
 
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
-"""The environment of every process of a service, or of the one in a slot."""
+"""Environment variables of every process of a service, or a function of the slot."""
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """How a process of this service is started, and how often again; without rules never again.
+    """How the processes of a service are started, and the rules of their restarts (None: never).
 
-    `deadline_s` is for each set-up call of one that is started again; `numbered` is whether the
-    first slot has its number in its name; a `target` for the slot says the host too and stands
-    instead of `env`.
+    `deadline_s` applies to each set-up call of a restarted replica; `numbered` says whether the
+    first slot has its number in its name; `target`, called with the slot, also gives the host and
+    replaces `env`.
     """
 
     name: str
@@ -130,9 +130,9 @@ class ReplicaSpec:
     target: PlaceOf | None = None
 
     async def start(self, replica: Replica) -> None:
-        """Start a replica's process where its seat is now. Waits until its actor answers.
+        """Start a replica's process at its current placement. Waits until its actor answers.
 
-        One that comes in place of another waits for room too, where its host is lost.
+        A replacement also waits for capacity, where its host is lost.
         """
         place = await self._placed(replica)
         replica.host = place.host
@@ -166,9 +166,9 @@ class ReplicaSpec:
 
 
 class Names:
-    """Names that are never used twice: `echo-1`, and `echo-1.2` for the next in its slot.
+    """Generates unique replica names: `echo-1`, and `echo-1.2` for the next process in its slot.
 
-    Where they are not `numbered`, the first slot is called `echo`.
+    Where replicas are not `numbered`, the first slot is called `echo`.
     """
 
     def __init__(self, service: str, numbered: bool = True) -> None:
@@ -176,11 +176,11 @@ class Names:
         self._generations: Counter[int] = Counter()
 
     def next(self, taken: Collection[int]) -> Replica:
-        """A replica for the lowest slot that is not taken."""
+        """Return a replica for the lowest free slot."""
         return self.next_in(next(slot for slot in range(len(taken) + 1) if slot not in taken))
 
     def next_in(self, slot: int) -> Replica:
-        """The next replica for a slot."""
+        """Return the next replica for a slot."""
         self._generations[slot] += 1
         generation = self._generations[slot]
         name = f"{self._service}-{slot}" if slot or self._numbered else self._service

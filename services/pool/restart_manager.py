@@ -1,6 +1,6 @@
-"""Dead replicas are replaced: when, how often, and what is said about it.
+"""Replaces dead replicas and records each restart.
 
-How a replica comes in is `membership`; how long to wait and when to give up, `restarts`.
+`membership` adds the new replica; `restarts` decides how long to wait and when to give up.
 
     death -> its process is gone -> wait -> start, set up, serve
                                      ^            | failed
@@ -55,9 +55,10 @@ async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Aw
 
 
 class RestartManager:
-    """The slots of one service that are being filled again.
+    """Restarts the dead replicas of one service.
 
-    `come` brings the next replica into the slot of a dead one; `give_up` is told why none will.
+    `come` starts the next replica in the slot of a dead one; `give_up` is called with the reason
+    where none will be started.
     """
 
     def __init__(self, spec: ReplicaSpec, rules: RestartRules, come: Come, give_up: GiveUp) -> None:
@@ -69,11 +70,11 @@ class RestartManager:
 
     @classmethod
     def of(cls, spec: ReplicaSpec, come: Come, give_up: GiveUp) -> RestartManager | None:
-        """None where the dead are left to a resize."""
+        """Return a manager; None where dead replicas are not restarted."""
         return None if spec.restart is None else cls(spec, spec.restart, come, give_up)
 
     def heals(self, replica: Replica) -> bool:
-        """Whether a replacement for this dead replica is on its way."""
+        """Whether a replacement for this dead replica is under way."""
         return replica in self._under_way
 
     def begin(self, dead: Replica, burial: asyncio.Task[None]) -> asyncio.Task[None]:
@@ -84,12 +85,12 @@ class RestartManager:
         return task
 
     def stop(self, dead: Replica) -> None:
-        """Replace it no more: its slot is not wanted."""
+        """Stop replacing a replica whose slot is no longer needed."""
         if task := self._under_way.get(dead):
             task.cancel()
 
     async def close(self) -> None:
-        """Replace none any more. Waits until those on their way are gone."""
+        """Stop all replacements. Waits until those under way are cancelled."""
         await cancel_and_wait(self._under_way.values())
 
     def _ended(self, dead: Replica, _: asyncio.Task[None]) -> None:

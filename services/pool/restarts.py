@@ -1,4 +1,4 @@
-"""How often and how soon something that died is started again: the rules, without clocks.
+"""Restart limits and backoff: pure rules without clocks.
 
     wait before restart k of a window = uniform(0, min(backoff_max_s, backoff_s * 2^k))
 
@@ -35,16 +35,16 @@ class RestartRules:
 
     @classmethod
     def of(cls, config: SupervisionConfig, seed: int) -> RestartRules:
-        """The rules of a run."""
+        """Return the rules of a run."""
         return cls(config.restarts, config.window_s, config.backoff_s, config.backoff_max_s, seed)
 
     def backoff_s_after(self, restarts: int) -> float:
-        """The longest wait before a restart that follows so many others."""
+        """Return the longest wait before a restart that follows `restarts` others."""
         doubled: float = self.backoff_s * 2.0 ** min(restarts, 60)
         return min(self.backoff_max_s, doubled)
 
     def spent(self) -> str:
-        """What is said where no restart is left."""
+        """Return the message for an exhausted budget."""
         return (
             f"given up after {self.restarts} restarts within {self.window_s:g} s: see what it died "
             "of, or raise supervision.restarts"
@@ -52,7 +52,7 @@ class RestartRules:
 
 
 class RestartBudget:
-    """The restarts of one slot. `now` is any clock that never goes back."""
+    """The restarts of one slot. `now` is a reading of any monotonic clock."""
 
     def __init__(self, rules: RestartRules, name: str) -> None:
         self._rules = rules
@@ -61,7 +61,7 @@ class RestartBudget:
         self._last_error = ""
 
     def take(self, now: float) -> float | None:
-        """Use up one restart; returns the seconds to wait before it, None where none is left."""
+        """Use one restart; return the seconds to wait before it, None where none is left."""
         while self._begun and now - self._begun[0] >= self._rules.window_s:
             self._begun.popleft()
         if len(self._begun) >= self._rules.restarts:
@@ -71,7 +71,7 @@ class RestartBudget:
         return self._rng.uniform(0.0, longest)
 
     def hopeless(self, error: BaseException) -> bool:
-        """Whether a start failed by the very bug by which the one before it failed."""
+        """Whether a start failed by the same deterministic error as the start before it."""
         key, before = error_key(error), self._last_error
         self._last_error = key
         return is_deterministic(error) and key == before
@@ -81,5 +81,5 @@ class RestartBudget:
         return self._rules.spent()
 
     def served(self) -> None:
-        """A start succeeded: an equal error later is a first one again."""
+        """Reset the last error after a successful start."""
         self._last_error = ""

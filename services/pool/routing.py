@@ -1,9 +1,9 @@
-"""Which replica takes which call: the rules, without processes, waiting or clocks.
+"""Routing rules: which replica takes which call, without processes, waiting or clocks.
 
-    call --> the open seat with the fewest calls under way, where one has room
-         or  the line, in the order of arrival --> the first seat with room that it may take
+    call --> the open replica with the fewest calls in flight, where one has capacity
+         or  the queue, in order of arrival --> the first suitable replica with capacity
 
-A seat is a replica as these rules see it. Nothing here knows what a call does, or wakes anybody.
+A routing target is a replica as seen by these rules, which do not depend on what a call does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Generic, TypeVar
 
 
 class ReplicaState(Enum):
-    """Where a replica is in its life.
+    """Lifecycle state of a replica.
 
-    READY takes every call; DRAINING only the calls of what is bound to it; the others none.
+    READY takes every call; DRAINING only calls pinned to it, such as those of its sessions; the
+    others none.
     """
 
     STARTING = "starting"
@@ -30,7 +31,7 @@ class ReplicaState(Enum):
 
 @dataclass(eq=False)
 class RoutingTarget:
-    """A replica as routing sees it; `tied` are those of its sessions that cannot move."""
+    """A replica as seen by routing; `tied` counts its sessions that cannot move."""
 
     name: str
     state: ReplicaState = ReplicaState.STARTING
@@ -46,7 +47,7 @@ class RoutingTarget:
 
     @property
     def serving(self) -> bool:
-        """Whether it takes the calls of what is bound to it."""
+        """Whether it takes the calls that are pinned to it."""
         return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
 
 
@@ -55,9 +56,9 @@ S = TypeVar("S", bound=RoutingTarget)
 
 @dataclass(eq=False)
 class Ticket(Generic[S]):
-    """One call's turn: it keeps its number, and so its turn, when it has to be made again.
+    """A call's place in the queue; a retry keeps its number, and so its place.
 
-    `pin` is the only seat that may take it; `tried` are seats that had it in vain.
+    `pin` is the only target that may take it; `tried` are targets where it failed.
     """
 
     number: int
@@ -66,10 +67,10 @@ class Ticket(Generic[S]):
 
 
 class Router(Generic[S]):
-    """The seats of a service and the line before them.
+    """The targets of a service and the queue of waiting calls.
 
-    Whoever changes a seat calls `grants` afterwards, so that nobody waits where there is room; a
-    call that comes later therefore never overtakes one that waits.
+    Call `grants` after every change of a target, so that no call waits while there is capacity; a
+    later call therefore never overtakes a waiting one.
     """
 
     def __init__(self, max_outstanding: int, queue: int) -> None:
@@ -82,25 +83,25 @@ class Router(Generic[S]):
 
     @property
     def waiting(self) -> int:
-        """Calls in the line."""
+        """Number of queued calls."""
         return sum(map(len, self._lines.values()))
 
     @property
     def full(self) -> bool:
-        """Whether the line takes no new call."""
+        """Whether the queue takes no new call."""
         return self.waiting >= self.queue
 
     @property
     def hopeful(self) -> bool:
-        """Whether a call that any replica may take can expect one."""
+        """Whether a call without a pin can expect a target."""
         return self.coming > 0 or any(target.open for target in self.targets)
 
     def ticket(self) -> Ticket[S]:
-        """The next number."""
+        """Return a ticket with the next number."""
         return Ticket(next(self._numbers))
 
     def take(self, ticket: Ticket[S]) -> S | None:
-        """The seat that takes this call now; None where it has to wait."""
+        """Assign a call to a target now; return None where it has to wait."""
         candidates = self.targets if ticket.pin is None else [ticket.pin]
         fitting = [s for s in candidates if self._has_capacity(s) and self._may(ticket, s)]
         target = min(fitting, key=lambda target: (target.outstanding, target.calls), default=None)
@@ -109,7 +110,7 @@ class Router(Generic[S]):
         return target
 
     def occupy(self, target: S) -> None:
-        """Count a call that begins, also one that did not ask for room."""
+        """Count a call that starts, also one that bypasses the capacity check."""
         target.outstanding += 1
         target.calls += 1
 
@@ -118,11 +119,11 @@ class Router(Generic[S]):
         target.outstanding -= 1
 
     def join(self, ticket: Ticket[S]) -> None:
-        """Stand in line; one that was here before stands before those that came after it."""
+        """Queue a ticket, ordered by its number: retries keep their place."""
         insort(self._lines.setdefault(ticket.pin, []), ticket, key=lambda one: one.number)
 
     def leave(self, ticket: Ticket[S]) -> None:
-        """Go out of the line; nothing happens where it does not stand in it."""
+        """Remove a ticket from the queue; does nothing if it is not queued."""
         line = self._lines.get(ticket.pin, [])
         if ticket in line:
             line.remove(ticket)
@@ -130,7 +131,7 @@ class Router(Generic[S]):
             self._lines.pop(ticket.pin, None)
 
     def grants(self, targets: list[S] | None = None) -> list[tuple[Ticket[S], S]]:
-        """Who of the line goes where, now that these seats (or all) may have room."""
+        """Assign queued calls to these targets (or all), as far as they have capacity."""
         found = []
         for target in list(self.targets if targets is None else targets):
             while self._has_capacity(target) and (ticket := self._first_for(target)):
@@ -140,17 +141,17 @@ class Router(Generic[S]):
         return found
 
     def orphans(self) -> list[Ticket[S]]:
-        """Those that wait in vain, taken out of the line."""
+        """Remove and return the tickets that no target can serve any more."""
         pins = [pin for pin in self._lines if not (self.hopeful if pin is None else pin.serving)]
         return [ticket for pin in pins for ticket in self._lines.pop(pin)]
 
     def everybody(self) -> list[Ticket[S]]:
-        """All that wait, taken out of the line."""
+        """Remove and return all queued tickets."""
         lines, self._lines = self._lines, {}
         return [ticket for line in lines.values() for ticket in line]
 
     def for_session(self) -> S | None:
-        """The seat for a new session: the one with the fewest."""
+        """Return the target for a new session: the one with the fewest sessions."""
         targets = [target for target in self.targets if target.open]
         return min(targets, key=lambda s: (s.sessions, s.outstanding, s.calls), default=None)
 
@@ -158,7 +159,7 @@ class Router(Generic[S]):
         return target.serving and target.outstanding < self.max_outstanding
 
     def _may(self, ticket: Ticket[S], target: S) -> bool:
-        """A tried seat gets a call again only where there is no other."""
+        """Whether a ticket may go to a target; to a tried one only if no other is open."""
         if ticket.pin is not None:
             return ticket.pin is target
         if target not in ticket.tried:
@@ -174,7 +175,7 @@ class Router(Generic[S]):
 
 
 def to_retire(targets: list[S], count: int) -> list[S]:
-    """The seats to give up: the dead, then the least bound and least busy, of equals the latest."""
+    """Return the targets to retire: dead ones, then the least bound and busy, then the latest."""
     busy = [
         ((s.serving, s.tied, s.sessions, s.outstanding, -place), s)
         for place, s in enumerate(targets)

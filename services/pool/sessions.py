@@ -1,6 +1,6 @@
-"""Sessions: calls that belong together, and that one replica gets all of.
+"""Sessions: related calls that all go to one replica.
 
-What a session holds in that replica is the actor's business.
+The actor implements the session's state in the replica.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from composer_mesh.services.pool.replicas import Call, Replica
 
 
 class Session(Endpoints):
-    """The endpoints of the one replica that a session lives on, from `open` to `close`.
+    """The endpoints of the one replica that a session is bound to, from `open` to `close`.
 
-    A session whose replica is lost raises `SessionLost`, once and ever after. A movable one, whose
-    state is not in the replica or can be built again there, goes on with another. One that finds no
-    replica, because they are being replaced, gets the one that takes its first call.
+    A session whose replica is lost raises `SessionLost` on every call from then on. A movable one,
+    whose state is not in the replica or can be rebuilt, continues on another replica. One that is
+    opened while all replicas are being replaced is bound to the one that takes its first call.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Session(Endpoints):
 
     @property
     def replica(self) -> str | None:
-        """The name of the replica that it lives on."""
+        """The name of the replica that the session is bound to, None if there is none yet."""
         return None if self._home is None else self._home.name
 
     def open(self) -> None:
-        """Choose the replica with the fewest sessions. Waits for nothing."""
+        """Bind to the replica with the fewest sessions. Never blocks."""
         if self.name in self._names:
             raise ValueError(f"a session {self.name!r} is open already: choose another name")
         self._replicas.dispatch.check_open()
@@ -58,7 +58,7 @@ class Session(Endpoints):
         self._opened = True
 
     def close(self) -> None:
-        """Let go of the replica. What the actor keeps of the session is for a call to forget."""
+        """Release the replica. The actor's state of the session has to be deleted by a call."""
         if self._opened:
             self._names.discard(self.name)
             self._opened = False
@@ -78,7 +78,7 @@ class Session(Endpoints):
         return await self._replicas.dispatch.call(call, self._rules, self)
 
     def pin(self) -> Replica | None:
-        """Where its next call goes, None while it waits for one; raises where that is lost."""
+        """Return the replica for the next call, None while waiting for one; raise if it is lost."""
         if not self._opened:
             raise RuntimeError(
                 f"session {self.name!r} is not open: call inside of `async with` or after open()"
@@ -90,17 +90,17 @@ class Session(Endpoints):
         return self._home
 
     def takes(self, replica: Replica) -> bool:
-        """The first replica that takes a call of a session without one is its own from then on."""
+        """Bind to the first replica that takes a call, if unbound; return whether it is its own."""
         if self._opened and self._home is None:
             self._settle(replica)
         return replica is self._home
 
     def lost(self, died: ActorDied) -> MeshError:
-        """What the caller hears when the replica was lost."""
+        """Return the error for the caller when the replica was lost."""
         return died if self.movable else SessionLost(self.name, died.actor, died.reason)
 
     def _found(self) -> Replica | None:
-        """A replica for it; None while they are being replaced."""
+        """Return a replica for the session; None while all are being replaced."""
         home = self._replicas.router.for_session()
         if home is None and not self._replicas.router.hopeful:
             raise self._replicas.last_death()

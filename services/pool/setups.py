@@ -1,7 +1,7 @@
-"""What every replica of a service must have heard before it serves: of each endpoint the last call.
+"""The set-up calls that each replica must receive before it serves: the last per endpoint.
 
-Who asks whom is `membership`. A call that reads another actor's memory is stale once that actor is
-gone: a replica that comes then waits for a newer one.
+`membership` makes the calls. A call that reads another actor's memory is stale once that actor is
+gone: a replica that starts then waits for a newer one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.pool.replicas import Call, Replica
 
 LOAD = "load"
-"""The call that takes long and holds for good."""
+"""The set-up call that is slow and stays valid."""
 TELL_S = 3.0
-"""How long the end of an actor may take to be known after reading its memory has failed.
+"""Longest time until an actor's death is known after a read of its memory has failed.
 
-Such a read may fail at once, and on a busy machine the news of a process's end may be later."""
+Such a read may fail immediately, and on a busy machine the notice of a process's end may be later.
+"""
 
 
 class Setups:
-    """The calls, in the order in which they were last made."""
+    """The set-up calls, in the order in which they were last made."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -31,24 +32,24 @@ class Setups:
         return endpoint in self._calls
 
     def remember(self, call: Call) -> None:
-        """Let each later replica hear this call instead of the one before it."""
+        """Store a call in place of the last one of its endpoint."""
         self._calls.pop(call.endpoint, None)
         self._calls[call.endpoint] = call
         self._remembered.set()
 
     def loads(self, replica: Replica) -> list[Call]:
-        """What a replica can hear while others are set up: it stays right whatever follows."""
+        """Return the calls that a replica can receive while others are set up: they stay valid."""
         first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
         return [call for call in first if replica.told.get(LOAD) is not call]
 
     def untold(self, replica: Replica) -> list[Call]:
-        """What a replica has still to hear."""
+        """Return the calls that a replica has not received yet."""
         return [
             call for call in self._calls.values() if replica.told.get(call.endpoint) is not call
         ]
 
     async def readable(self, deadline_s: float) -> None:
-        """Wait until no call is stale, at most `deadline_s`; then raises the end of its source."""
+        """Wait until no call is stale; after `deadline_s` raise the death of its source."""
         try:
             async with asyncio.timeout(deadline_s):
                 while any(call.stale for call in self._calls.values()):
@@ -64,7 +65,7 @@ class Setups:
 
 
 async def source_ended(call: Call) -> ActorDied | None:
-    """The end of the actor that a failed call read from, where that is why it failed."""
+    """Return the death of the actor that a failed call read from, if it explains the failure."""
     if call.source is None or call.source.death is None:
         return None
     await asyncio.wait([call.source.death], timeout=TELL_S)

@@ -1,4 +1,4 @@
-"""Starting a process on its seat: the host that the placement has for it, told its part of it."""
+"""Starts a process at its placement, and waits for a host with capacity where it has none."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,9 +19,9 @@ LOOK_S = 1.0
 async def wait_for_capacity(
     take: Callable[[], T], host: MeshHost, name: str, look_s: float = LOOK_S
 ) -> T:
-    """What `take` returns, once a host has room for it; for what has lost its place.
+    """Return the result of `take`, retrying until a host has capacity; for displaced processes.
 
-    Raises `NoCapacity` after `host.room_s` without one. That it waits is recorded, with the reason.
+    Raises `NoCapacity` after `host.room_s` without one. The wait is recorded, with its reason.
     """
     loop, told = asyncio.get_running_loop(), False
     end = loop.time() + host.room_s
@@ -46,7 +46,7 @@ async def spawn_on(
     policy: FaultPolicy = FaultPolicy.OWNER,
     **kwargs: Any,
 ) -> SpawnedActor:
-    """Start a process with one actor where its seat is. Waits until the actor answers."""
+    """Start a process with one actor at a placement. Waits until the actor answers."""
     where: dict[str, Any] = {} if placement.host is None else {"on": placement.host}
     return await host.spawn(
         name, actor_class, *args, env=placement.env, policy=policy, **where, **kwargs
