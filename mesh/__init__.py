@@ -1,1 +1,1 @@
-"""Where processes are and how bytes move. No training and no tasks."""
+"""Processes, remote calls and transfer of bytes. Independent of training and tasks."""

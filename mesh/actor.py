@@ -1,6 +1,6 @@
-"""The base of every actor of a run: what it says about itself when asked.
+"""The base class of every actor of a run, with its status report.
 
-It holds no behaviour of a kind of actor, and it needs no constructor of its own.
+Independent of the kind of actor; needs no constructor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from composer_mesh.mesh.processes import resident_bytes
 
 
 class MeshActor(Actor):
-    """An actor with a kind, an activity and, where it serves a policy, a version of it.
+    """An actor with a kind, an activity and, where it serves a policy, a policy version.
 
     Endpoints of a subclass are `async` and `concurrent_endpoint`; a long computation belongs into
     `asyncio.to_thread`, so that `describe` answers meanwhile.
@@ -27,7 +27,7 @@ class MeshActor(Actor):
 
     @concurrent_endpoint
     async def describe(self) -> dict[str, Any]:
-        """Say what this actor is and does. Answers at once."""
+        """Return the actor's status. Answers immediately."""
         return {
             "kind": self.kind,
             "pid": os.getpid(),
@@ -39,10 +39,10 @@ class MeshActor(Actor):
         }
 
     def details(self) -> dict[str, Any]:
-        """What a subclass adds to `describe`: plain values that JSON can hold."""
+        """Return what a subclass adds to `describe`: JSON-serializable values."""
         return {}
 
 
 def monarch_name(name: str) -> str:
-    """The name of an actor as Monarch takes it: it would leave out the dot of `generator-0.2`."""
+    """Convert an actor's name for Monarch, which would drop the dot of `generator-0.2`."""
     return name.replace(".", "_")

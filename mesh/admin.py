@@ -1,7 +1,7 @@
-"""Monarch's own view of the running mesh: its admin server, and a reader of what that says.
+"""Starts Monarch's admin server, and reads the running mesh from it.
 
-Monarch knows processes, queues and failures; it does not know what our actors are for, which a run
-tells in its status file. The reader needs no Monarch in its process.
+Monarch knows processes, queues and failures; the roles of our actors are in a run's status file.
+The reader does not import Monarch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONTROLLER_PROC = "local"
 
 @dataclass(frozen=True)
 class ActorNode:
-    """One actor of ours as Monarch sees it."""
+    """One of our actors as Monarch reports it."""
 
     name: str
     status: str
@@ -56,7 +56,7 @@ class ProcNode:
 
 @dataclass(frozen=True)
 class HostNode:
-    """One machine."""
+    """One host."""
 
     name: str
     procs: tuple[ProcNode, ...]
@@ -78,9 +78,10 @@ _address_of_this_process: list[str] = []
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """What an admin server behind TLS asks for: paths of a certificate, its key, the authority.
+    """TLS files for the admin server: paths of a certificate, its key and the CA.
 
-    Monarch puts it behind TLS where its own transport is, and then lets in who has a certificate.
+    Monarch serves it over TLS where its own transport uses TLS, and then requires a client
+    certificate.
     """
 
     certificate: str
@@ -89,17 +90,17 @@ class TlsFiles:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
-        """Those of this process; None where it uses no TLS."""
+        """Return this process's TLS files; None where it uses no TLS."""
         found = [environ.get(f"HYPERACTOR_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
         return cls(*found) if all(found) else None
 
     @classmethod
     def told(cls, fields: Mapping[str, str]) -> TlsFiles | None:
-        """From a run's status; None where its server asks for nothing."""
+        """Read them from a run's status; None where its server uses no TLS."""
         return cls(**fields) if fields else None
 
     def context(self) -> ssl.SSLContext:
-        """How to connect. Raises `AdminUnreachable` where the files are gone with their run."""
+        """Return an SSL context; raises `AdminUnreachable` if the files are gone."""
         try:
             context = ssl.create_default_context(cafile=self.authority)
             context.load_cert_chain(self.certificate, self.key)
@@ -109,10 +110,10 @@ class TlsFiles:
 
 
 async def start_admin(host: MeshHost, telemetry_url: str | None = None) -> str:
-    """The address of the admin server of this process, on the loopback interface.
+    """Start this process's admin server on the loopback interface; return its address.
 
-    Monarch starts one in a process and no second; runs that follow each other share it. It asks for
-    no token, so it is never bound to another interface.
+    Monarch starts only one per process; consecutive runs share it. It requires no token, so it is
+    never bound to another interface.
     """
     if not _address_of_this_process:
         url = await asyncio.to_thread(
@@ -125,7 +126,9 @@ async def start_admin(host: MeshHost, telemetry_url: str | None = None) -> str:
 
 
 def _start_quietly(meshes: list[HostMesh], telemetry_url: str | None) -> str:
-    from monarch._src.actor.host_mesh import _spawn_admin  # only here, so that reading is cheap
+    from monarch._src.actor.host_mesh import (
+        _spawn_admin,
+    )  # imported lazily, so that reading is cheap
 
     with without_noise():
         starting = _spawn_admin(meshes, "127.0.0.1:0", telemetry_url)
@@ -134,7 +137,7 @@ def _start_quietly(meshes: list[HostMesh], telemetry_url: str | None) -> str:
 
 
 def read_mesh(url: str, tls: TlsFiles | None = None) -> MeshTree:
-    """Walk the mesh from its root. Waits for one small answer per host, process and actor."""
+    """Walk the mesh from its root. Waits for one small response per host, process and actor."""
     try:
         with httpx.Client(
             base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=_verify(tls)
@@ -151,9 +154,9 @@ def _verify(tls: TlsFiles | None) -> ssl.SSLContext | bool:
 async def read_stacks(
     url: str, references: Sequence[str], tls: TlsFiles | None = None
 ) -> list[dict[str, Any]]:
-    """What py-spy says about processes, in their order; {"Silent": why} of one that is silent.
+    """Return py-spy's output for each process, in order; {"Silent": why} where one did not answer.
 
-    Waits until each has answered or its time is over. Each process starts a py-spy of its own.
+    Waits until each has answered or timed out. Each process starts a py-spy of its own.
     """
     async with httpx.AsyncClient(
         base_url=url, timeout=STACKS_S, trust_env=False, verify=_verify(tls)
@@ -173,7 +176,7 @@ async def _stacks(client: httpx.AsyncClient, reference: str) -> dict[str, Any]:
 
 
 def open_tui(url: str, tls: TlsFiles | None = None) -> None:
-    """Show Monarch's own terminal interface on an admin server, until it is left."""
+    """Open Monarch's own terminal interface on an admin server, until the user quits it."""
     from monarch._rust_bindings.monarch_extension.mesh_admin_tui import run
 
     run(
@@ -226,7 +229,7 @@ def _actors(client: httpx.Client, references: list[str]) -> Iterator[ActorNode]:
 
 
 def _get(client: httpx.Client, reference: str) -> dict[str, Any] | None:
-    """One node, or None for what is gone: a killed process is still listed by its host."""
+    """Return one node, None if it is gone: a killed process is still listed by its host."""
     response = client.get(f"/v1/{quote(reference, safe='')}")
     if response.status_code == httpx.codes.NOT_FOUND:
         return None

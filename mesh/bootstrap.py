@@ -1,11 +1,11 @@
-"""The program of every process that a run starts: Monarch's own bootstrap, deaf to Ctrl-C.
+"""Entry point of every process that a run starts: Monarch's bootstrap, ignoring Ctrl-C.
 
-Ctrl-C is a message to the controller, which stops its children in order; a child that took it
-itself would look like a crash. It leads a process group, so that what it starts can be ended with
-it, and ends when the process does that started it: the controller, or the worker of another host.
-Its arguments are the actor's name, for `ps`, a token of the run and that process. It takes its
-share of the host before anything counts cores or GPUs. No other set-up happens here: what an actor
-needs, its `load` endpoint does.
+Ctrl-C is handled by the controller, which stops its children in order; a child that handled it
+itself would look like a crash. The process leads a process group, so that its children can be
+killed with it, and ends with the process that started it: the controller, or the worker of another
+host. Its arguments are the actor's name, for `ps`, a token of the run and that parent's pid. It
+applies its resource limits before anything counts cores or GPUs. All other set-up is done by the
+actor's `load` endpoint.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ serve = bootstrap.bootstrap_main
 
 
 async def serve_and_end() -> None:
-    """Serve until the controller stops this process, then end it at once.
+    """Serve until the controller stops this process, then exit immediately.
 
-    Python's own end would race with Monarch's threads: pending tasks, aborts, both noisy.
+    Python's own shutdown would race with Monarch's threads: pending tasks, aborts, both noisy.
     """
     code: int = await serve()
     sys.stdout.flush()
@@ -38,9 +38,9 @@ async def serve_and_end() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process once it is no longer that process's child.
+    """Exit once this process is no longer a child of `parent`.
 
-    Monarch sees to it too, but only from the moment when it is set up.
+    Monarch does this too, but only after it is set up.
     """
     while os.getppid() == parent:
         time.sleep(LOOK_S)
@@ -48,9 +48,9 @@ def end_with(parent: int) -> None:
 
 
 def take_share_or_end() -> None:
-    """Take what the placement gave this process; end it, with the reason, where that is not there.
+    """Apply the resources that the placement assigned; exit with an error where they are missing.
 
-    An actor on other cores or GPUs than the table says would disturb those that have them.
+    An actor on other cores or GPUs than those assigned would disturb the processes that have them.
     """
     try:
         take_share()
@@ -61,7 +61,7 @@ def take_share_or_end() -> None:
 
 
 def stand_where_the_user_does() -> None:
-    """Go to the folder against which paths of the config are meant; on a shared file system."""
+    """Change to the folder that relative paths of the config refer to; on a shared file system."""
     if folder := os.environ.get(FOLDER):
         os.chdir(folder)
 

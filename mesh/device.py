@@ -1,10 +1,10 @@
-"""The device that this process computes on: the GPU that its placement gave it, or the CPU.
+"""The device that this process computes on: the GPU assigned by its placement, or the CPU.
 
     model = load_model(folder).to(own_device())
 
-Who is given what is decided by `configs.placement`; the process hears of it by environment
-variables (`mesh.share`), which also bound its threads: they are set before torch is imported, so
-nobody calls `torch.set_num_threads`. No GPU is ever chosen because one happens to be there.
+`configs.placement` configures the assignment; the process gets it by environment variables
+(`mesh.process_resources`), which also limit its threads: they are set before torch is imported, so
+that `torch.set_num_threads` is not needed. A GPU is never used just because it is available.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from composer_mesh.mesh.process_resources import own_gpu_share, own_gpus
 
 
 class NoGpuHere(Exception):
-    """A process was given GPUs but torch finds none in it: the GPUs by the host's count."""
+    """A process was assigned GPUs but torch finds none: the GPUs' numbers on the host."""
 
     def __init__(self, gpus: list[int]) -> None:
         super().__init__(gpus)
@@ -29,10 +29,11 @@ class NoGpuHere(Exception):
 
 
 def own_device() -> torch.device:
-    """CUDA device 0 where this process was given GPUs, which are all that it sees; else the CPU.
+    """Return CUDA device 0 where this process was assigned GPUs, else the CPU.
 
-    Where the process has only a share of its GPU, torch is bounded to that share of its memory.
-    Outside of a run it is the CPU. Raises `NoGpuHere` where a given GPU cannot be used.
+    The process sees only its assigned GPUs. Where it has a share of a GPU, torch is limited to that
+    share of its memory. Outside of a run it is the CPU. Raises `NoGpuHere` where an assigned GPU
+    cannot be used.
     """
     gpus = own_gpus()
     if not gpus:

@@ -1,7 +1,6 @@
-"""The settings that a process needs before Monarch or transformers is first imported in it.
+"""Environment variables that a process needs before Monarch or transformers is imported.
 
-Only environment variables and the two output streams: nothing here imports Monarch or torch, so
-that a command may call it first and stay fast.
+Imports neither Monarch nor torch, so that a command may call it first and stay fast.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from pathlib import Path
 
 SETTINGS = {
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
-    # Beside hosts that answer no more, so that none of Monarch's own waits is longer than a minute.
+    # Limits Monarch's own waits for unreachable hosts to a minute.
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "30s",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Several processes share the cores: a thread that spins while it waits takes another's core.
+    # Processes share the cores: a thread that spins while it waits takes another's core.
     "OMP_WAIT_POLICY": "passive",
 }
 
-# Lines of Monarch's native code that a reader of a run can do nothing about.
+# Messages of Monarch's native code that users cannot act on.
 NOISE = (
     b"Monarch internal logs are being written to",
     b"[RdmaXcel]",
@@ -41,22 +40,22 @@ _one_capture = threading.Lock()
 
 
 def prepare_environment() -> None:
-    """Set what libraries read once, when they are first imported; a user's own value wins.
+    """Set variables that libraries read once, on import; the user's own values take precedence.
 
-    Child processes inherit it, so it is called once, by the process that starts the others.
+    Child processes inherit them, so it is called once, by the process that starts the others.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if (beside := Path(sys.executable).with_name("py-spy")).exists():
-        os.environ.setdefault("PYSPY_BIN", str(beside))  # bin of a venv may not be on PATH
+        os.environ.setdefault("PYSPY_BIN", str(beside))  # the venv's bin may not be on PATH
 
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-    """Keep Monarch's harmless native messages out of the terminal while a block runs.
+    """Filter Monarch's harmless native messages out of the terminal while a block runs.
 
-    Native code writes to the file descriptors, past `sys.stdout` and `sys.stderr`. All other lines
-    are written again when the block ends. The block holds a lock of the process: never await in it.
+    Native code writes to the file descriptors, bypassing `sys.stdout` and `sys.stderr`. All other
+    lines are written when the block ends. The block holds a process-wide lock: never await in it.
     """
     with _one_capture, _filtered(1), _filtered(2):
         yield

@@ -1,13 +1,12 @@
-"""What kind of failure an error is, which decides what is done about it.
+"""Classifies errors; the class decides how a failure is handled.
 
     class           what it is                              what helps
     infrastructure  a process, a machine or its memory      a new process, the same work again
-    provider        somebody else's service                 waiting, another provider
-    data            one input that cannot be worked off     setting it aside
-    code            everything else: a bug, a wrong config  a person; never the same thing again
+    provider        an external service                     waiting, another provider
+    data            one input that cannot be processed      quarantining it
+    code            everything else: a bug, a wrong config  a fix; never a retry
 
-An error of another floor says its class itself, by an attribute `failure_class`. Nothing here
-restarts, retries or counts.
+An error of another layer sets its class by an attribute `failure_class`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from enum import Enum
 from composer_mesh.mesh.supervision import MeshError, RemoteError
 
 LONGEST_KEY = 500
-"""Characters of an error that tell it from others; what was raised may hold model-written text."""
+"""Characters by which errors are compared; a message may contain model-written text."""
 
 _WORN_OUT = frozenset(
     {errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EADDRINUSE}
 )
-"""What a machine runs out of for a while."""
+"""Resources that a machine runs out of temporarily."""
 
 _NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
 class FailureClass(Enum):
-    """Whose failure it is; the values are the words of events and reports."""
+    """The class of a failure; the values appear in events and reports."""
 
     INFRASTRUCTURE = "infrastructure"
     PROVIDER = "provider"
@@ -38,7 +37,7 @@ class FailureClass(Enum):
 
 
 def classify(error: BaseException) -> FailureClass:
-    """The class of an error, by its own word where it has one.
+    """Return the class of an error, from its `failure_class` where it has one.
 
     >>> classify(MemoryError()).value
     'infrastructure'
@@ -53,17 +52,17 @@ def classify(error: BaseException) -> FailureClass:
     if isinstance(error, OSError) and error.errno in _WORN_OUT:
         return FailureClass.INFRASTRUCTURE
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
-        return FailureClass.INFRASTRUCTURE  # how torch says what others say by MemoryError
+        return FailureClass.INFRASTRUCTURE  # torch's equivalent of MemoryError
     return FailureClass.CODE
 
 
 def is_deterministic(error: BaseException) -> bool:
-    """Whether the same work would fail in the same way: a second equal error proves it."""
+    """Whether the same work would fail in the same way: a second equal error confirms it."""
     return classify(error) in (FailureClass.CODE, FailureClass.DATA)
 
 
 def error_key(error: BaseException) -> str:
-    """The type and the message of an error: what makes two errors the same.
+    """Return the type and message of an error; equal keys mean equal errors.
 
     >>> error_key(KeyError("no key"))
     "KeyError: 'no key'"
@@ -72,5 +71,5 @@ def error_key(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """An error in one line, for an event."""
+    """Return an error in one line, for an event."""
     return " ".join(error_key(error).split())

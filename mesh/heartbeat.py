@@ -1,7 +1,7 @@
-"""Whether an actor still answers: asked when it has not been heard, judged by its silence.
+"""Detects hung actors: an actor without recent answers is queried, and times out if silent.
 
-An actor that computes answers, because its work is in threads; one that is stopped, or whose loop
-stands still, does not. What becomes of a silent one is its owner's business.
+An actor that computes still answers, because its work runs in threads; one that is stopped, or
+whose event loop is blocked, does not. The owner decides what to do about a hung actor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 
 @dataclass(frozen=True)
 class HeartbeatRules:
-    """A question after `every_s` without a word; one unanswered for `hang_s` means a hang."""
+    """A heartbeat is sent after `every_s` without an answer; none within `hang_s` means a hang."""
 
     every_s: float
     hang_s: float
@@ -30,31 +30,31 @@ class HeartbeatRules:
             )
 
     def silence(self) -> str:
-        """What is said of a hang."""
+        """Return the message for a hang."""
         return f"it gave no answer within {self.hang_s:g} s"
 
 
 class LastWord:
-    """When an actor was last heard, whatever it was asked."""
+    """Time of an actor's last answer, to any call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._at = clock, clock()
 
     def heard(self) -> None:
-        """It has answered somebody now."""
+        """Record an answer now."""
         self._at = self._clock()
 
     def age_s(self) -> float:
-        """Seconds since then."""
+        """Return the seconds since the last answer."""
         return self._clock() - self._at
 
 
 async def wait_until_silent(
     ask: Callable[[], Coroutine[Any, Any, Any]], rules: HeartbeatRules, last: LastWord
 ) -> None:
-    """Ask whenever nothing was heard for `every_s`; ends once that had no answer for `hang_s`.
+    """Query when nothing was heard for `every_s`; return once a query had no answer for `hang_s`.
 
-    An error is an answer: somebody was there to raise it.
+    An error counts as an answer: the actor was alive to raise it.
     """
     while True:
         await asyncio.sleep(max(rules.every_s - last.age_s(), 0))
@@ -66,7 +66,7 @@ async def wait_until_silent(
 
 
 async def _answered(asking: Coroutine[Any, Any, Any], rules: HeartbeatRules) -> bool:
-    """Time is counted in slices, so that it stands still while this process itself does."""
+    """Count time in slices, so that it does not advance while this process is stopped."""
     answer, silent = asyncio.ensure_future(asking), 0.0
     try:
         while silent < rules.hang_s:

@@ -1,7 +1,7 @@
 """This machine as a host of a run: the cores, memory and GPUs that this process may use.
 
-Reads what the kernel and NVIDIA's driver say, within the limits of a container or a batch system.
-Starts nothing and loads no CUDA: `check` asks too.
+Reads the kernel's and NVIDIA driver's values, within the limits of a container or batch system.
+Starts nothing and loads no CUDA, because `check` uses it too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def this_machine(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> 
 
 @cache
 def this_host() -> str:
-    """What two processes have in common if they can find each other by process id."""
+    """Return an id shared by all processes that can find each other by pid."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def cores(root: Path = ROOT) -> int:
-    """Cores that this process may run on, and no more than its group has time for."""
+    """Return the number of cores that this process may use, limited by its cgroup's CPU quota."""
     allowed = len(os.sched_getaffinity(0))
     for group in _groups(root):
         quota = _numbers(group / "cpu.max") or [
@@ -62,7 +62,7 @@ def memory(root: Path = ROOT) -> int:
 
 
 def gpu_memories() -> list[int]:
-    """Bytes of each NVIDIA GPU, by the driver; empty without a driver."""
+    """Return the memory of each NVIDIA GPU in bytes, from the driver; empty without a driver."""
     try:
         nvml = ctypes.CDLL(NVML)
     except OSError:
@@ -78,7 +78,7 @@ def gpu_memories() -> list[int]:
 
 
 def visible(memories: list[int], environ: Mapping[str, str]) -> list[int]:
-    """Those that CUDA_VISIBLE_DEVICES lets a process see; named by id they count as the least."""
+    """Filter by CUDA_VISIBLE_DEVICES; GPUs named by id count as the smallest."""
     if VISIBLE not in environ:
         return memories
     found = []
@@ -88,7 +88,7 @@ def visible(memories: list[int], environ: Mapping[str, str]) -> list[int]:
             found.append(memories[int(name)])
         elif not name.isdecimal() and memories:
             found.append(min(memories))
-        else:  # CUDA itself stops at the first that is not there
+        else:  # CUDA itself stops at the first missing device
             break
     return found
 
@@ -109,7 +109,7 @@ def _gpu_memory(nvml: ctypes.CDLL, index: int) -> int:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The control groups of this process and those around them, of both versions."""
+    """Return the cgroups of this process and their ancestors, of both cgroup versions."""
     found = []
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -123,7 +123,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _numbers(file: Path) -> list[int]:
-    """The whole numbers of a file, empty where it has none."""
+    """Return the whole numbers in a file, empty where it has none."""
     with suppress(OSError):
         parts = file.read_text().split()
         return [int(part) for part in parts if part.isdecimal()] if parts[0] != "max" else []

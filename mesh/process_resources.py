@@ -1,8 +1,8 @@
-"""What a process is given of its host: threads, cores and GPUs, told by environment variables.
+"""Resources of a process on its host: threads, cores and GPUs, passed by environment variables.
 
-The controller writes them (`share_env`), the process takes them before anything counts cores or
-GPUs (`take_share`, called by `child`). Who is given what is the placement's decision; nothing here
-imports torch or Monarch.
+The controller sets them (`share_env`); the process applies them before anything counts cores or
+GPUs (`take_share`, called by `bootstrap`). The placement decides the assignment. Imports neither
+torch nor Monarch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GPUS = "COMPOSER_MESH_GPUS"
 GPU_SHARE = "COMPOSER_MESH_GPU_SHARE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ADDRESS = "COMPOSER_MESH_ADDRESS"
-"""Where others reach the host of this process; not set where the run has no other host."""
+"""Address at which other hosts reach this one; unset where the run has no other host."""
 FOLDER = "COMPOSER_MESH_FOLDER"
 """Where the user stands, against which paths are meant; not set where that is inherited."""
 
 
 class ShareMissing(Exception):
-    """A process was given a core or a GPU that its host does not have: kind, number, how many."""
+    """A process was assigned a core or GPU that its host lacks: kind, number, count."""
 
     def __init__(self, kind: str, number: int, count: int) -> None:
         super().__init__(kind, number, count)
@@ -46,11 +46,11 @@ def share_env(
     gpus: Sequence[int] = (),
     gpu_share: float = 1.0,
 ) -> dict[str, str]:
-    """The variables that tell a process its share; no cores means any, no GPUs means the CPU.
+    """Return the environment variables of a process; no cores means any, no GPUs means the CPU.
 
-    Cores and GPUs are counted from 0 among those that the host lets the run use. `gpu_share` is
-    what part of the memory of its GPU belongs to it. Torch counts threads per thread, so only the
-    environment bounds all that an actor starts.
+    Cores and GPUs are counted from 0 among those that the host lets the run use. `gpu_share` is the
+    fraction of its GPU's memory that it may use. Torch's thread limit is per thread, so only the
+    environment limits everything that an actor starts.
     """
     env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     env |= {CORES: _listed(cores), GPUS: _listed(gpus)}
@@ -58,9 +58,9 @@ def share_env(
 
 
 def take_share(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Bind this process to its cores and hide all GPUs but its own; raises `ShareMissing`.
+    """Bind this process to its cores and hide all other GPUs; raises `ShareMissing`.
 
-    Without the variables of a placement nothing changes.
+    Does nothing without the variables of a placement.
     """
     if wanted := _numbers(environ.get(CORES, "")):
         allowed = sorted(os.sched_getaffinity(0))
@@ -77,17 +77,17 @@ def bind(cores: Sequence[int]) -> None:
 
 
 def own_gpus(environ: Mapping[str, str] = os.environ) -> list[int]:
-    """The GPUs that a placement gave this process, by its host's count; empty on the CPU."""
+    """Return the host's numbers of the GPUs assigned to this process; empty on the CPU."""
     return _numbers(environ.get(GPUS, ""))
 
 
 def own_gpu_share(environ: Mapping[str, str] = os.environ) -> float:
-    """What part of the memory of its GPU belongs to this process."""
+    """Return the fraction of its GPU's memory that this process may use."""
     return float(environ.get(GPU_SHARE, "1"))
 
 
 def _own_gpus(environ: Mapping[str, str]) -> list[str]:
-    """What the driver calls them: a number, or an id where the host was itself given ids."""
+    """Return the driver's names of the GPUs: numbers, or ids if the host was given ids."""
     wanted = own_gpus(environ)
     if VISIBLE not in environ:
         return [str(number) for number in wanted]

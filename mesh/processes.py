@@ -1,7 +1,4 @@
-"""Looking after processes by their ids: who is alive, whose child it is, and the last resort.
-
-Nothing here starts a process or knows Monarch.
-"""
+"""Utilities for processes by pid: liveness, children, waiting and killing."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ START_FIELD = 19
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not collected counts as gone."""
+    """Whether a process is running; a zombie that was not collected counts as gone."""
     try:
         return runs(psutil.Process(pid))
     except psutil.NoSuchProcess:
@@ -78,7 +75,7 @@ def start_ticks(pid: int) -> str:
 
 
 def children_of(parent: int, marks: Collection[str]) -> list[int]:
-    """Living direct children of a process that have all these arguments in their command line."""
+    """Return the living direct children with all these arguments in their command line."""
     return [
         child.pid
         for child in _below(parent)
@@ -107,15 +104,15 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 async def wait_gone(pid: int, deadline_s: float) -> bool:
-    """Wait until a process has ended; False when it still runs at the deadline.
+    """Wait until a process has ended; return False if it still runs at the deadline.
 
-    The kernel tells where it can; elsewhere the process is looked at again and again.
+    Uses a pidfd where the kernel has it, and polls elsewhere.
     """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    except (AttributeError, OSError):  # no Linux, an old one, or no descriptor left
+    except (AttributeError, OSError):  # no Linux, an old one, or no free descriptor
         return await _look_until_gone(pid, deadline_s)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, ended.set)
@@ -129,10 +126,10 @@ async def wait_gone(pid: int, deadline_s: float) -> bool:
 
 
 async def end_of_child(pid: int) -> str | None:
-    """Wait until a child of this process has ended; says how, in Monarch's words.
+    """Wait until a child of this process has ended; return how, in Monarch's words.
 
-    None where somebody else collected it first, or where it is no child. A thread waits, because
-    only one that sleeps in the kernel sees the end before Monarch collects the process.
+    None where another thread collected it first, or where it is not a child. Waits in a thread,
+    because only one that sleeps in the kernel sees the end before Monarch collects the process.
     """
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     found: list[str | None] = []
@@ -148,7 +145,7 @@ async def end_of_child(pid: int) -> str | None:
 
 
 def wait_for_child(pid: int) -> str | None:
-    """Sleep until a child of this process has ended; how, or None where that cannot be known."""
+    """Block until a child of this process has ended; return how, None where that is unknown."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
@@ -170,13 +167,13 @@ async def _look_until_gone(pid: int, deadline_s: float) -> bool:
 
 
 def kill(pid: int) -> None:
-    """End a process that did not stop when asked."""
+    """Kill a process that did not stop when requested."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """End the group that a process leads or led, also where it is gone itself; else only it."""
+    """Kill the process group that a process leads or led, and the process itself."""
     if pid != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

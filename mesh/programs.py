@@ -1,6 +1,6 @@
-"""The only place that runs other programs: ssh, sbatch, kubectl; and our own, detached.
+"""The only module that runs other programs: ssh, sbatch, kubectl; and our own, detached.
 
-Arguments are always lists and never pass a shell of this machine. What they mean is not known here.
+Arguments are always lists and never pass a shell of this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RUN_S = 60.0
 
 
 class ProgramFailed(RuntimeError):
-    """A program is missing, did not end in time or ended with an error: its own words."""
+    """A program is missing, did not end in time or failed, with its output."""
 
     def __init__(self, command: Sequence[str], said: str) -> None:
         super().__init__(tuple(command), said)
@@ -27,7 +27,7 @@ class ProgramFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Done:
-    """A program that has ended."""
+    """Result of a finished program."""
 
     status: int
     stdout: str
@@ -65,7 +65,7 @@ def run(
 
 
 def attached(command: Sequence[str]) -> int:
-    """Run a program on this terminal to its end; its exit status."""
+    """Run a program on this terminal to its end; return its exit status."""
     try:
         return subprocess.run(list(command), check=False).returncode
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def attached(command: Sequence[str]) -> int:
 
 
 def lines(command: Sequence[str]) -> Iterator[str]:
-    """The lines that a program prints, as they come; who stops reading ends it."""
+    """Yield a program's output lines as they arrive; closing the iterator kills the program."""
     try:
         process = subprocess.Popen(
             list(command),
@@ -95,14 +95,14 @@ def lines(command: Sequence[str]) -> Iterator[str]:
 
 
 def beside(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Start a program that ends with this process, which collects it; its process id.
+    """Start a program that ends with this process and is reaped by it; return its pid.
 
-    It shares the streams, and leads a group, so that Ctrl-C is a message to this process alone.
+    It shares the streams, and leads a process group, so that only this process receives Ctrl-C.
     """
     process = subprocess.Popen(
         list(command), stdin=subprocess.DEVNULL, env=dict(env), process_group=0
     )
-    _left.append(process)  # Popen would collect it behind our back
+    _left.append(process)  # keeps Popen from reaping it first
     return process.pid
 
 
@@ -112,7 +112,7 @@ def detached(
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Start a program in a session of its own that outlives this process; its process id.
+    """Start a program in its own session that outlives this process; return its pid.
 
     Both of its streams are appended to `log`.
     """
@@ -134,4 +134,4 @@ def detached(
 
 
 _left: list[subprocess.Popen[bytes]] = []
-"""Programs that this module does not wait for: they outlive this process, or it does so itself."""
+"""Programs that this module does not wait for: they outlive this process, or it reaps them."""

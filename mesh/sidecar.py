@@ -1,7 +1,7 @@
-"""The program of the telemetry process: Monarch's own, but it ends when who began it does.
+"""Entry point of the telemetry process: Monarch's own, but it ends with its parent.
 
-Monarch lets it outlive whoever began it, also one that was killed. Ctrl-C is not for it: it is no
-part of the terminal's foreground group.
+Monarch lets it outlive its parent, even one that was killed. It leaves the terminal's foreground
+process group, so that it does not receive Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOOK_S = 0.25
 
 
 def end_with(parent: int) -> None:
-    """End this process once it is no longer that process's child."""
+    """Exit once this process is no longer a child of `parent`."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(0)

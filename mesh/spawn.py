@@ -1,6 +1,6 @@
-"""Where the actors of a run start and stop: one process with one actor in it, by name.
+"""Starts and stops the actors of a run: one process with one actor in it, by name.
 
-Which actors a run has is decided elsewhere; what they do when one dies is `supervision`.
+Callers decide which actors a run has; `supervision` handles their deaths.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ STOP_DEADLINE_S = 10.0
 
 
 class MeshHost:
-    """The owner of this run's processes, on this machine and on other hosts that join.
+    """Owns this run's processes, on this machine and on other hosts that join.
 
-    `async with MeshHost(supervisor) as host:` stops them all at the end of the block. With a
-    `heartbeat` an actor that is silent for too long is killed, and has died as any other.
+    `async with MeshHost(supervisor) as host:` stops them all at the end of the block. With
+    `heartbeat`, an actor that hangs is killed and reported as dead.
     """
 
     name = NAME
@@ -55,7 +55,7 @@ class MeshHost:
         self.supervisor = supervisor
         self.heartbeat = heartbeat
         self.room_s = 0.0
-        """How long those that have lost their host may wait for another that has room."""
+        """Longest wait for a host with capacity, for processes whose host was lost."""
         self._start_deadline_s = start_deadline_s
         self._stop_deadline_s = stop_deadline_s
         self._token = uuid.uuid4().hex[:12]
@@ -75,16 +75,16 @@ class MeshHost:
 
     @property
     def actors(self) -> list[SpawnedActor]:
-        """The actors that were started and not stopped, in the order of their start."""
+        """The actors that were started and not stopped, in order of their start."""
         return list(self._spawned.values())
 
     @property
     def hosts(self) -> Mapping[str, Host]:
-        """The hosts that have joined and are not lost, by their names; not this machine."""
+        """The joined hosts that are not lost, by name, without this machine."""
         return {name: one for name, one in self._hosts.items() if not is_lost(one)}
 
     def join(self, host: Host) -> None:
-        """Let actors be started there from now on; one of that name that was lost is replaced."""
+        """Allow actors to be started on a host; replaces a lost host of the same name."""
         self._hosts[host.name] = host
 
     async def spawn(
@@ -99,7 +99,7 @@ class MeshHost:
     ) -> SpawnedActor:
         """Start one process named `name` with one actor in it. Waits until the actor answers.
 
-        `on` names a host that has joined, else it is this machine. Raises `HostLost`.
+        `on` names a host that has joined, default this machine. Raises `HostLost`.
         """
         self._check(name, actor_class)
         if self._closing:
@@ -129,7 +129,7 @@ class MeshHost:
             self.kill(spawned, f"{rules.silence()} and was killed")
 
     async def _watch_process(self, spawned: SpawnedActor) -> None:
-        """Tell the supervisor when the process is gone, or its host, and how it ended."""
+        """Report to the supervisor when the process or its host is gone, with the reason."""
         try:
             reason = await unless_lost(spawned.host.ended(spawned.pid), spawned.host)
         except HostLost as error:
@@ -196,21 +196,22 @@ class MeshHost:
             )
 
     def lost(self, spawned: SpawnedActor, reason: str) -> None:
-        """Take note of a death that a caller heard of, perhaps before Monarch tells."""
+        """Report a death that a caller noticed, perhaps before Monarch does."""
         if self.supervisor is not None:
             self.supervisor.lost(spawned.name, reason)
 
     def kill(self, spawned: SpawnedActor, reason: str) -> None:
-        """End an actor that is beyond asking, and what it started; it has died of `reason`."""
+        """Kill an unresponsive actor and its child processes; record `reason` as its death."""
         killing = asyncio.ensure_future(spawned.host.kill([spawned.pid]))
         self._killing.add(killing)
         killing.add_done_callback(self._killing.discard)
         self.lost(spawned, reason)
 
     async def stop(self, spawned: SpawnedActor) -> None:
-        """Stop one actor and its process. Waits until the process is gone, kills it if it stays.
+        """Stop one actor and its process. Waits until it is gone; kills it if it does not stop.
 
-        The process of a dead actor, which may hang, is not asked; nothing that it started stays.
+        The process of a dead actor, which may hang, is killed directly; its child processes are
+        killed too.
         """
         host, pid = spawned.host, spawned.pid
         asked = spawned.alive and not is_lost(host)
@@ -223,12 +224,12 @@ class MeshHost:
         if not is_lost(host):
             await host.kill([pid])
             await host.wait_gone(pid, self._stop_deadline_s)
-        # Whoever waits for it, or reads what it had published, must hear of a planned end too.
+        # Waiters, and readers of what it published, must be notified of a planned end too.
         if spawned.death is not None and not spawned.death.done():
             spawned.death.set_result(ActorDied(spawned.name, STOPPED))
 
     async def close(self) -> None:
-        """Stop every process of this run and start no more. Afterwards none of them is left."""
+        """Stop every process of this run and start no more. None of them is left afterwards."""
         self._closing = True
         await asyncio.gather(*(self.stop(spawned) for spawned in self.actors))
         for host in (self.here, *self.hosts.values()):
@@ -236,16 +237,18 @@ class MeshHost:
         await asyncio.gather(*self._killing)
 
     async def _abandon(self, host: Host, name: str, procs: ProcMesh) -> None:
-        """Take back a process whose actor never answered, and whose id it therefore never told.
+        """Clean up a process whose actor never answered, so that its pid is unknown.
 
-        It is killed: one that is asked to leave while it still imports may abort noisily.
+        It is killed: a process that is asked to stop while it still imports may abort noisily.
         """
         self._expect(name)
         if is_lost(host):
             return
         await self._kill(host, await host.born(self._token, name))
         await self._stop_procs(procs)
-        await self._kill(host, await host.born(self._token, name))  # where it was only being born
+        await self._kill(
+            host, await host.born(self._token, name)
+        )  # in case it was just being started
 
     async def _stop_procs(self, procs: ProcMesh) -> None:
         stopping = procs.stop().as_asyncio()

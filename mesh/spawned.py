@@ -1,6 +1,6 @@
-"""An actor that runs: how it is called, and how long others may rely on it.
+"""A running actor: how to call it, and how to work with it until it dies.
 
-Who started it, and what becomes of it, is `spawn`'s business.
+`spawn` starts and stops it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class SpawnedActor:
-    """An actor: its name in this run, its kind, the reference to call it by, its process.
+    """A running actor: its name in this run, its kind, its Monarch reference, its process.
 
-    `death` is done once it is known to be gone; None where nobody supervises. `host` is where.
+    `death` is done once it is known to be dead; None where it is not supervised. `host` is its
+    host.
     """
 
     name: str
@@ -40,7 +41,7 @@ class SpawnedActor:
 
     @property
     def alive(self) -> bool:
-        """Whether nobody has noticed its end."""
+        """Whether its death has not been noticed."""
         return self.death is None or not self.death.done()
 
     async def call(
@@ -54,10 +55,10 @@ class SpawnedActor:
 
 
 async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s: float = 0.0) -> T:
-    """Work that also ends, by `ActorDied`, with an actor whose memory others may be reading.
+    """Run `work`, ending with `ActorDied` if an actor dies whose memory it may be reading.
 
-    A read from a process that is gone may hang, or fail before the end of the process is known:
-    that long is an error of the work held back to see whether it comes of such an end.
+    A read from a dead process may hang, or fail before the death is known: an error of the work is
+    held back for `news_s`, to see whether such a death caused it.
     """
     task, death = asyncio.ensure_future(work), actor.death
     either: list[asyncio.Future[Any]] = [task, *([death] if death else [])]
@@ -74,6 +75,6 @@ async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s:
 
 
 def _may_come_of_a_death(task: asyncio.Future[Any]) -> bool:
-    """Whether work has failed, and not for a death that is known."""
+    """Whether work has failed, other than by a known death."""
     failed = None if task.cancelled() else task.exception()
     return failed is not None and not isinstance(failed, ActorDied)

@@ -1,15 +1,13 @@
-"""What happens when an actor fails: who noticed, what it is called, and who must know.
-
-The errors of a remote call, and the `Supervisor` that turns Monarch's faults into named failures:
+"""Supervision: errors of remote calls, and a `Supervisor` that reports failures by actor name.
 
     MeshError
     ├── ActorDied          the actor or its process is gone
-    ├── DeadlineExceeded   no answer in time; the actor may still be at work
-    ├── HostLost           nothing can be started there any more
-    └── RemoteError        the endpoint raised something that could not travel
+    ├── DeadlineExceeded   no answer in time; the actor may still be working
+    ├── HostLost           the host can start nothing any more
+    └── RemoteError        the endpoint raised something that could not be sent
 
-An endpoint's own exception arrives as itself, with a `RemoteError` as its cause. Nothing here
-starts, stops or restarts anything.
+An endpoint's own exception arrives unmodified, with a `RemoteError` as its cause. This module
+starts, stops and restarts nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +28,23 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 T = TypeVar("T")
 
 STOPPED = "it was stopped"
-"""What a planned end is for whoever still waits for the actor."""
+"""Reason of a planned end, for callers that still wait for the actor."""
 INFRASTRUCTURE = "infrastructure"
-"""The class of every death; `failures` knows the others."""
+"""Failure class of every death; `failures` has the others."""
 
 
 class Recorder(Protocol):
-    """Keeps what happens to actors: `fields` is for programs, `detail` for people."""
+    """Records events about actors: `fields` is for programs, `detail` for people."""
 
     def __call__(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None: ...
 
 
 class MeshError(RuntimeError):
-    """Something went wrong between processes; positional arguments, so that it can travel."""
+    """Base of errors between processes; positional arguments, so that they can be pickled."""
 
 
 class ActorDied(MeshError):
-    """An actor, or the process it lived in, is gone."""
+    """An actor, or its process, is gone."""
 
     def __init__(self, actor: str, reason: str) -> None:
         super().__init__(actor, reason)
@@ -74,7 +72,7 @@ class DeadlineExceeded(MeshError):
 
 
 class HostLost(MeshError):
-    """A host of the run cannot be reached, and has ended what it ran."""
+    """A host of the run is unreachable, and has ended its processes."""
 
     def __init__(self, host: str, reason: str) -> None:
         super().__init__(host, reason)
@@ -86,7 +84,7 @@ class HostLost(MeshError):
 
 
 class RemoteError(MeshError):
-    """An endpoint failed, told by the text of its traceback."""
+    """An endpoint failed; holds the text of its traceback."""
 
     def __init__(self, actor: str, endpoint: str, text: str) -> None:
         super().__init__(actor, endpoint, text)
@@ -105,13 +103,13 @@ async def call(
     endpoint: str = "call",
     death: asyncio.Future[ActorDied] | None = None,
 ) -> T:
-    """Await the answer of an endpoint. Waits at most `deadline_s`, and raises the errors above.
+    """Await the answer of an endpoint, at most `deadline_s`; raises the errors above.
 
-    A deadline ends the waiting, not the work at the other end. `death` ends the waiting too: what
-    was sent to a process that is gone may never be answered.
+    A deadline ends the wait, not the work at the other end. `death` ends the wait too: a message to
+    a dead process may never be answered.
     """
     answer = reply.as_asyncio()
-    answer.add_done_callback(heard)  # also when nobody waits any more
+    answer.add_done_callback(heard)  # also if nothing awaits it any more
     either: list[asyncio.Future[Any]] = [answer] if death is None else [answer, death]
     await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():
@@ -127,12 +125,12 @@ async def call(
         raise _original(error, actor, endpoint) from RemoteError(
             actor, endpoint, error.exception_formatted
         )
-    except Exception as error:  # it broke while it was rebuilt on this side
+    except Exception as error:  # it could not be rebuilt in this process
         raise RemoteError(actor, endpoint, f"{type(error).__name__}: {error}") from error
 
 
 def heard(answer: asyncio.Future[Any]) -> None:
-    """Take note of how a future ended, so that asyncio does not complain that nobody did."""
+    """Retrieve a future's exception, so that asyncio does not warn about it."""
     if not answer.cancelled():
         answer.exception()
 
@@ -149,7 +147,7 @@ def _original(error: ActorError, actor: str, endpoint: str) -> Exception:
 
 
 def reason_of(report: str) -> str:
-    """The part of Monarch's report that says what happened, without the path to the actor.
+    """Extract the reason from Monarch's report, without the path to the actor.
 
     >>> reason_of("Endpoint call a.b() failed, The actor <root>.<A a> and all its descendants "
     ...           "have failed:\\n  the process failed: Killed(sig=9)")
@@ -169,8 +167,8 @@ def reason_of(report: str) -> str:
 class FaultPolicy(Enum):
     """What a fault of an actor leads to.
 
-    ESCALATE ends the run. OWNER leaves it to whoever spawned the actor, who hears of it by its
-    calls and by `SpawnedActor.death`.
+    ESCALATE ends the run. OWNER leaves it to the owner that spawned the actor, which is notified by
+    its calls and by `SpawnedActor.death`.
     """
 
     ESCALATE = "escalate"
@@ -179,7 +177,7 @@ class FaultPolicy(Enum):
 
 @dataclass(frozen=True)
 class Watched:
-    """An actor that a supervisor knows; `death` is done when it is gone."""
+    """An actor known to a supervisor; `death` is done when it is dead."""
 
     actor: str
     policy: FaultPolicy
@@ -188,7 +186,7 @@ class Watched:
 
 
 class Supervisor:
-    """Hears every fault of this process's meshes, once each, under the actor's own name.
+    """Receives every fault of this process's meshes, once each, under the actor's name.
 
     Monarch reports a fault on a thread of its own; everything else here runs on the loop that made
     the supervisor. `record(kind, actor, detail)` is called for each fault and each planned stop.
@@ -212,9 +210,9 @@ class Supervisor:
         /,
         **fields: Any,
     ) -> asyncio.Future[ActorDied]:
-        """Know a Monarch mesh under the name of our actor; returns what tells of its death.
+        """Register a Monarch mesh under our actor's name; return a future done at its death.
 
-        `fields` go with what is recorded of it.
+        `fields` are added to its events.
         """
         watched = Watched(actor, policy, self._loop.create_future(), fields)
         self._watched[mesh_name] = watched
@@ -222,7 +220,7 @@ class Supervisor:
         return watched.death
 
     def expect_stop(self, actor: str) -> None:
-        """From now on the end of this actor is planned and no fault."""
+        """Mark the actor's end as planned, from now on."""
         self._expected.add(actor)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
@@ -235,18 +233,18 @@ class Supervisor:
                 raise self.failure.result()
             return task.result()
         except ActorDied as died:
-            self.lost(died.actor, died.reason)  # a caller may hear of it before Monarch tells
+            self.lost(died.actor, died.reason)  # a caller may notice it before Monarch reports it
             raise
         finally:
             await cancel_and_wait([task])
 
     def note(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
-        """Record something about an actor, where anybody keeps records."""
+        """Record an event about an actor, where there is a recorder."""
         if self._record is not None:
             self._record(kind, actor, detail, **fields)
 
     def lost(self, actor: str, reason: str) -> None:
-        """Take note of a death that others noticed; nothing happens where it is already known."""
+        """Record a death that was noticed elsewhere; does nothing if it is already known."""
         names = [name for name, watched in self._watched.items() if watched.actor == actor]
         if names:
             self._handle(names[-1], reason)
@@ -260,7 +258,7 @@ class Supervisor:
     def _handle(self, mesh_name: str, report: str) -> None:
         watched = self._watched.get(mesh_name)
         if watched is None or mesh_name in self._seen:
-            return  # the logger that Monarch keeps beside each actor, or the same fault again
+            return  # the logger that Monarch runs next to each actor, or a repeated fault
         self._seen.add(mesh_name)
         died = ActorDied(watched.actor, reason_of(report))
         planned = died.actor in self._expected

@@ -1,8 +1,8 @@
-"""Monarch's telemetry of this process's meshes: a store of what happened, asked in SQL over HTTP.
+"""Monarch's telemetry of this process's meshes: an event store queried in SQL over HTTP.
 
-The store is a process of Monarch's own, which listens on the loopback interface only and asks for
-no token. It must be there before the first actor; runs that follow each other in one process share
-it. What can be asked is Monarch's: docs/tree.md has examples.
+The store is Monarch's own process, which listens on the loopback interface only and requires no
+token. It must be started before the first actor; consecutive runs in one process share it. The
+tables are Monarch's: docs/tree.md has examples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _address_of_this_process: list[str] = []
 
 
 class TelemetryFailed(MeshError):
-    """The store could not be started; positional arguments, so that it can travel."""
+    """The store could not be started; positional arguments, so that it can be pickled."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class TelemetryFailed(MeshError):
 
 
 async def start_telemetry() -> str:
-    """The address of the store. Waits a second or two for its process at the first call."""
+    """Start the store; return its address. The first call waits a second or two."""
     if not _address_of_this_process:
         try:
             _address_of_this_process.append(await asyncio.to_thread(_start))
@@ -41,7 +41,7 @@ async def start_telemetry() -> str:
 
 
 def _start() -> str:
-    # Only here: it imports a web server, which a run without telemetry needs not.
+    # Imported lazily: it loads a web server, which a run without telemetry does not need.
     from monarch._src.job.job_sidecar import (
         job_sidecar_lock_path,
         sidecar_transport_from_runtime,
@@ -58,7 +58,7 @@ def _start() -> str:
     atexit.register(_stop, name)
     spawn_module(
         job_sidecar_lock_path(name),
-        (name, transport, None),  # by which Monarch knows that it is the one it would start
+        (name, transport, None),  # by which Monarch recognizes it as its own
         SIDECAR,
         runtime_transport=transport,
         process_name="telemetry",
@@ -69,7 +69,7 @@ def _start() -> str:
 
 
 def _stop(name: str) -> None:
-    """End the store's process and take its files away; it also ends when this process does."""
+    """Stop the store's process and delete its files; it also ends when this process does."""
     from monarch._src.job.job_sidecar import job_sidecar_lock_path, stop_job_sidecar
     from monarch._src.job.once_daemon import daemon_log_path
     from monarch._src.job.telemetry_actor import telemetry_socket_dir

@@ -1,7 +1,7 @@
-"""Registered memory that other processes read one-sidedly, and the handles that travel instead.
+"""Registered memory that other processes read one-sidedly, and the handles that are sent instead.
 
-Verbs where the hardware has them, TCP where not. What the bytes mean, and when a buffer may be
-written again, is decided by its owner: a reader of a buffer that is being rewritten sees a mix.
+Uses ibverbs where the hardware has it, else TCP. The owner decides when a buffer may be rewritten:
+a reader of a buffer that is being rewritten sees a mix.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ READ_TIMEOUT_S = 120
 
 
 class TransportError(RuntimeError):
-    """Bytes and the place for them do not fit."""
+    """The bytes and the memory for them do not fit."""
 
 
 def transport_name() -> str:
-    """How one-sided reads travel on this machine: `ibverbs` or `tcp`."""
+    """Return how one-sided reads are transferred on this machine: `ibverbs` or `tcp`."""
     return get_rdma_backend()
 
 
 @dataclass(frozen=True)
 class BufferHandle:
-    """Where bytes can be read, how many of them count, and which tensor they are."""
+    """Where bytes can be read, how many are valid, and their dtype and shape."""
 
     buffer: RDMABuffer | None
     nbytes: int
@@ -46,9 +46,9 @@ class BufferHandle:
 
 
 class SendBuffer:
-    """Memory of one owner, allocated and registered once and written again and again.
+    """A buffer of one owner, allocated and registered once and rewritten many times.
 
-    A registered region can only be read as a whole, so a small payload is offered as a prefix of
+    A registered region can only be read completely, so a small payload is offered as a prefix of
     the memory whose length is a power of two; each such prefix is registered once.
     """
 
@@ -62,11 +62,11 @@ class SendBuffer:
 
     @property
     def capacity_bytes(self) -> int:
-        """How many bytes fit without growing."""
+        """Bytes that fit without growing."""
         return self.bytes.numel()
 
     async def write(self, data: Payload) -> BufferHandle:
-        """Put data where readers find it. Grows, and then registers anew, when it does not fit."""
+        """Copy data into the buffer; return its handle. Grows and re-registers if needed."""
         tensor = _as_tensor(data)
         async with self._lock:
             if tensor.nbytes > self.capacity_bytes:
@@ -77,25 +77,25 @@ class SendBuffer:
         return self._handle
 
     def handle(self) -> BufferHandle:
-        """The handle of what was written last."""
+        """Return the handle of the last write."""
         if self._handle is None:
             raise TransportError("the buffer was never written: call write() before handle()")
         return self._handle
 
     async def whole(self) -> BufferHandle:
-        """A handle of the whole memory, for an owner that fills `bytes` by itself."""
+        """Return a handle of the complete memory, for an owner that fills `bytes` itself."""
         async with self._lock:
             buffer = await self._region(self.capacity_bytes)
         return BufferHandle(buffer, self.capacity_bytes, torch.uint8, (self.capacity_bytes,))
 
     async def front(self) -> BufferHandle:
-        """A handle of the first bytes of the memory, for who has to look at them alone."""
+        """Return a handle of the first bytes of the memory, to read them separately."""
         async with self._lock:
             buffer = await self._region(1)
         return BufferHandle(buffer, buffer.size(), torch.uint8, (buffer.size(),))
 
     async def close(self) -> None:
-        """Give the registrations back. A handle that is still around can no longer be read."""
+        """Drop the registrations. Handles that are still held can no longer be read."""
         async with self._lock:
             await self._drop_all()
             self._handle = None
@@ -126,15 +126,15 @@ def _register(memory: Tensor) -> RDMABuffer:
 
 @functools.cache
 def _load_native() -> None:
-    """Let the native library look for drivers, and tell what it misses, once and unheard."""
+    """Load the native library's drivers once, suppressing its messages about missing ones."""
     with without_noise():
         _make_local_memory_handle(torch.zeros(1, dtype=torch.uint8))
 
 
 async def read(handle: BufferHandle, out: Tensor | None = None) -> Tensor:
-    """Fetch what a handle points to, into `out` where given. Waits for the transfer.
+    """Read what a handle points to, into `out` where given. Waits for the transfer.
 
-    Without `out` the result is a view of fresh memory.
+    Without `out` the result is a view of new memory.
     """
     if out is not None:
         _check_fits(handle, out)

@@ -1,7 +1,4 @@
-"""Waiting for several things at once, so that whatever happens none of them is left behind.
-
-Knows no actors and no Monarch.
-"""
+"""Waits for several tasks, so that none is left running whatever happens."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -9,10 +6,10 @@ from typing import Any
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run coroutines beside each other; returns their results in order.
+    """Run coroutines concurrently; return their results in order.
 
-    Waits until all have ended, also when one fails or the waiting is cancelled: then the others are
-    cancelled, once, and may take themselves back in peace.
+    Waits until all have ended, also when one fails or the wait is cancelled: then the others are
+    cancelled, once, and may clean up undisturbed.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     done: set[asyncio.Future[Any]] = set()

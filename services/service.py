@@ -131,8 +131,7 @@ class Service(Endpoints):
         return await self.setup("load", *args, **kwargs)
 
     def session(self, name: str | None = None, *, movable: bool = False) -> Session:
-        """Return a session whose calls all go to one replica: `async with pool.session() as
-        session:`."""
+        """Open calls that all go to one replica: `async with pool.session() as session:`."""
         name = name or f"{self.name}-session-{next(self._session_numbers)}"
         return Session(
             name, self._actor_class, self._members, self._rules, movable, self._session_names

@@ -1,1 +1,1 @@
-"""What samples tokens in a generator's process: engines behind one port."""
+"""Inference engines of a generator's process, behind one interface."""

@@ -1,4 +1,4 @@
-"""What a KV cache depends on: layers, heads and their width, from a config or a `config.json`.
+"""The dimensions that determine KV-cache size, from a config or a `config.json`.
 
 Loads no model and no torch, so that a run can be refused before anything starts.
 """
@@ -14,7 +14,7 @@ from composer_mesh.planning.model_sizes import head_width
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a model: layers, query heads, key and value heads, width of a head."""
+    """Attention dimensions of a model: layers, query heads, key-value heads, head width."""
 
     layers: int
     heads: int
@@ -23,7 +23,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> Self:
-        """The shape of the policy: its folder's, its declared one, or the built-in model's."""
+        """Return the policy's shape: its folder's, its declared one, or the built-in model's."""
         path, sizes = policy.path, policy.sizes
         if path is None:
             return cls(policy.layers, policy.heads, policy.kv_heads, policy.head_dim)
@@ -34,9 +34,9 @@ class AttentionShape:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
-        """The shape that the folder's `config.json` tells; raises ValueError where it tells none.
+        """Return the shape in the folder's `config.json`; raises ValueError where keys are missing.
 
-        What transformers leaves to a default there, it has as transformers does.
+        Missing keys with a default get transformers' default.
         """
         file = folder / "config.json"
         table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -52,5 +52,5 @@ class AttentionShape:
         return cls(layers, heads, table.get("num_key_value_heads") or heads, head_dim)
 
     def cache_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of the keys and values of so many tokens."""
+        """Return the bytes of the keys and values of so many tokens."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens

@@ -1,4 +1,4 @@
-"""Which engine a generator gets. Each is imported only where it is chosen."""
+"""Selects a generator's engine. Each is imported only where it is chosen."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from composer_mesh.configs.schema import Config
 
 
 def make_engine(config: Config, folder: Path) -> Engine:
-    """The engine of the config, serving the model of `folder` as version 0. Takes seconds."""
+    """Return the configured engine, serving the model of `folder` as version 0. Takes seconds."""
     return _vllm(config, folder) if config.generator.engine == "vllm" else _embedded(config, folder)
 
 

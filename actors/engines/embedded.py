@@ -1,9 +1,9 @@
 """The embedded engine: continuous batching with a KV cache over any Hugging Face causal LM.
 
-One call of `step` is one forward: it admits what waits and has room, takes one token for every
-running request, and retires what finished. New weights come between steps; running requests go on,
-their cache recomputed, so each token's log-prob is exactly that of the version it is labelled with.
-No threads, no messaging.
+One call of `step` is one forward: it admits waiting requests while rows are free, samples one token
+for every running request, and retires finished ones. New weights are loaded between steps; running
+requests continue with a recomputed cache, so that each token's log-prob is exactly that of the
+version it is labelled with. No threads, no messaging.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from composer_mesh.rollouts.generation import GenerationRequest, GenerationResul
 from composer_mesh.rollouts.traces import StopReason
 
 TOKENS_AT_ONCE = {"cpu": 512}
-"""Tokens of a forward after which no other prompt joins it: more leave the caches of a CPU."""
+"""Prompt tokens per forward after which no other prompt is admitted: more exceed a CPU's caches."""
 TOKENS_AT_ONCE_ELSEWHERE = 8192
 
 
@@ -51,20 +51,20 @@ class _Running:
 
 @dataclass(slots=True)
 class _Joining:
-    """Rows that begin in this step, after those that decode."""
+    """Rows that start in this step, after those that decode."""
 
     runs: list[Run] = field(default_factory=list)
     leaders: list[int] = field(default_factory=list)
-    """For each new row the row with the same prompt, its own where it is computed."""
+    """For each new row the row with the same prompt, its own index where it is computed."""
     tokens: int = 0
 
 
 class Engine:
     """Serves up to `rows` requests at once, of at most `length` tokens each.
 
-    With `sharing`, equal prompts and prompts that begin as another row does are computed once. A
-    closed batch on an idle engine gives the same bits every time, because what finished requests
-    have left is forgotten when nothing runs or waits. Raises `ModelNotServed`.
+    With `sharing`, equal prompts and common prefixes of rows are computed once. A closed batch on
+    an idle engine gives the same bits every time, because the prefixes of finished requests are
+    dropped when nothing runs or waits. Raises `ModelNotServed`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
         return len(self._waiting) + len(self._running)
 
     def submit(self, request: GenerationRequest, done: Done) -> None:
-        """Queues a request; `done` is called from within a later `step`."""
+        """Queue a request; `done` is called from within a later `step`."""
         refuse_too_long(request, self._length)
         generator = torch.Generator().manual_seed(request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
@@ -99,7 +99,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """Admits, takes one token for each, retires; returns the number of tokens sampled."""
+        """Admit requests, sample one token for each, retire; return the number of tokens
+        sampled."""
         decoding = len(self._running)
         joining = self._admit()
         sampled = len(self._running)
@@ -112,7 +113,7 @@ class Engine:
 
     @torch.inference_mode()
     def swap(self, weights: Weights) -> None:
-        """Puts new weights in and recomputes the cache of running requests."""
+        """Load new weights and recompute the cache of running requests."""
         weights.apply(self._model)
         self.version = weights.version
         sequences = [self._held.ids(row).copy() for row in range(len(self._running))]
@@ -133,10 +134,10 @@ class Engine:
                 self._held.put(done, sequences[done])
 
     def close(self) -> None:
-        """Nothing is held that the process's end does not give back."""
+        """Do nothing: everything is freed with the process."""
 
     def _admit(self) -> _Joining:
-        """Gives rows to what waits, until the rows or the tokens of one forward are used up."""
+        """Assign rows to waiting requests, up to the row and token limits of one forward."""
         joining = _Joining()
         leaders: dict[bytes, int] = {}
         while self._waiting and len(self._running) < self._rows and joining.tokens < self._budget:
@@ -151,7 +152,8 @@ class Engine:
         return joining
 
     def _logits(self, decoding: int, joining: _Joining) -> Tensor:
-        """One forward for all rows; returns `[running, V]` and completes the rows of twins."""
+        """Run one forward for all rows; return `[running, V]` and copy the keys of duplicate
+        prompts."""
         prompts = [running.prompt for running in self._running]
         where = list(range(decoding))
         place, ends = decoding, {}
@@ -171,7 +173,7 @@ class Engine:
     def _compute(
         self, decoding: int, runs: list[Run], sequences: list[Ids], keep: list[int]
     ) -> Tensor:
-        """One forward over the newest token of decoding rows and the runs of `sequences`."""
+        """Run one forward over the newest token of decoding rows and the runs of `sequences`."""
         known = self._held.known[:decoding]
         parts = [(self._held.newest(decoding), known - 1, np.arange(decoding))]
         for run in runs:
@@ -189,7 +191,7 @@ class Engine:
         return self._forward(plan, tokens, kept)
 
     def _sample(self, logits: Tensor) -> None:
-        """Draws one token a row by inverting its distribution at the request's own draw."""
+        """Sample one token per row by inverse transform sampling with the request's own draw."""
         rows = self._running
         temperatures = [running.request.temperature for running in rows]
         draws = [running.draws[len(running.token_ids)] for running in rows]
@@ -201,7 +203,7 @@ class Engine:
             running.versions.append(self.version)
 
     def _retire(self) -> None:
-        """Answers finished requests and closes the gaps that they leave in the cache."""
+        """Answer finished requests and close the gaps that they leave in the cache."""
         for row in reversed(range(len(self._running))):
             running = self._running[row]
             reason = running.finished

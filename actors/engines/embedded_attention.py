@@ -1,8 +1,8 @@
-"""Attention of packed tokens over the rows of a cache, as transformers lets one plug it in.
+"""Attention of packed tokens over the rows of a cache, as a transformers attention function.
 
-A forward sees all its tokens as one sequence without padding: first one token of each row that
-decodes, then the runs of tokens that fill rows. Only attention knows which belong together. A
-model that has been given this function still serves everybody else as with "sdpa".
+A forward sees all its tokens as one sequence without padding: first one token of each decoding row,
+then the runs of tokens that extend rows. Only attention distinguishes the sequences. A model with
+this attention function behaves as with "sdpa" for other callers.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ NAME = "composer_mesh_rows"
 
 @dataclass(slots=True)
 class Run:
-    """Tokens `start` to `end` of a row; the row holds what comes before them."""
+    """Tokens `start` to `end` of a row; the row already holds what precedes them."""
 
     row: int
     start: int
@@ -32,18 +32,18 @@ class Run:
 
 @dataclass(slots=True)
 class Packed:
-    """What the tokens of one forward are: those of rows 0 to `decoding` - 1, then the runs.
+    """Layout of one forward's tokens: those of rows 0 to `decoding` - 1, then the runs.
 
-    Made for one forward: what its layers have in common is worked out in the first.
+    Valid for one forward: the first layer computes what its layers share.
     """
 
     cache: RowCache
     decoding: int
     runs: list[Run]
     positions: Tensor
-    """Position in its row of each token `[tokens]`, on the model's device."""
+    """Position of each token in its row `[tokens]`, on the model's device."""
     longest: int
-    """Positions that the longest decoding row has, its new token included."""
+    """Length of the longest decoding row, including its new token."""
     ragged: bool
     """Whether decoding rows have different lengths."""
     _bias: Tensor | None = field(default=None, init=False)
@@ -51,7 +51,7 @@ class Packed:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> Tensor:
-        """Stores keys and values; returns `[tokens, heads, width]` of a query `[heads, tokens, D]`.
+        """Store keys and values; return `[tokens, heads, width]` of a query `[heads, tokens, D]`.
 
         `key` and `value` are `[kv_heads, tokens, D]`.
         """
@@ -67,7 +67,8 @@ class Packed:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        """Heads that share keys stand in as queries of one head, so that no key is copied."""
+        """Treat query heads that share keys as several queries of one head, to avoid copying
+        keys."""
         rows, heads = self.decoding, len(query)
         if self.ragged and self._bias is None:
             here = torch.arange(self.longest, device=query.device)
@@ -84,7 +85,7 @@ class Packed:
 
 
 def _begin(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """A row's first tokens, which see each other only."""
+    """Attend causally among a row's first tokens."""
     output = scaled_dot_product_attention(
         query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=True
     )
@@ -92,7 +93,7 @@ def _begin(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
 
 
 def _continue(run: Run, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """Tokens that also see what their row has held before."""
+    """Attend from new tokens of a row also to its earlier ones."""
     heads, tokens, width = query.shape
     groups = keys.shape[1]
     if run.bias is None:
@@ -129,7 +130,7 @@ def rows_attention(
 ) -> tuple[Tensor, None]:
     """The attention function of a forward with `packed=`; without it, transformers' "sdpa".
 
-    Raises ValueError for a window that is shorter than a row.
+    Raises ValueError for a sliding window that is shorter than a row.
     """
     if packed is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(

@@ -1,7 +1,7 @@
-"""The way of packed tokens through a Hugging Face model, chosen and proved when an engine is made.
+"""Runs packed tokens through a Hugging Face model, by a code path verified at engine start.
 
-A model whose own forward does nothing but call its layers in turn has them called directly, which
-saves its wrappers' time; any other is called whole. Knows nothing of requests.
+A model whose own forward only calls its layers in sequence has them called directly, which saves
+the overhead of its wrappers; any other model is called as a unit.
 """
 
 import logging
@@ -16,14 +16,14 @@ from composer_mesh.actors.engines.kv_cache import RowCache
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of a probe's logits, in their standard deviations; 0.1 where precision is lower."""
+"""Tolerance of the probe's logits, in their standard deviations; 0.1 for lower precisions."""
 
 PROBE = 8
-"""Tokens that an engine's model is proved with."""
+"""Number of tokens with which a model is verified."""
 
 
 class ModelNotServed(ValueError):
-    """A model whose attention cannot be replaced: its class and what was seen."""
+    """A model whose attention cannot be replaced: its class and the observed difference."""
 
     def __str__(self) -> str:
         return (
@@ -33,7 +33,8 @@ class ModelNotServed(ValueError):
 
 
 class PackedForward:
-    """Logits of packed tokens; raises `ModelNotServed` for a model that it would get wrong."""
+    """Logits of packed tokens; raises `ModelNotServed` for a model that it would compute
+    wrongly."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._model, self._cache = model, cache
@@ -44,7 +45,7 @@ class PackedForward:
             self._prove()
 
     def __call__(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
-        """Float32 logits `[kept, V]` of ids `[tokens]`: at the places `keep`, for None at all."""
+        """Return float32 logits `[kept, V]` of ids `[tokens]`: at indices `keep`, None for all."""
         run = self._through_layers if self.direct else self._whole
         return run(packed, tokens, keep).float()
 
@@ -52,7 +53,7 @@ class PackedForward:
         output = self._model(
             input_ids=tokens[None],
             position_ids=packed.positions[None],
-            # Four dimensions say that the mask is ready; attention looks at `packed` instead.
+            # A 4-D mask is used unmodified by transformers; attention reads `packed` instead.
             attention_mask=torch.zeros(1, 1, 1, 1, device=tokens.device),
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
@@ -80,7 +81,7 @@ class PackedForward:
         return logits[0]
 
     def _prove(self) -> None:
-        """Holds the model to its own logits after a prompt, a continuation and a decoded token."""
+        """Compare with the model's own logits for a prompt, a continuation and a decoded token."""
         name = type(self._model).__name__
         tokens = torch.arange(PROBE, device=self.device) % self._model.config.vocab_size
         wanted = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
@@ -102,7 +103,8 @@ class PackedForward:
         logger.info("the embedded engine calls %s %s", name, way)
 
     def _probe(self, tokens: Tensor) -> Tensor:
-        """Logits `[PROBE, V]`: five tokens begin row 0, two go on in it, and one is decoded."""
+        """Return logits `[PROBE, V]`: five tokens start row 0, two continue it, and one is
+        decoded."""
         logits = []
         for start, end in ((0, 5), (5, 7), (7, PROBE)):
             positions = torch.arange(start, end, device=self.device)

@@ -1,4 +1,4 @@
-"""One token a row, drawn from the distribution whose log-prob is reported. No random state."""
+"""Samples one token per row from the distribution whose log-prob is reported. Stateless."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def sample(
     logits: Tensor, temperatures: Sequence[float], draws: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Token ids and log-probs for float32 logits `[rows, V]`; a temperature of 0 is greedy.
+    """Return token ids and log-probs for float32 logits `[rows, V]`; temperature 0 is greedy.
 
-    A draw in [0, 1) picks the token at which the cumulative distribution passes it, so that a
-    token depends on its own row only. Greedy log-probs are those of temperature 1.
+    A draw in [0, 1) picks the token at which the cumulative distribution passes it, so that a token
+    depends on its own row only. Greedy log-probs are those of temperature 1.
     """
     if any(temperature not in (0, 1) for temperature in temperatures):
         divisors = [temperature or 1.0 for temperature in temperatures]

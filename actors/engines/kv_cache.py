@@ -1,6 +1,6 @@
-"""Keys and values of all requests: one row each, `[layers, rows, kv_heads, length, head_dim]`.
+"""KV cache of all requests: one row each, `[layers, rows, kv_heads, length, head_dim]`.
 
-Which request owns a row, and what the row means, is `prefix_cache`' business.
+`prefix_cache` assigns rows to requests and tracks their contents.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RowCache:
-    """`rows` sequences of at most `length` tokens, whose memory is taken at the first write."""
+    """`rows` sequences of at most `length` tokens; memory is allocated at the first write."""
 
     def __init__(self, layers: int, rows: int, length: int) -> None:
         self._layers, self._rows, self.length = layers, rows, length
@@ -20,11 +20,11 @@ class RowCache:
         self._flat: Tensor | None = None
 
     def aim(self, rows_and_positions: Tensor) -> None:
-        """Sets where the tokens of the next forward go: `[2, tokens]`, on the model's device."""
+        """Set where the tokens of the next forward go: `[2, tokens]`, on the model's device."""
         self._aimed, self._flat = rows_and_positions, None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Stores `[kv_heads, tokens, head_dim]` where it was aimed; returns the layer's rows.
+        """Store `[kv_heads, tokens, head_dim]` at the positions of `aim`; return the layer's rows.
 
         They are views `[rows, kv_heads, length, head_dim]`. Raises ValueError for a model whose
         layers differ in shape.
@@ -44,12 +44,12 @@ class RowCache:
         return stored
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies a row's first `length` positions over another row's."""
+        """Copy a row's first `length` positions to another row."""
         for held in self._whole:
             held[:, target, :, :length] = held[:, source, :, :length]
 
     def exchange(self, one: int, other: int, length: int) -> None:
-        """Swaps the first `length` positions of two rows."""
+        """Swap the first `length` positions of two rows."""
         for held in self._whole:
             kept = held[:, one, :, :length].clone()
             held[:, one, :, :length] = held[:, other, :, :length]
@@ -64,7 +64,8 @@ class RowCache:
         self._by_layer = list(zip(*(held.unbind() for held in self._whole), strict=True))
 
     def _index(self, heads: int) -> Tensor:
-        """Where each token's each head goes in a layer seen as `[rows * heads * length, width]`."""
+        """Return the flat index of each token's heads in a layer `[rows * heads * length,
+        width]`."""
         if self._flat is None:
             rows, positions = self._aimed[:, :, None]
             head = torch.arange(heads, device=rows.device)

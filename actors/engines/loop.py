@@ -1,8 +1,8 @@
-"""An engine in a thread of its own, stepped while there is work, with new weights between steps.
+"""Runs an engine in its own thread, stepped while there is work, with weight swaps between steps.
 
     ask, swap (event loop) --> EngineLoop --> step, swap (the engine's thread) --> answers
 
-Adds waiting to an engine and nothing else: no messages, no processes, no choice of an engine.
+Adds only asynchronous waiting to an engine.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """The one thread that makes, steps, swaps and closes an engine.
+    """The single thread that creates, steps, swaps and closes an engine.
 
-    Engines keep things by thread: thread pools on a CPU, the current device on a GPU.
+    Engines depend on the thread: thread pools on a CPU, the current device on a GPU.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do work there. Waits for it, and for what was given to the thread before."""
+        """Run work in the thread. Waits for it, and for the work queued before it."""
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
 
 class EngineLoop:
-    """Turns an engine that is stepped into one that is asked. `serve` must be running."""
+    """Makes a stepped engine awaitable. `serve` must be running."""
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self._engine, self._thread = engine, thread
@@ -47,27 +47,27 @@ class EngineLoop:
 
     @property
     def outstanding(self) -> int:
-        """Requests that are not answered."""
+        """Number of unanswered requests."""
         return self._engine.outstanding
 
     def ask(self, request: GenerationRequest) -> Answer:
-        """Queue a request at once; raises ValueError for one that can never be served."""
+        """Queue a request without waiting; raises ValueError for one that can never be served."""
         answer: Answer = asyncio.get_running_loop().create_future()
         self._engine.submit(request, lambda result: self._finished.append((answer, result)))
         self._wake.set()
         return answer
 
     async def swap(self, weights: Weights) -> None:
-        """Serve other weights. Waits for the step under way; one call at a time."""
+        """Serve other weights. Waits for the running step; one call at a time."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._staged = (weights, done)
         self._wake.set()
         await done
 
     async def serve(self) -> None:
-        """Step while there is work, for ever; raises what ends the engine.
+        """Step while there is work, forever; raises the error that ends the engine.
 
-        Whoever waits for an answer then must hear of it from the caller of this.
+        The caller must then fail the pending answers.
         """
         while True:
             await self._wake.wait()
@@ -76,12 +76,12 @@ class EngineLoop:
                 await self._turn()
 
     async def close(self) -> None:
-        """Close the engine, once `serve` was cancelled. Waits for the step under way."""
+        """Close the engine, after `serve` was cancelled. Waits for the running step."""
         self._closing = True
         await self._thread.run(self._engine.close)
 
     async def _turn(self) -> None:
-        """Let new weights in, or decode until there are some or nothing is left to do."""
+        """Swap in new weights, or decode until there are some or nothing is left to do."""
         if self._staged is None:
             await self._thread.run(self._decode, asyncio.get_running_loop())
             return
@@ -91,10 +91,10 @@ class EngineLoop:
             done.set_result(None)
 
     def _decode(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Step while there is work and nothing else to do; answer after each step.
+        """Step while there is work and no swap is waiting; deliver answers after each step.
 
-        Whether work is left is seen before the answers go out, because they may bring more: the
-        next closed batch must not be admitted while only a part of it is here.
+        Whether work is left is checked before answers are delivered, because they may bring more:
+        the next closed batch must not be admitted while only a part of it has arrived.
         """
         busy = True
         while busy and self._staged is None and not self._closing:

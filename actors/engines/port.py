@@ -1,4 +1,4 @@
-"""What every engine can do, as the generator actor needs it. No engine lives here."""
+"""The engine interface, as the generator actor needs it. Independent of any engine."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -15,20 +15,20 @@ class RequestTooLong(ValueError):
 
 
 class Weights(Protocol):
-    """One version of the weights, arrived whole; good until `swap` returns."""
+    """One complete version of the weights; valid until `swap` returns."""
 
     @property
     def version(self) -> int: ...
 
     def apply(self, model: Any, rate: float = 1.0) -> None:
-        """Move a Hugging Face model's weights to these, in place."""
+        """Interpolate a Hugging Face model's weights towards these, in place; `rate` 1 copies."""
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Each whole tensor with all the names that it has in a Hugging Face state dict."""
+        """Yield each complete tensor with all its names in a Hugging Face state dict."""
 
 
 class Engine(Protocol):
-    """An engine that is stepped from outside; one thread at a time calls `step` and `swap`."""
+    """An engine stepped by its caller; one thread at a time calls `step` and `swap`."""
 
     version: int
 
@@ -38,26 +38,26 @@ class Engine(Protocol):
 
     @property
     def outstanding(self) -> int:
-        """Requests that are not answered."""
+        """Number of unanswered requests."""
 
     def submit(self, request: GenerationRequest, done: Done) -> None:
         """Queue a request; `done` is called from within a later `step`.
 
-        Any thread may call it, also while another one steps. Raises ValueError for a request that
-        can never be served.
+        Thread-safe, also during a step. Raises ValueError for a request that can never be served.
         """
 
     def step(self) -> int:
-        """Decode; returns the number of tokens that were sampled.
+        """Decode; return the number of tokens sampled.
 
-        Tokens may count only once their request is answered. Raises whatever ends the engine.
+        An engine may count tokens only when their request is answered. Raises the error that ends
+        the engine.
         """
 
     def swap(self, weights: Weights) -> None:
-        """Serve other weights from the next step on; requests under way go on."""
+        """Serve other weights from the next step on; running requests continue."""
 
     def close(self) -> None:
-        """Give memory and processes back."""
+        """Free memory and processes."""
 
 
 def refuse_too_long(request: GenerationRequest, length: int) -> None:

@@ -1,8 +1,8 @@
-"""What each row of the cache holds, and which row a new request gets.
+"""Tracks the contents of the KV cache's rows, and assigns rows to new requests.
 
-Rows of running requests come first, without gaps. The others keep what finished requests have left,
-as long as nobody needs the room: a prompt that begins like any row is computed from there on.
-Nothing here computes keys, and nothing outlives the weights they were computed with.
+Rows of running requests come first, without gaps. The others keep the tokens of finished requests
+until their row is needed: a prompt that shares a prefix with any row is computed from there on.
+Cached prefixes are dropped when the weights change.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ import numpy as np
 from composer_mesh.actors.engines.kv_cache import RowCache
 
 LEAST_SHARED = 8
-"""A shorter common beginning is computed again: a copy costs more."""
+"""A shorter common prefix is recomputed: copying it costs more."""
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class PrefixCache:
-    """The ids of every row; the cache holds all but the last of them."""
+    """The token ids of every row; the KV cache holds all but the last of them."""
 
     def __init__(self, cache: RowCache, rows: int, length: int, *, sharing: bool) -> None:
         self._cache, self._sharing = cache, sharing
@@ -29,38 +29,37 @@ class PrefixCache:
 
     @property
     def known(self) -> Ids:
-        """How many ids of each row are known; 0 for a row that holds nothing."""
+        """Number of known ids of each row; 0 for an empty row."""
         return self._known
 
     def ids(self, row: int) -> Ids:
         return self._ids[row, : self._known[row]]
 
     def newest(self, rows: int) -> Ids:
-        """The last id of each of the first `rows` rows."""
+        """Return the last id of each of the first `rows` rows."""
         return self._ids[np.arange(rows), self._known[:rows] - 1]
 
     def put(self, row: int, ids: Ids) -> None:
-        """A row now holds these, the last one's keys not yet."""
+        """Set a row's ids; the keys of the last one are not computed yet."""
         self._ids[row, : len(ids)] = ids
         self._known[row] = len(ids)
 
     def append(self, ids: list[int]) -> None:
-        """One more id for each of the first rows."""
+        """Append one id to each of the first rows."""
         rows = np.arange(len(ids))
         self._ids[rows, self._known[: len(ids)]] = ids
         self._known[: len(ids)] += 1
 
     def forget(self) -> None:
-        """No row holds anything any more."""
+        """Empty all rows."""
         self._known[:] = 0
         self._left[:] = 0
         self._clock = 0
 
     def begin(self, row: int, ids: Ids) -> int:
-        """Makes a row free for `ids`; returns how many of their keys it has been given.
+        """Free a row for `ids`; return how many of their keys were reused.
 
-        What the row held moves to the row that was left the longest time ago, unless `ids` goes on
-        from it.
+        The row's contents move to the least recently finished row, unless `ids` continues them.
         """
         source, shared = self.longest(ids)
         victim = row + int(self._left[row:].argmin())
@@ -75,14 +74,14 @@ class PrefixCache:
         return shared
 
     def resume(self, row: int, ids: Ids) -> int:
-        """Gives a running row the keys of `ids` that another row has; returns how many."""
+        """Copy to a running row the keys of `ids` that another row has; return how many."""
         source, shared = self.longest(ids)
         if shared:
             self._cache.copy(source, row, shared)
         return shared
 
     def longest(self, ids: Ids) -> tuple[int, int]:
-        """The row that has the most keys of the beginning of `ids`, and how many."""
+        """Return the row that shares the longest prefix with `ids`, and its length."""
         if not self._sharing or len(ids) < LEAST_SHARED:
             return 0, 0
         same = self._ids[:, : len(ids)] == ids
@@ -93,13 +92,13 @@ class PrefixCache:
         return (source, shared) if shared >= LEAST_SHARED else (0, 0)
 
     def retire(self, row: int, last: int) -> None:
-        """A request is done: the last running row closes its gap, and its own row is kept."""
+        """Retire a request: the last running row fills its gap, and its own row is cached."""
         self.exchange(row, last)
         self._clock += 1
         self._left[last] = self._clock
 
     def exchange(self, one: int, other: int) -> None:
-        """Two rows change places."""
+        """Swap two rows."""
         if one == other:
             return
         self._cache.exchange(one, other, int(max(self._known[one], self._known[other])))
@@ -108,7 +107,7 @@ class PrefixCache:
             held[pair] = held[swapped]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The keys of a twin."""
+        """Copy the keys of a duplicate prompt."""
         self._cache.copy(source, target, length)
 
     def _move(self, source: int, target: int) -> None:

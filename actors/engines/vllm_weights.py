@@ -1,8 +1,7 @@
-"""New weights for a running vLLM: everything in one reload, with what vLLM would silently miss.
+"""Updates the weights of a running vLLM in one complete reload.
 
-vLLM keeps fused and prepacked copies of what a checkpoint has. A part of a fused group, or a tied
-head that is not named, leaves some of them as they were, without a word: so weights that are not
-complete end the engine.
+vLLM holds fused and prepacked copies of checkpoint tensors. A partial fused group, or a tied head
+that is not named, would silently leave stale copies: so incomplete weights end the engine.
 """
 
 import tempfile
@@ -23,7 +22,7 @@ FILE_BYTES = 1 << 30
 
 
 class WeightsIncomplete(ValueError):
-    """Weights that lack tensors of the model that is served."""
+    """Weights that lack tensors of the served model."""
 
     def __init__(self, version: int, missing: list[str]) -> None:
         super().__init__(version, missing)
@@ -44,7 +43,7 @@ class CollectiveRpc(Protocol):
 
 
 class VllmWeights:
-    """Gives whole versions of the weights to the workers of an engine."""
+    """Loads complete versions of the weights into the workers of an engine."""
 
     def __init__(self, call: CollectiveRpc, expected: set[str], tied: bool, here: bool) -> None:
         """`expected` names the checkpoint's tensors; `tied`: the head is the embedding; `here`: the
@@ -52,10 +51,10 @@ class VllmWeights:
         self._call, self._expected, self._tied, self._here = call, expected, tied, here
 
     def update(self, weights: Weights) -> None:
-        """Put one version in place of the one before. An engine where this fails is lost.
+        """Replace the served version. An engine where this fails is unusable.
 
-        Workers in other processes read files in shared memory, which cost one more copy of the
-        weights while it lasts.
+        Workers in other processes read files in shared memory, which temporarily takes one more
+        copy of the weights.
         """
         if self._here:
             self._call("reload_weights", kwargs={"weights_iterator": self._named(weights)})
@@ -66,7 +65,7 @@ class VllmWeights:
             self._call("reload_weights", kwargs={"weights_path": folder})
 
     def _named(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under every name; raises `WeightsIncomplete` after the last one."""
+        """Yield every tensor under every name; raises `WeightsIncomplete` after the last one."""
         seen: set[str] = set()
         embedding: Tensor | None = None
         for names, tensor in weights.tensors():
@@ -81,7 +80,7 @@ class VllmWeights:
 
 
 def checkpoint_names(folder: Path) -> set[str]:
-    """The names of all tensors in a folder's safetensors files."""
+    """Return the names of all tensors in a folder's safetensors files."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
@@ -90,11 +89,11 @@ def checkpoint_names(folder: Path) -> set[str]:
 
 
 def write(named: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Safetensors files that hold about `file_bytes` each; only one is in memory at a time."""
+    """Write safetensors files of about `file_bytes` each; only one is in memory at a time."""
     held: dict[str, Tensor] = {}
     files = 0
     for name, tensor in named:
-        # A file shares no memory between its tensors, as the names of a tied one would.
+        # Tensors in a file must not share memory, as tied names would.
         held[name] = tensor.clone(memory_format=torch.contiguous_format)
         if sum(one.nbytes for one in held.values()) >= file_bytes:
             save_file(held, folder / f"{files}.safetensors")

@@ -1,1 +1,1 @@
-"""The policy as a model: its folder, its form in training, its shards and adapters."""
+"""The policy model: its folder, training form, sharding and adapters."""

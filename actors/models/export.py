@@ -1,7 +1,7 @@
-"""A model in training as others know it: its weights under the names of the Hugging Face model.
+"""Exports a training model's weights under the names of the Hugging Face model.
 
-Adapters are merged into the weights that they adapt. Moves no bytes between ranks and may be
-called beside a forward; who copies, publishes or writes the tensors is not known here.
+Adapters are merged into the weights that they adapt. Moves no bytes between ranks and may run
+concurrently with a forward.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ BASE = ".base_layer."
 
 
 def export_state(model: Any) -> dict[str, Tensor]:
-    """Every tensor of the Hugging Face model, in the same order on every rank.
+    """Return every tensor of the Hugging Face model, in the same order on every rank.
 
-    Tensors that are spread over ranks are `DTensor`s of this rank's rows. Names of one tensor have
-    one object. What no adapter changes shares memory with the model.
+    Sharded tensors are `DTensor`s with this rank's rows. Several names of one tensor map to one
+    object. Tensors without an adapter share memory with the model.
     """
     weights = own_weights(model)
     state = {

@@ -1,7 +1,7 @@
-"""A causal language model taken apart: its hidden states, and the linear head that scores them.
+"""A causal language model split into its hidden states and its linear head.
 
-What trains asks for hidden states, keeps the rows that count, and lets `losses.fused` put the head
-on them, so that scores of a whole microbatch never exist. Nothing here computes a loss.
+Training computes hidden states, selects the rows that count, and lets `losses.fused` apply the
+head, so that the logits of a complete microbatch are never materialized. Computes no losses.
 
 Axes: B sequences, T their padded length, H hidden size, V vocabulary, N rows.
 """
@@ -23,7 +23,7 @@ PROBE_TOLERANCE = 1e-3
 
 
 class UnsupportedHead(ValueError):
-    """A model whose scores are no linear function of its last hidden states."""
+    """A model whose logits are not a linear function of its last hidden states."""
 
     def __init__(self, model: str, difference: float) -> None:
         super().__init__(model, difference)
@@ -37,7 +37,7 @@ class UnsupportedHead(ValueError):
 
 
 class UnsupportedPacking(ValueError):
-    """A model in which sequences of one row see each other."""
+    """A model in which packed sequences of one row see each other."""
 
     def __init__(self, model: str, difference: float) -> None:
         super().__init__(model, difference)
@@ -51,23 +51,23 @@ class UnsupportedPacking(ValueError):
 
 
 class LanguageModel:
-    """The two halves of a Hugging Face causal LM.
+    """The hidden-state and head parts of a Hugging Face causal LM.
 
-    With `packing` several sequences share a row of the model's input. Of a sharded model only
-    `hidden` talks to other ranks, so all of them call it equally often, in the same order; its head
-    is whole from then on until the backward.
+    With `packing`, several sequences share an input row. Of a sharded model only `hidden`
+    communicates with other ranks, so all ranks must call it equally often, in the same order; its
+    head is gathered from then on until the backward.
     """
 
     def __init__(self, model: Any, packing: bool = False) -> None:
         self.model = model
         self._head = model.get_output_embeddings()
         self._packing = packing
-        # A sharded model has a method of its own, which gathers weights first.
+        # A sharded model has its own method, which gathers weights first.
         self._states = getattr(model, STATES, None) or partial(decoder_states, model)
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The model's device."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
@@ -86,8 +86,8 @@ class LanguageModel:
     def check_head(self) -> None:
         """Raise `UnsupportedHead` unless head and hidden states give the model's own logits.
 
-        For the comparison the head speaks a thousand times louder: a cap is nearly the identity
-        on the small logits of an untrained model.
+        The comparison scales the head's output by a thousand: a logit cap is nearly the identity on
+        the small logits of an untrained model.
         """
         ids = torch.arange(PROBE_IDS, device=self.device)[None]
         louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_SCALE)
@@ -102,7 +102,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Raise `UnsupportedPacking` unless sequences that share a row stay what they are."""
+        """Raise `UnsupportedPacking` unless packing leaves the hidden states unchanged."""
         sequences = [[*range(PROBE_IDS)], [1], [0]]
         apart, together = self._padded(sequences), self._packed(sequences)
         rows = padded([[True] * len(one) for one in sequences], self.device)
@@ -111,23 +111,23 @@ class LanguageModel:
             raise UnsupportedPacking(type(self.model).__name__, difference)
 
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Last hidden states [B, T, H], normed, of sequences padded on the right."""
+        """Return the last hidden states [B, T, H], normed, of sequences padded on the right."""
         if self._packing and len(sequences) > 1:
             return self._packed(sequences)
         return self._padded(sequences)
 
     def dummy_forward(self) -> Tensor:
-        """A zero that depends on every weight: what a rank without data contributes."""
+        """Return a zero that depends on every weight: the contribution of a rank without data."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         return 0 * self.logprobs(self.hidden(ids.tolist()), ids, ids[:, 1:] == 0).sum()
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        # No mask: padding on the right is in nobody's past.
+        # No mask: causal attention never sees padding on the right.
         states: Tensor = self._states(input_ids=padded(sequences, self.device))
         return states
 
     def _packed(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        # Flash attention knows restarts only in a single row, where they cost it nothing.
+        # Flash attention supports restarts only in a single row, where they cost nothing.
         flash = self.model.config._attn_implementation == "flash_attention_2"
         packed = Packed.of(sequences, self.device, one_row=flash)
         return packed.unpacked(self._states(input_ids=packed.ids, position_ids=packed.positions))
@@ -135,7 +135,7 @@ class LanguageModel:
     def logprobs(
         self, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0
     ) -> Tensor:
-        """Log-probs [B, T - 1] of each next id where the mask [B, T - 1] is True, 0 elsewhere.
+        """Return log-probs [B, T - 1] of each next id where the mask is True, 0 elsewhere.
 
         `hidden` [B, T, H] and `ids` [B, T] are of the same sequences.
         """
@@ -156,12 +156,12 @@ class LanguageModel:
 
 
 def decoder_states(model: Any, **inputs: Tensor) -> Tensor:
-    """Last hidden states [B, T, H] of a causal LM, which its head has not seen."""
+    """Return the last hidden states [B, T, H] of a causal LM, before its head."""
     states: Tensor = model.base_model(use_cache=False, **inputs).last_hidden_state
     return states
 
 
 def padded(rows: Sequence[Sequence[Any]], device: torch.device | None = None) -> Tensor:
-    """Rows of numbers [B, T], zeros on the right."""
+    """Stack rows of numbers [B, T], padded with zeros on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)

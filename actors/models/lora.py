@@ -1,7 +1,7 @@
-"""Low-rank adapters in a model's linear layers, and the weights that model and adapters make.
+"""LoRA adapters in a model's linear layers, and the merged weights.
 
-peft puts them in; it is an optional extra. Where weights are sharded adapters stay whole on every
-rank: they are small, and merging them into a rank's rows then needs no other rank.
+peft inserts them; it is an optional extra. Where weights are sharded, adapters stay complete on
+every rank: they are small, and merging them into a rank's rows then needs no other rank.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PARTS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
 
 
 class LoraMissing(ImportError):
-    """Adapters are asked for but peft is not installed."""
+    """Adapters are configured but peft is not installed."""
 
     def __str__(self) -> str:
         return (
@@ -29,7 +29,7 @@ class LoraMissing(ImportError):
 
 
 class NoSuchLayers(ValueError):
-    """Adapters that cannot be put where they are wanted."""
+    """The configured adapter targets are not suitable layers of the model."""
 
     def __init__(self, targets: tuple[str, ...], why: str) -> None:
         super().__init__(targets, why)
@@ -42,7 +42,7 @@ class NoSuchLayers(ValueError):
 
 
 class OtherAdapters(ValueError):
-    """Adapters of a checkpoint that do not fit those of the model."""
+    """Adapters of a checkpoint that do not fit the model's."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         super().__init__(name, shape)
@@ -55,7 +55,7 @@ class OtherAdapters(ValueError):
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
-    """Freeze a model's own weights and add adapters that change nothing yet, in place.
+    """Freeze a model's weights and add adapters with a zero initial effect, in place.
 
     The same seed gives the same adapters. Dropout is on also in evaluation mode.
     """
@@ -93,20 +93,20 @@ def _last(name: str) -> str:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that have an adapter, by the names that they have in the model."""
+    """Yield the names and layers of a model that have an adapter."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' weights by name; empty for a model without adapters."""
+    """Return the adapters' weights by name; empty for a model without adapters."""
     return {n: weights for n, weights in model.named_parameters() if n.endswith(PARTS)}
 
 
 @torch.no_grad()
 def restore_adapters(model: nn.Module, kept: Kept) -> None:
-    """Give a model's adapters, in place, the weights that others of their names and shapes had."""
+    """Load stored adapter weights into a model, in place; names and shapes must be equal."""
     own = adapter_weights(model)
     shapes, others = {n: tuple(w.shape) for n, w in own.items()}, kept.shapes()
     if shapes != others:
@@ -116,9 +116,9 @@ def restore_adapters(model: nn.Module, kept: Kept) -> None:
 
 @torch.no_grad()
 def merged(base: Any, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """The weight [out, in] of a layer with its adapter: base + scale * up @ down.
+    """Return the weight [out, in] of a layer with its adapter: base + scale * up @ down.
 
-    Of a weight that is spread by rows, this rank's rows.
+    For a row-sharded weight, this rank's rows.
     """
     if not is_dtensor(base):
         return torch.addmm(base, up, down, alpha=scale)

@@ -1,7 +1,7 @@
-"""Writes a policy in Hugging Face format beside what trains: what transformers and vLLM load.
+"""Writes the policy in Hugging Face format during training, for transformers and vLLM.
 
-Holds the shape of the model and its tokenizer and none of its weights, so that it may write in
-another thread while the model learns.
+Holds the model's structure and its tokenizer but no weights, so that it may write in another thread
+while the model is trained.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from composer_mesh.actors.models.policy import empty_model, load_tokenizer, save
 
 
 class ModelFolder:
-    """Writes folders of the same architecture as that of the initial policy."""
+    """Writes folders with the architecture of the initial policy."""
 
     def __init__(self, initial: Path) -> None:
         from transformers import GenerationConfig
@@ -22,5 +22,5 @@ class ModelFolder:
             self._model.generation_config = GenerationConfig.from_pretrained(initial)
 
     def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Write the policy with these weights, each tensor of it by its first name."""
+        """Write the policy with these weights, each tensor under its first name."""
         save_policy(self._model, self._tokenizer, folder, weights)

@@ -1,7 +1,6 @@
-"""The moments of an optimizer by the names of the weights they belong to.
+"""Optimizer state, keyed by the names of the weights.
 
-Learning rates and the like are the config's and are not kept. Who keeps the moments, and which rows
-of them a rank gets back, is not known here.
+Learning rates and other hyperparameters come from the config and are not stored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 COUNT = "step"
-"""What is no tensor of the weights' shape: how many updates there were."""
+"""The only entry without the weights' shape: the number of updates."""
 
 
 class Kept(Protocol):
-    """Moments that were kept: the shapes of the whole ones, and a way to fill tensors with them."""
+    """Stored optimizer state: the shapes of complete tensors, and a method to read into tensors."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
@@ -23,7 +22,7 @@ class Kept(Protocol):
 
 
 class OtherWeights(ValueError):
-    """Moments of other weights than those that are trained."""
+    """Stored state belongs to other weights than those that are trained."""
 
     def __init__(self, name: str, where: str) -> None:
         super().__init__(name, where)
@@ -38,7 +37,7 @@ class OtherWeights(ValueError):
 def optimizer_state_of(
     weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """What the optimizer knows of each of the weights, by `name/moment`; shares its memory."""
+    """Return the optimizer's state of each weight, as `name/key`; shares its memory."""
     return {
         f"{name}/{key}": value
         for name, one in weights.items()
@@ -47,7 +46,7 @@ def optimizer_state_of(
 
 
 def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
-    """Raise `OtherWeights` where those of a checkpoint, `others`, are not the same."""
+    """Raise `OtherWeights` where the names in a checkpoint, `others`, differ."""
     own, theirs = set(weights), set(others)
     for name in sorted(own ^ theirs):
         raise OtherWeights(name, "in the checkpoint" if name in theirs else "in the model")
@@ -57,7 +56,7 @@ def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
 def restore_optimizer_state(
     weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, kept: Kept
 ) -> None:
-    """Let an optimizer go on from moments of its weights; each rank takes its rows."""
+    """Restore an optimizer's state of its weights; each rank reads its rows."""
     found: dict[str, Tensor] = {}
     for place in kept.shapes():
         name, _, key = place.rpartition("/")

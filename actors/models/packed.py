@@ -1,8 +1,7 @@
-"""Sequences laid into the rows of one forward, each with positions of its own from 0 on.
+"""Sequences packed into the rows of one forward, each with its own positions from 0 on.
 
-A model that is told positions and no mask lets no token attend across a restart: transformers
-finds the restarts by itself, for every attention that it has. Which rows there are is decided in
-`rollouts.packing`; nothing here runs a model.
+Given positions and no mask, transformers detects the restarts itself, for every attention
+implementation, and no token attends across one. `rollouts.packing` decides the rows.
 
 Axes: B sequences, T their padded length, R rows, L their length, H hidden size.
 """
@@ -19,9 +18,9 @@ from composer_mesh.rollouts.packing import packed_rows
 
 @dataclass(frozen=True)
 class Packed:
-    """What the model gets, `ids` and `positions` [R, L], and the way back.
+    """The model's inputs `ids` and `positions` [R, L], and how to unpack its outputs.
 
-    The N tokens lie at `places` of the R * L that the model sees, and at `wanted` of B * T.
+    The N tokens are at `places` of the R * L packed positions, and at `wanted` of B * T.
     """
 
     ids: Tensor
@@ -34,12 +33,12 @@ class Packed:
     def of(
         cls, sequences: Sequence[Sequence[int]], device: torch.device, one_row: bool = False
     ) -> "Packed":
-        """Lay sequences into rows as long as the longest of them, or all into one row."""
+        """Pack sequences into rows as long as the longest of them, or all into one row."""
         lengths = [len(sequence) for sequence in sequences]
         rows = [list(range(len(lengths)))] if one_row else packed_rows(lengths)
         width, longest = (sum(lengths) if one_row else max(lengths)), max(lengths)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
-        # The tail of a row is a sequence like any other, which nobody reads.
+        # The padding of a row is a separate sequence whose output is unused.
         positions = torch.arange(width).repeat(len(rows), 1)
         places, wanted = [], []
         for number, row in enumerate(rows):
@@ -60,7 +59,7 @@ class Packed:
         )
 
     def unpacked(self, states: Tensor) -> Tensor:
-        """Hidden states [R, L, H] as those [B, T, H] of padded sequences; 0 where there is none."""
+        """Unpack hidden states [R, L, H] to [B, T, H] of padded sequences, 0 at padding."""
         flat = states.flatten(0, 1)
         found = flat.new_zeros(self.shape[0] * self.shape[1], flat.shape[-1])
         return found.index_copy(0, self.wanted, flat[self.places]).view(*self.shape, -1)

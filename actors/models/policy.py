@@ -1,7 +1,6 @@
 """The policy as a folder in Hugging Face format: built small from a config, or any causal LM.
 
-Every actor loads its copy by `load_policy`, whichever way the folder came to be. Training it is
-the warm start's and the trainer's work.
+Every actor loads its copy by `load_model`, however the folder was made.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from composer_mesh.configs.policy import PolicyConfig
 
-if TYPE_CHECKING:  # imported where it is used: seconds that a controller would wait at each start
+if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
@@ -39,7 +38,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` ids; digits stay single, words whole."""
+    """Train a byte-level BPE of at most `vocab_size` ids; digits are split, words stay intact."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -66,7 +65,7 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def frame(tools: list[dict[str, Any]]) -> str:
-    """The words that the chat template itself writes, for the tokenizer's corpus."""
+    """Return the text that the chat template itself adds, for the tokenizer's corpus."""
     signatures = [
         f"{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})"
         for tool in tools
@@ -75,7 +74,7 @@ def frame(tools: list[dict[str, Any]]) -> str:
 
 
 def build_model(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
-    """A Qwen3 model with random float32 weights that depend only on config and seed."""
+    """Build a Qwen3 model with random float32 weights that depend only on config and seed."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -100,16 +99,16 @@ def build_model(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed: 
 def save_policy(
     model: Any, tokenizer: Any, folder: Path, state: dict[str, Tensor] | None = None
 ) -> None:
-    """Writes weights (safetensors), config, tokenizer and chat template.
+    """Write weights (safetensors), config, tokenizer and chat template.
 
-    `state` is what to write where that is not the model's own state dict.
+    `state` replaces the model's own state dict where given.
     """
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer with its chat template; raises ValueError where it has none."""
+    """Load the tokenizer with its chat template; raises ValueError where it has none."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -122,7 +121,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """The model in float32, in evaluation mode; raises ValueError for sliding-window layers."""
+    """Load the model in float32, in eval mode; raises ValueError for sliding-window layers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -141,7 +140,7 @@ def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def empty_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of a folder without its weights, which take no memory yet (torch's meta device)."""
+    """Return a folder's model without weights, which take no memory (torch's meta device)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -1,7 +1,7 @@
-"""The ranks of a trainer: each computes its share, and sums over all make one step of it.
+"""The data-parallel ranks of a trainer: each computes its share; gradients are summed over all.
 
-Losses are divided by counts of the whole step, so sums are all there is to do. One rank alone has
-nothing to sum, and meets nobody unless it shards its weights. Where these lie is `sharding`.
+Losses are divided by counts of the complete step, so that sums suffice. A single rank has nothing
+to sum, and needs a process group only if it shards its weights. `sharding` shards them.
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 class Ranks:
-    """This process's place among `size` ranks. Every method is called by all ranks together."""
+    """This process's rank among `size` ranks. Every method is collective: all ranks call it."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.beside: Any = None
-        """torch's process group for work beside steps, whose messages must not meet theirs."""
+        """Process group for work concurrent with steps, so that messages do not mix."""
 
     @classmethod
     def connect(
@@ -37,9 +37,9 @@ class Ranks:
         device: torch.device = CPU,
         store: dist.Store | None = None,
     ) -> "Ranks":
-        """Join the others where all of them meet. Waits for all.
+        """Join the process group at the rendezvous. Waits for all ranks.
 
-        Where that is a port of this process, `store` is what listens there.
+        Where the rendezvous is a port of this process, `store` is its server.
         """
         timeout = timedelta(seconds=deadline_s)
         store = store or join_store(rendezvous, size, deadline_s)
@@ -51,18 +51,18 @@ class Ranks:
         return ranks
 
     def mesh(self) -> Any:
-        """The ranks as torch's `DeviceMesh`; one alone makes a group of itself for it."""
+        """Return the ranks as torch's `DeviceMesh`; a single rank creates its own group for it."""
         if not dist.is_initialized():
             backend = BACKENDS[self.device.type]
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return dist.init_device_mesh(self.device.type, (self.size,))
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank."""
+        """Whether the flag is set on any rank."""
         return any(self.gather(flag))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of ranks."""
+        """Return every rank's value, in order of ranks."""
         if self.size == 1:
             return [value]
         found: list[T | None] = [None] * self.size
@@ -71,7 +71,7 @@ class Ranks:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give every rank the sum of all gradients; a rank without one adds nothing."""
+        """Replace every rank's gradients by their sum; a rank without gradients adds zeros."""
         parameters = list(parameters)
         if self.size == 1 or not parameters:
             return

@@ -1,11 +1,11 @@
-"""Where the ranks of a trainer meet before they sum for the first time, and how they talk then.
+"""Rendezvous of a trainer's ranks, and the network interface that they use.
 
-    on the controller's machine   a file that only this user reads
+    on the controller's machine   a file that only this user can read
     on another host               a TCP port of rank 0 on loopback
-    on several hosts              a TCP port of rank 0, where other hosts reach its host
+    on several hosts              a TCP port of rank 0, on its host's cluster address
 
-Torch's TCP store asks nobody for a token, and what ranks send each other is not encrypted. So it is
-bound to that one address, and the network between the hosts of a run must be their own.
+Torch's TCP store requires no token, and messages between ranks are not encrypted. So it is bound to
+that one address, and the network between the hosts of a run must be private.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Address:
-    """The port of rank 0."""
+    """The address of rank 0's port."""
 
     host: str
     port: int
@@ -36,7 +36,8 @@ Meeting = Path | Address
 
 
 def open_store(deadline_s: float, apart: bool = True) -> tuple[Address, dist.Store]:
-    """Listen for the other ranks at a free port: of loopback, but where they are `apart`."""
+    """Listen for the other ranks on a free port: on the cluster address if `apart`, else
+    loopback."""
     host = cluster_address() if apart else LOOPBACK
     family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
@@ -53,7 +54,7 @@ def open_store(deadline_s: float, apart: bool = True) -> tuple[Address, dist.Sto
 
 
 def join_store(rendezvous: Meeting, size: int, deadline_s: float) -> dist.Store:
-    """The store in which `size` ranks find each other. Waits for rank 0's port."""
+    """Return the store in which `size` ranks find each other. Waits for rank 0's port."""
     timeout = timedelta(seconds=deadline_s)
     if isinstance(rendezvous, Address):
         return dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
@@ -63,7 +64,7 @@ def join_store(rendezvous: Meeting, size: int, deadline_s: float) -> dist.Store:
 
 
 def talk_over(rendezvous: Meeting, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo and NCCL take loopback, or the interface that the other hosts of ranks reach."""
+    """Make gloo and NCCL use loopback, or the interface that other hosts can reach."""
     if isinstance(rendezvous, Address):
         near = ipaddress.ip_address(rendezvous.host).is_loopback
         name = interface_of(rendezvous.host if near else cluster_address(environ))

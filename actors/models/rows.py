@@ -1,6 +1,6 @@
 """Whole tensors and the rows of them that a rank has: cut to read.
 
-A tensor that is not sharded is its own whole. What the tensors mean is not known here.
+A tensor that is not sharded is complete.
 """
 
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether ranks have different rows of a tensor."""
+    """Whether a tensor is a `DTensor`, sharded over ranks."""
     return hasattr(tensor, "placements")
 
 
 def local(tensor: Any) -> Tensor:
-    """What this rank has of a tensor, in the memory that it has it in."""
+    """Return this rank's part of a tensor, sharing its memory."""
     found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return found
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without those that another name before them has."""
+    """Return the tensors without later names of the same tensor."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
@@ -31,7 +31,7 @@ def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows_of(whole: Tensor, like: Any) -> Tensor:
-    """A copy of the rows of a whole tensor that this rank has of another, spread like that one."""
+    """Return a copy of this rank's rows of a complete tensor, sharded like another tensor."""
     if not is_dtensor(like):
         return whole.to(like.device, like.dtype, copy=True)
     from torch.distributed.tensor import distribute_tensor
@@ -43,7 +43,7 @@ def rows_of(whole: Tensor, like: Any) -> Tensor:
 
 @torch.no_grad()
 def broadcast_into(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Fill tensors, in place, with the whole ones that rank 0 has. All ranks together."""
+    """Fill tensors, in place, with the complete ones of rank 0. Collective."""
     done: set[int] = set()
     for name, tensor in tensors.items():
         if id(tensor) in done:

@@ -1,11 +1,11 @@
-"""FSDP2: every rank keeps some rows of each weight, and all of a layer only while it computes.
+"""FSDP2: every rank holds some rows of each weight, and complete layers only during compute.
 
-Weights, gradients and optimizer are float32 and spread; forward and backward compute in the dtype
-that they are asked for. Gradients are summed over ranks, not averaged, after every backward: kept
-whole until the last one they would take as much memory as the weights of all ranks.
+Weights, gradients and optimizer state are float32 and sharded; forward and backward compute in the
+requested dtype. Gradients are summed over ranks, not averaged, after every backward: unreduced
+until the last one they would take as much memory as the weights of all ranks.
 
-Only a forward, and the backward that follows it, talk to other ranks: never what reads the weights
-by `own_weights`, which may be another thread that copies them beside a forward.
+Only a forward, and the backward that follows it, communicate with other ranks; reading the weights
+by `own_weights`, possibly in another thread that copies them during a forward, does not.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ OWN = "own_weights"
 
 
 class UnknownLayers(ValueError):
-    """A model whose decoder layers cannot be told from its other parts."""
+    """A model whose decoder layers cannot be identified."""
 
     def __init__(self, model: str, layers: int) -> None:
         super().__init__(model, layers)
@@ -36,7 +36,7 @@ class UnknownLayers(ValueError):
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of a model's decoder layers; raises `UnknownLayers`."""
+    """Return the list of a model's decoder layers; raises `UnknownLayers`."""
     count = model.config.num_hidden_layers
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -47,7 +47,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 def shard(
     model: Any, mesh: DeviceMesh, dtype: torch.dtype, whole: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Spread a model's weights over the ranks of a mesh, in place; those of `whole` stay whole.
+    """Shard a model's weights over the ranks of a mesh, in place, except those in `whole`.
 
     `LanguageModel` computes in `dtype` from then on.
     """
@@ -64,7 +64,7 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows sums and averages only
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports sums and averages only
     setattr(model, STATES, MethodType(decoder_states, model))
     register_fsdp_forward_method(model, STATES)
 
@@ -75,15 +75,15 @@ def is_sharded(model: Any) -> bool:
 
 
 def release(model: Any) -> None:
-    """Let go of the whole weights that a forward without a backward has gathered."""
+    """Free the gathered weights of a forward that had no backward."""
     if is_sharded(model):
         model.reset_iter_state()
 
 
 def remember_weights(model: Any) -> None:
-    """Keep hold of the weights as they are between steps, for `own_weights`.
+    """Store references to the weights as they are between steps, for `own_weights`.
 
-    During a forward a sharded model shows whole weights in their place.
+    During a forward a sharded model shows gathered weights in their place.
     """
     found = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -93,9 +93,9 @@ def remember_weights(model: Any) -> None:
 
 
 def own_weights(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model's state dict, this rank's rows where it is sharded.
+    """Return the tensors of a model's state dict, this rank's rows where it is sharded.
 
-    Names of one tensor have one object. Moves nothing, and shares memory with the model.
+    Several names of one tensor map to one object. Moves nothing, and shares memory with the model.
     """
     weights: dict[str, Tensor] | None = getattr(model, OWN, None)
     if weights is None:

@@ -1,9 +1,9 @@
-"""The policy in the form in which a trainer's rank computes with it, built from a folder.
+"""Builds the model that a trainer's rank trains, from a folder.
 
     load -> adapters -> checkpointed, compiled layers -> sharded
 
-All ranks build together. Where weights are sharded only the first rank reads them, and never more
-than one whole tensor is on the others. Nothing here trains.
+All ranks build it together. Where weights are sharded only the first rank reads them, and the
+others never hold more than one complete tensor.
 """
 
 from functools import partial
@@ -32,10 +32,11 @@ from composer_mesh.configs.trainer import TrainerConfig
 
 
 def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
-    """The model that learns, on the rank's device.
+    """Return the model to train, on the rank's device.
 
-    Raises `UnsupportedHead` and `UnsupportedPacking` for one that the losses cannot train,
-    ValueError for attention that the device cannot, and what adapters and sharding refuse.
+    Raises `UnsupportedHead` and `UnsupportedPacking` for models that the losses cannot train,
+    ValueError for attention that the device does not support, and the errors of adapters and
+    sharding.
     """
     trainer = config.trainer
     if trainer.attention != "sdpa" and ranks.device.type == "cpu":
@@ -51,19 +52,19 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     if trainer.lora is not None:
         for one in {id(one): one for one in (source, model) if one is not None}.values():
             add_adapters(one, trainer.lora, config.run.seed)
-        torch.manual_seed(config.run.seed + ranks.rank)  # for their dropout
+        torch.manual_seed(config.run.seed + ranks.rank)  # for the adapters' dropout
     _wrap_layers(model, trainer)
     return _placed(model, source, trainer, ranks)
 
 
 def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
-    """The policy of a folder as it is, for forwards alone, placed as the one that learns."""
+    """Return a folder's frozen policy, for forwards only, placed like the trained model."""
     source, model = _read(folder, config.trainer, ranks)
     return _placed(model.requires_grad_(False), source, config.trainer, ranks)
 
 
 def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | None, Any]:
-    """The weights, where this rank reads them, and the model to train, which they may be."""
+    """Return the loaded weights (None on ranks that do not read them) and the model to train."""
     if not trainer.sharded:
         model = load_model(folder, trainer.attention)
         return model, model
@@ -92,14 +93,14 @@ def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks
     if source is not None:
         model.generation_config = source.generation_config
     with torch.no_grad():
-        LanguageModel(model).hidden([[0]])  # FSDP2 is ready to be released after a first forward
+        LanguageModel(model).hidden([[0]])  # FSDP2 can release weights only after a first forward
     release(model)
     return model
 
 
 @torch.no_grad()
 def _fill(model: Any, source: Any | None) -> None:
-    """Give a model the weights, and the tables that no file has, of one that has been read."""
+    """Copy the weights and the non-persistent buffers of a loaded model into another one."""
     if not is_sharded(model):
         assert source is not None
         model.load_state_dict(source.state_dict())

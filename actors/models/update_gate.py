@@ -1,9 +1,7 @@
-"""A version of the weights that is being copied: no update may come before the copy is made.
+"""Delays updates of the weights until a version of them has been copied.
 
-    loop      hold(v) ......... copied(publish) --> handle
-    thread        forward, backward .... wait | update to v + 1
-
-Whose weights, and what a copy is, is not known here.
+loop      hold(v) ......... copied(publish) --> handle
+thread        forward, backward .... wait | update to v + 1
 """
 
 import threading
@@ -14,7 +12,7 @@ T = TypeVar("T")
 
 
 class UpdateGate:
-    """Held from one loop, waited for in any thread."""
+    """A gate that is held from one event loop and waited for in any thread."""
 
     def __init__(self) -> None:
         self._free = threading.Event()
@@ -27,12 +25,12 @@ class UpdateGate:
         return not self._free.is_set()
 
     def hold(self, version: int) -> None:
-        """Let updates wait until this version was copied."""
+        """Block updates until this version was copied."""
         self._version = version
         self._free.clear()
 
     async def copied(self, copy: Callable[[int], Awaitable[T]]) -> T:
-        """Copy the held version, and let updates come, also where the copy fails."""
+        """Copy the held version, then release updates, also where the copy fails."""
         try:
             return await copy(self._version)
         finally:

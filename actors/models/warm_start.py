@@ -1,8 +1,8 @@
-"""The warm start: supervised steps on imperfect demonstrations, before any reward is seen.
+"""Warm start: supervised fine-tuning on imperfect demonstrations, before RL.
 
-It makes a policy that knows the format and half of the job, and what a hint is good for. The
-result is a folder in Hugging Face format, cached by everything that it depends on. How an imperfect
-agent talks is `rollouts.demonstrations`; why it is trained this way, docs/decisions/0006.
+It gives a policy that knows the format, half of the task, and how to use a hint. The result is a
+folder in Hugging Face format, cached by everything that it depends on. `rollouts.demonstrations`
+generates the imperfect conversations; docs/decisions/0006 explains the method.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ IGNORE = -100
 
 
 Report = Callable[[int, float], None]
-"""Is told the step and its loss, now and then."""
+"""Called with the step and its loss from time to time."""
 
 
 def _silent(_step: int, _loss: float) -> None:
@@ -40,7 +40,7 @@ def _silent(_step: int, _loss: float) -> None:
 
 
 def policy_folder(config: Config) -> Path:
-    """Where the warm-started policy of this config lies, whether or not it is there yet."""
+    """Return the path of this config's warm-started policy, whether or not it exists yet."""
     parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
     parts += [config.environment.model_dump_json(), str(config.run.seed), str(CACHE_FORMAT)]
     if config.data.path is not None:
@@ -50,9 +50,9 @@ def policy_folder(config: Config) -> Path:
 
 
 def prepare_policy(config: Config, task: Task, report: Report | None = None) -> Path:
-    """The folder of the run's initial policy: the user's own, the cached, or a new warm start.
+    """Return the folder of the initial policy: the user's own, the cached, or a new warm start.
 
-    A half-written cache is never used.
+    A partially written cache is never used.
     """
     if config.policy.path is not None:
         return config.policy.path
@@ -69,7 +69,7 @@ def prepare_policy(config: Config, task: Task, report: Report | None = None) -> 
 
 
 def warm_start(config: Config, task: Task, report: Report) -> tuple[Any, Any]:
-    """A model and its tokenizer; the same config and seed give the same weights."""
+    """Train a model and its tokenizer; the same config and seed give the same weights."""
     settings = config.policy.warm_start
     rng = random.Random(f"{config.run.seed}:demonstrations")
     flawless = settings.model_copy(update={"error_rate": 0.0})
@@ -94,9 +94,9 @@ def imitate(
     pad_id: int,
     report: Report,
 ) -> None:
-    """Supervised steps on next-token cross-entropy, with linear warm-up and decay.
+    """Train on next-token cross-entropy, with linear warm-up and decay.
 
-    The first `flawless_share` of the steps takes the first of the two phases.
+    The first `flawless_share` of the steps uses the first of the two phases.
     """
     rng = random.Random(f"{seed}:order")
     optimizers = make_optimizers(model, settings.lr)
@@ -120,7 +120,7 @@ def imitate(
 
 
 def make_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for embeddings and norms."""
+    """Return Muon for the matrices, AdamW for embeddings and norms."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
@@ -136,9 +136,9 @@ def _rate(steps: int, step: int) -> float:
 
 
 def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:
-    """Adds the gradient of the batch's mean loss per learnt token; returns that loss.
+    """Add the gradient of the batch's mean loss per trained token; return that loss.
 
-    Conversations of like length share a forward, so that little is padded; the batch is mixed.
+    Conversations of similar length share a forward, to reduce padding; the batch is mixed.
     """
     learnt, total = sum(sum(item.learn) for item in batch), 0.0
     lengths = [len(item.ids) for item in batch]
@@ -151,7 +151,7 @@ def backward(model: Any, batch: list[Demonstration], pad_id: int) -> float:
 
 
 def collate(batch: list[Demonstration], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids `[B, T]` and labels `[B, T]`, right-padded; labels are -100 where nothing is learnt."""
+    """Return ids `[B, T]` and labels `[B, T]`, right-padded; labels are -100 where not trained."""
     width = max(len(item.ids) for item in batch)
     ids = torch.full((len(batch), width), pad_id)
     labels = torch.full((len(batch), width), IGNORE)

@@ -1,1 +1,1 @@
-"""Versioned weights: how they lie in memory, who offers them, and who takes them over."""
+"""Versioned weights: their memory layout, their publisher and their receiver."""

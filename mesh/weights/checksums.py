@@ -1,30 +1,32 @@
-"""A checksum that is as fast as memory: it finds bytes that changed, were lost or changed places.
+"""A checksum at memory speed that detects changed, lost and reordered bytes.
 
-Sums of 64-bit words, row by row, and a sum of those weighted by their place, all modulo 2**64. One
-wrong word always shows; rows in another order too. It guards against faults, not against malice.
+Sums of 64-bit words, row by row, and a sum of those weighted by their index, all modulo 2**64. A
+single wrong word always shows; reordered rows too. It detects faults, not tampering.
 """
 
 import torch
 from torch import Tensor
 
 ROW = 512
-"""Words of a row: 4 KiB, less than anything that moves by itself."""
+"""Words per row: 4 KiB, less than anything that is moved as a unit."""
 REST = 0x9E3779B1
-"""Odd, and large: what follows the last row is not taken for one."""
+"""Factor of the words after the last row; odd and large, so that they are not taken for one."""
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 [n]."""
+    """Return the bytes of a contiguous tensor, uint8 [n]."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def checksum(memory: Tensor) -> int:
-    """Of a flat run of bytes, uint8 [n]; a signed 64-bit number."""
+    """Return the checksum of flat bytes, uint8 [n], as a signed 64-bit number."""
     whole = memory.numel() // 8 * 8
     words = memory[:whole].view(torch.int64)
     full = words.numel() // ROW * ROW
     rows = words[:full].view(-1, ROW).sum(1)
-    odd = torch.arange(1, 2 * rows.numel() + 1, 2)  # invertible: no change of a row is lost
+    odd = torch.arange(
+        1, 2 * rows.numel() + 1, 2
+    )  # odd factors are invertible: no change of a row is lost
     rest = torch.cat([words[full:], memory[whole:].long()])
     places = torch.arange(1, 2 * rest.numel() + 1, 2)
     return int(((rows * odd).sum() + (rest * places).sum() * REST).item())

@@ -1,7 +1,7 @@
-"""Which transport weights take: what the config says, as far as this machine is capable of it.
+"""Selects the weight transport: as configured, within the capabilities of this machine.
 
-The same config gives the same answer in every process of a run. How a part travels then is the
-carriers' work.
+The same config gives the same answer in every process of a run. The modules in `transports` move
+the bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from composer_mesh.planning.mesh_layout import weight_transport
 
 @dataclass(frozen=True)
 class Transport:
-    """A way that weights take, why it was chosen, and the folder of `disk`."""
+    """A weight transport, why it was chosen, and the folder of `disk`."""
 
     name: WeightTransport
     reason: str = "asked for"
@@ -49,9 +49,10 @@ def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
 
 
 def published_dtype(config: Config) -> torch.dtype | None:
-    """What floating weights are published as; None leaves each tensor as the trainer has it.
+    """Return the dtype that floating weights are published in; None keeps the trainer's dtypes.
 
-    Half precision where everybody who pulls serves it: teachers of their own follow in full.
+    Half precision where every receiver serves it: SDPO teachers with their own actors need full
+    precision.
     """
     if config.generator.dtype == "bfloat16" and not config.sdpo.has_own_actors:
         return torch.bfloat16
@@ -59,7 +60,7 @@ def published_dtype(config: Config) -> torch.dtype | None:
 
 
 def open_sender(transport: Transport, shape: Shape) -> TransportSender:
-    """The publisher's side."""
+    """Open the publisher's side of a transport."""
     nbytes = shape.layout.nbytes
     match transport.name:
         case "shm":
@@ -73,7 +74,7 @@ def open_sender(transport: Transport, shape: Shape) -> TransportSender:
 
 
 def open_receiver(name: WeightTransport) -> TransportReceiver:
-    """The receiver's side."""
+    """Open the receiver's side of a transport."""
     match name:
         case "shm":
             return shm.ShmReceiver()

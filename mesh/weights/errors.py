@@ -1,8 +1,8 @@
-"""What can be wrong with weights that arrive, and why they may not arrive at all."""
+"""Errors of weight transfers."""
 
 
 class TornWeights(RuntimeError):
-    """The bytes that arrived do not all belong to the version that was asked for."""
+    """The received bytes do not all belong to the requested version."""
 
     def __init__(self, wanted: int, front: int, back: int) -> None:
         super().__init__(wanted, front, back)
@@ -16,7 +16,7 @@ class TornWeights(RuntimeError):
 
 
 class WrongChecksum(RuntimeError):
-    """Bytes arrived that are not those of the publisher: tensor, rank of the part, version."""
+    """Received bytes are not the publisher's: tensor, rank of the part, version."""
 
     def __init__(self, tensor: str, rank: int, version: int) -> None:
         super().__init__(tensor, rank, version)
@@ -31,7 +31,7 @@ class WrongChecksum(RuntimeError):
 
 
 class PullAbandoned(RuntimeError):
-    """A receiver stopped waiting for a version, because another one was asked of it."""
+    """A receiver stopped waiting for a version, because another one was requested."""
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
@@ -41,7 +41,7 @@ class PullAbandoned(RuntimeError):
 
 
 class PublisherGone(RuntimeError):
-    """What a publisher offered has gone with it: the transport, where it was."""
+    """Published weights are gone with their publisher: the transport and the location."""
 
     failure_class = "infrastructure"
 
@@ -57,7 +57,7 @@ class PublisherGone(RuntimeError):
 
 
 class TransportUnavailable(RuntimeError):
-    """A process cannot use a transport: its name, why not, and what helps."""
+    """A process cannot use a transport: its name, the reason, and the repair."""
 
     def __init__(self, transport: str, why: str, repair: str) -> None:
         super().__init__(transport, why, repair)
@@ -68,4 +68,4 @@ class TransportUnavailable(RuntimeError):
 
 
 class WeightsMismatch(ValueError):
-    """Published weights do not make the model that they are for, or are not whole."""
+    """Published weights do not fit the receiving model, or are incomplete."""

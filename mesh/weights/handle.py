@@ -1,4 +1,4 @@
-"""Where one version of the weights can be fetched: what each rank published, put together."""
+"""Handles of published weights, joined from the parts that each rank published."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_WHOLE = -1
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank publishes of a version: where its rows lie, and where they are offered."""
+    """What one rank publishes of a version: the layout of its rows, and the offer to fetch them."""
 
     rank: int
     transport: WeightTransport
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True)
 class WeightsHandle:
-    """Where one version of the weights can be fetched. It travels; the bytes do not."""
+    """Describes how to fetch one version of the weights. The handle is sent, not the bytes."""
 
     version: int
     manifest: WeightManifest
@@ -36,7 +36,7 @@ class WeightsHandle:
 
     @classmethod
     def joined(cls, handles: Sequence[WeightsHandle]) -> WeightsHandle:
-        """What all ranks published, as one. Raises `WeightsMismatch` if it is not one version."""
+        """Join the handles of all ranks; raises `WeightsMismatch` unless of one version."""
         first = handles[0]
         for rank, other in enumerate(handles):
             if other.version != first.version:
@@ -55,7 +55,7 @@ class WeightsHandle:
         return whole
 
     def check_whole(self) -> None:
-        """Raise `WeightsMismatch` if the parts have not every row of every tensor, once."""
+        """Raise `WeightsMismatch` unless the parts have every row of every tensor exactly once."""
         found: dict[int, list[tuple[int, int]]] = {}
         for part in self.parts:
             for piece in part.layout.pieces:

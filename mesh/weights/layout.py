@@ -1,6 +1,6 @@
-"""How one rank's rows lie in one flat run of bytes: its part of a version. Moves none of them.
+"""Layout of one rank's part of a version in a flat byte buffer. Copies nothing.
 
-| marks | rows of a tensor | rows of another | ... | marks |
+| stamp | rows of a tensor | rows of another | ... | stamp |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` rows, from row `first` on, of the manifest's tensor number `entry`."""
+    """`count` rows from row `first` of the manifest's tensor `entry`, at byte `offset`."""
 
     entry: int
     first: int
@@ -28,14 +28,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where pieces lie; the marks of `stamps` are in front of them and behind."""
+    """Positions of the pieces; version stamps are before and after them."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
 
     @classmethod
     def of(cls, rows: Sequence[Rows]) -> Layout:
-        """Lay out what a rank publishes, in its order; what has no rows takes no room."""
+        """Lay out a rank's rows in order; tensors without rows take no space."""
         pieces: list[Piece] = []
         offset = ALIGNMENT
         for place, one in enumerate(rows):
@@ -45,7 +45,7 @@ class Layout:
         return cls(tuple(pieces), offset + ALIGNMENT)
 
     def views(self, manifest: WeightManifest, memory: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece with its view of the flat memory, in the tensor's own dtype and shape."""
+        """Yield each piece with its view of the flat memory, in the tensor's dtype and shape."""
         for piece in self.pieces:
             entry = manifest.entries[piece.entry]
             nbytes = piece.count * entry.row_bytes

@@ -1,4 +1,4 @@
-"""Which tensors a version of the weights has. Where their bytes lie is `layout`."""
+"""The tensors of a version of the weights. `layout` says where their bytes are."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from composer_mesh.mesh.weights.errors import WeightsMismatch
 
 @dataclass(frozen=True)
 class Entry:
-    """One whole tensor; `names` are all the names it has in the model."""
+    """One complete tensor; `names` are all its names in the model."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """`embed.weight, head.weight: torch.float32 (16, 8)`."""
+        """Format as `embed.weight, head.weight: torch.float32 (16, 8)`."""
         return f"{', '.join(self.names)}: {self.dtype} {self.shape}"
 
     @property
     def rows(self) -> int:
-        """Its size along the first dimension, by which it may be spread over ranks; 1 if none."""
+        """Size of the first dimension, by which it may be sharded over ranks; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes one row takes."""
+        """Bytes of one row."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """The tensors, in the publisher's order. Tensors that share memory are one entry."""
+    """The tensors in the publisher's order. Tensors that share memory are one entry."""
 
     entries: tuple[Entry, ...]
 
     @property
     def parameters(self) -> int:
-        """How many numbers the tensors hold."""
+        """Number of elements of all tensors."""
         return sum(torch.Size(entry.shape).numel() for entry in self.entries)
 
     def places(self, model: nn.Module) -> list[list[Tensor]]:
-        """For each entry the tensors of a model that it fills, each memory once.
+        """Return, for each entry, the distinct tensors of a model that it fills.
 
-        Raises `WeightsMismatch` with the name of the first one that does not fit.
+        Raises `WeightsMismatch` with the name of the first tensor that does not fit.
         """
         own = model.state_dict()
         found = [_places(entry, own) for entry in self.entries]
@@ -62,7 +62,7 @@ class WeightManifest:
 
 
 def _places(entry: Entry, own: dict[str, Tensor]) -> list[Tensor]:
-    """A published tensor may be of another floating dtype: it is converted where it is applied."""
+    """Return an entry's tensors; another floating dtype is converted on application."""
     for name in entry.names:
         if name not in own:
             raise WeightsMismatch(
@@ -79,6 +79,6 @@ def _places(entry: Entry, own: dict[str, Tensor]) -> list[Tensor]:
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two views of the same memory; also where both are empty and have no address."""
+    """Return a key that is equal for views of the same memory, also where both are empty."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

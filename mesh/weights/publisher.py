@@ -1,8 +1,7 @@
-"""The side that offers weights: one rank of it.
+"""The publisher of weights: one rank's side.
 
-Two memories are written in turn, so the version before the newest stays whole. Who publishes or
-pulls when is decided elsewhere: nothing here waits for a receiver. How bytes leave is the
-carrier's work.
+Two buffers are written in turn, so that the previous version stays intact. Never waits for a
+receiver. The transport moves the bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ State = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightPublisher:
-    """Offers the weights of one model, a version at a time.
+    """Publishes the weights of one model, one version at a time.
 
-    `state` gives the model's tensors on every rank in the same order. A plain tensor is published
-    by rank 0, a `DTensor` that is spread by rows by each rank that has some. Floating tensors leave
-    as `dtype` where one is given. With `checksums` receivers prove every byte.
+    `state` returns the model's tensors, on every rank in the same order. A plain tensor is
+    published by rank 0, a row-sharded `DTensor` by each rank that has rows. Floating tensors are
+    published as `dtype` where given. With `checksums`, receivers verify every byte.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class WeightPublisher:
         self._one = asyncio.Lock()
 
     async def publish(self, version: int) -> WeightsHandle:
-        """Offer this rank's part of a version, in the memory that was not handed out last.
+        """Publish this rank's part of a version, in the buffer that was not published last.
 
-        Waits for the copy, which runs in a thread and goes on if nobody waits for it any more, and
-        for no reader.
+        Waits for the copy, which runs in a thread and continues if the caller is cancelled, but not
+        for any reader.
         """
         if version < 0:
             raise ValueError(f"version is {version}, but must be at least 0")
@@ -69,7 +68,7 @@ class WeightPublisher:
         return await asyncio.shield(publishing)
 
     async def close(self) -> None:
-        """Give the memories back. A handle that is still around can no longer be fetched."""
+        """Free the buffers. Handles that are still held can no longer be fetched."""
         async with self._one:
             transport_sender, self._transport_sender, self._shape = (
                 self._transport_sender,
@@ -122,7 +121,7 @@ class WeightPublisher:
         return transport_sender
 
     def _same(self, shape: Shape) -> Shape:
-        """The shape of all versions, which receivers have made room for."""
+        """Check that the shape is that of all versions, which receivers have allocated."""
         if self._shape not in (None, shape):
             raise WeightsMismatch(
                 "the tensors to publish are not those of the version before: "

@@ -1,4 +1,4 @@
-"""The side that takes weights over: waits for a transfer, and gives it up when told."""
+"""The receiver of weights: fetches a version into staging memory, and can be interrupted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Memories = tuple[Tensor, ...]
 
 
 class WeightReceiver:
-    """Fetches weights into staging memory that is used again and again.
+    """Fetches weights into reused staging memory.
 
-    A read from a process that is gone may end after minutes only. Until then the memory that it
-    may write to belongs to it, also when nobody waits for it any more.
+    A read from a dead process may fail only after minutes. Until then it owns the memory that it
+    may write to, also after the caller was cancelled.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class WeightReceiver:
         self._abandoned: asyncio.Future[None] | None = None
 
     async def receive(self, handle: WeightsHandle) -> StagedWeights:
-        """Fetch one version from all its publishers at once; what was staged before is gone.
+        """Fetch one version from all its publishers concurrently; replaces what was staged before.
 
-        One call at a time; `abandon` ends it with `PullAbandoned`. Raises `TornWeights` if it is
-        not all of that version, `WrongChecksum` if it is not what was published, and
-        `TransportUnavailable` or `PublisherGone` if it cannot be had here.
+        One call at a time; `abandon` ends it with `PullAbandoned`. Raises `TornWeights` if the
+        bytes are not all of that version, `WrongChecksum` if they are not as published, and
+        `TransportUnavailable` or `PublisherGone` if they cannot be fetched here.
         """
         handle.check_whole()
         memories, self._memories = self._memories, ()
@@ -60,7 +60,7 @@ class WeightReceiver:
         return StagedWeights(handle, memories)
 
     def abandon(self) -> None:
-        """Wait no longer for a version that is on its way, if one is."""
+        """Stop waiting for the version that is being received, if there is one."""
         if self._abandoned is not None and not self._abandoned.done():
             self._abandoned.set_result(None)
 
@@ -87,7 +87,7 @@ class WeightReceiver:
 
 
 def _room(nbytes: int) -> Tensor:
-    """Memory to stage in; a process that has a GPU copies there from pinned memory."""
+    """Allocate staging memory; pinned where the process copies from it to a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=own_device().type == "cuda")
 
 

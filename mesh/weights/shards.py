@@ -1,7 +1,7 @@
-"""Which rows of which tensors this rank publishes.
+"""Selects the rows of each tensor that this rank publishes.
 
-A plain tensor is the same on every rank, so rank 0 publishes it. Of a tensor that is spread over
-ranks by its first dimension (FSDP2), each rank publishes its own rows, of which there may be none.
+A plain tensor is the same on every rank, so rank 0 publishes it. Of a tensor sharded over ranks by
+its first dimension (FSDP2), each rank publishes its own rows, of which there may be none.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Rows:
 
 
 def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) -> list[Rows]:
-    """This rank's rows of every tensor, those that share memory once, in the state's order.
+    """Return this rank's rows of every tensor, in the state's order, shared memory only once.
 
-    Floating tensors are published as `dtype` where one is given. The entries are the same on every
-    rank. Raises `WeightsMismatch` for a tensor that is spread in another way than by rows.
+    Floating tensors are published as `dtype` where given. The entries are the same on every rank.
+    Raises `WeightsMismatch` for a tensor that is sharded other than by rows.
     """
     shared: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state.items():
@@ -43,7 +43,7 @@ def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) 
 
 
 def manifest_of(rows: list[Rows]) -> WeightManifest:
-    """The whole tensors that the rows of all ranks make."""
+    """Return the manifest of the complete tensors."""
     return WeightManifest(tuple(one.entry for one in rows))
 
 
@@ -63,12 +63,12 @@ def _rows(names: tuple[str, ...], tensor: Tensor, rank: int, dtype: torch.dtype 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be a `DTensor`, whose import takes its time."""
+    """Return the local part of a tensor that may be a `DTensor`, without its slow import."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def _share(name: str, tensor: Any, rows: int) -> tuple[int, int]:
-    """First row and number of rows that this rank publishes: of equal copies, the first one's."""
+    """Return the first row and row count to publish; of replicas, the first rank publishes."""
     first, coordinate = 0, tensor.device_mesh.get_coordinate()
     for dim, placement in enumerate(tensor.placements):
         place, size = coordinate[dim], tensor.device_mesh.size(dim)

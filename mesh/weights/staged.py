@@ -1,4 +1,4 @@
-"""One version of the weights that has arrived: to be applied to a model, or taken as tensors."""
+"""One received version of the weights, to be applied to a model or read as tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from composer_mesh.mesh.weights.version_stamps import check_stamps
 
 @dataclass(frozen=True, eq=False)
 class StagedWeights:
-    """Weights in the receiver's own memory, a run of bytes for each part of the handle.
+    """Weights in the receiver's own memory: one buffer per part of the handle.
 
-    Good until the receiver receives again; what is used after that raises `TornWeights`.
+    Valid until the receiver receives again; later use raises `TornWeights`.
     """
 
     handle: WeightsHandle
@@ -26,18 +26,18 @@ class StagedWeights:
 
     @property
     def version(self) -> int:
-        """The version that all of it belongs to."""
+        """The version of these weights."""
         return self.handle.version
 
     @property
     def manifest(self) -> WeightManifest:
-        """The tensors."""
+        """The manifest of the tensors."""
         return self.handle.manifest
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Each whole tensor with all its names, in the publisher's order.
+        """Yield each complete tensor with all its names, in the publisher's order.
 
-        It is a view of the staged memory where one rank had all rows, and else a new tensor.
+        A view of the staged memory where one rank had all rows, otherwise a new tensor.
         """
         self._check()
         pieces: dict[int, list[tuple[int, Tensor]]] = {}
@@ -51,9 +51,9 @@ class StagedWeights:
 
     @torch.no_grad()
     def apply(self, model: nn.Module, rate: float = 1.0) -> None:
-        """Move a model's weights to these, in place, by a share of the way: 1 copies them.
+        """Interpolate a model's weights towards these, in place; `rate` 1 copies them.
 
-        Rows go to their places one rank after the other; no whole tensor is made on the way.
+        Rows are copied one rank after the other; no complete tensor is materialized.
         """
         self._check()
         places = self.manifest.places(model)

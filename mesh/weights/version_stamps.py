@@ -1,7 +1,7 @@
-"""Marks before and behind a part: its version, and a serial number that no other publish has.
+"""Version stamps before and after a part: its version, and a unique serial number per publish.
 
-The publisher takes them away before it writes and sets them when it has written. So whoever reads
-a mark after everything else, and finds it set, has read nothing that was written meanwhile.
+The publisher clears them before it writes and sets them afterwards. A reader that reads a stamp
+after everything else, and finds it set, has therefore read nothing that was written meanwhile.
 """
 
 import torch

@@ -151,8 +151,7 @@ class Dispatch:
             raise ServiceClosed(self._service)
 
     def changed(self) -> None:
-        """Reassign capacity after replicas joined or left; wake calls that can no longer be
-        served."""
+        """Reassign capacity after a change of replicas; wake calls that none can serve."""
         self._grant(None)
         self._wake(self._router.orphans())
 
@@ -178,8 +177,7 @@ class Dispatch:
                 self._free(replica)
 
     async def _wait(self, ticket: Ticket[Replica]) -> Replica | None:
-        """Join the queue; return None where waiting became futile and the caller must check
-        again."""
+        """Join the queue; return None where the wait is futile and the caller must retry."""
         turn: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
         self._waiters[ticket] = turn
         self._router.join(ticket)

@@ -1,1 +1,1 @@
-"""The ways that the bytes of a part can take: each with a side that offers and one that fetches."""
+"""Weight transports, each with a sender and a receiver."""

@@ -1,7 +1,7 @@
-"""Parts as safetensors files, for hosts that share nothing but a file system: the last resort.
+"""Weights as safetensors files, a last resort for hosts that share only a file system.
 
-A file is written whole, then given its name; the one before the one before is removed. It holds
-the rank's rows by the names of their tensors, so that any tool can read them.
+A file is written completely, then renamed into place; only the last two are kept. It holds the
+rank's rows under their tensors' names, so that any tool can read them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DiskOffer:
 
 
 class DiskSender:
-    """Two memories, and a folder of its own with their newest files."""
+    """Two buffers, and a private folder with their newest files."""
 
     def __init__(self, shape: Shape, folder: Path | None) -> None:
         self._shape = shape
@@ -68,7 +68,7 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """Reads files; keeps nothing."""
+    """Reads files; caches nothing."""
 
     async def fetch(self, offer: DiskOffer, shape: Shape, memory: Tensor) -> None:
         await asyncio.to_thread(_load, offer.file, shape, memory)

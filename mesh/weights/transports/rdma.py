@@ -1,4 +1,4 @@
-"""Parts in registered memory that receivers read one-sidedly, from every rank at once."""
+"""Weights in registered memory that receivers read one-sidedly, from all ranks concurrently."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
 
 @dataclass(frozen=True)
 class RdmaOffer:
-    """The registered part, and its first bytes once more, to look at when all was read."""
+    """The registered part, and its first bytes again, to be read after the rest."""
 
     whole: BufferHandle
     front: BufferHandle
 
 
 class RdmaSender:
-    """Two registered memories."""
+    """Two registered buffers."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffers = [SendBuffer(nbytes) for _ in range(SLOTS)]
@@ -38,7 +38,7 @@ class RdmaSender:
 
 
 class RdmaReceiver:
-    """Reads; keeps nothing."""
+    """Reads registered memory; caches nothing."""
 
     async def fetch(self, offer: RdmaOffer, _shape: Shape, memory: Tensor) -> None:
         await read(offer.whole, memory)

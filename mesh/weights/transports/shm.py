@@ -1,8 +1,8 @@
-"""Parts in memory that processes of one host share: no name, so nothing can be left behind.
+"""Weights in anonymous shared memory of one host, which leaves nothing behind.
 
-The publisher makes an anonymous file of both memories and offers its own process and descriptor,
-by which processes of the same user open it. The kernel frees it with the last process that has it
-mapped, however that ends. A receiver maps it once, for reading, and copies.
+The publisher creates an anonymous file of both buffers and offers its pid and descriptor, with
+which processes of the same user open it. The kernel frees it with the last process that has it
+mapped, however that ends. A receiver maps it once, read-only, and copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ELSEWHERE = "set weights.transport to rdma"
 
 @dataclass(frozen=True)
 class SharedFile:
-    """Where an anonymous file can be opened, and how to know it again."""
+    """Where an anonymous file can be opened, and its identity."""
 
     host: str
     pid: int
@@ -45,21 +45,21 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class ShmOffer:
-    """A part's place in a shared file."""
+    """A part's position in a shared file."""
 
     file: SharedFile
     offset: int
 
 
 def why_not() -> str | None:
-    """What keeps this machine from sharing memory in this way; None where nothing does."""
+    """Return why this machine does not support the transport; None where it does."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no anonymous shared files"
     return None
 
 
 class ShmSender:
-    """Both memories of a publisher in one anonymous file, which cannot shrink under a reader."""
+    """Both buffers of a publisher in one anonymous file, which cannot shrink under a reader."""
 
     def __init__(self, nbytes: int) -> None:
         if (why := why_not()) is not None:
@@ -92,7 +92,7 @@ class ShmSender:
 
 
 class ShmReceiver:
-    """The files of the publishers that weights come from, each mapped once."""
+    """Maps the files of the publishers that weights come from, each once."""
 
     def __init__(self) -> None:
         self._mapped: dict[SharedFile, Tensor] = {}

@@ -1,8 +1,8 @@
-"""Parts in a torchstore of the publisher's own: its controller and its volume live in its process.
+"""Weights in the publisher's own torchstore, whose controller and volume run in its process.
 
 torchstore 0.1.2 is an optional extra, and is imported when first used. Its controller mixes
 synchronous and asynchronous endpoints, which Monarch 0.7 refuses; ours has asynchronous ones only
-(`torchstore_controller`). Its client sends what it stores as messages.
+(`torchstore_controller`). Its client sends stored data as messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
 from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of one key: torchstore sends a key as one message, of which several copies are made."""
+"""Bytes per key: torchstore sends a key as one message, of which several copies are made."""
 REPAIR = (
     "install its extra and then, because its metadata asks for another torch, "
     "`pip install --no-deps torchstore==0.1.2`; or choose another weights.transport"
@@ -32,14 +32,14 @@ REPAIR = (
 
 @dataclass(frozen=True)
 class TorchstoreOffer:
-    """A slot, and the pickled store that has it: who lacks torchstore can still say so."""
+    """A slot and its pickled store, so that a process without torchstore can say so."""
 
     store: bytes
     slot: int
 
 
 def why_not() -> str | None:
-    """What keeps this process from using torchstore; None where nothing does."""
+    """Return why this process cannot use torchstore; None where it can."""
     for module in ("torchstore", "pygtrie"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed"
@@ -53,7 +53,7 @@ def require() -> None:
 
 
 class TorchstoreSender:
-    """Two memories, and a store that is given a copy of the one that is offered."""
+    """Two buffers, and a store that receives a copy of the published one."""
 
     def __init__(self, nbytes: int) -> None:
         require()
@@ -66,13 +66,13 @@ class TorchstoreSender:
         return self._memories[slot]
 
     async def offer(self, slot: int) -> TorchstoreOffer:
-        """The mark goes before the chunks and comes behind them, as it does in memory."""
+        """Store the chunks. The stamp is cleared before them and set after them, as in memory."""
         if self._client is None:
             await self._open()
         memory, put = self._memories[slot], self._client.put
         await put(_mark_of(slot), torch.full((MARK_BYTES,), 255, dtype=torch.uint8))
         for key, chunk in _chunks(slot, memory):
-            await put(key, chunk.clone())  # of a view all that it is a view of would be sent
+            await put(key, chunk.clone())  # a view would be sent with all of its base tensor
         await put(_mark_of(slot), memory[:MARK_BYTES].clone())
         return TorchstoreOffer(self._store, slot)
 
@@ -133,5 +133,5 @@ def _chunks(slot: int, memory: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _quiet() -> None:
-    """Name Monarch's own bound of a message before torchstore sets another one, and warns."""
+    """Set Monarch's own maximum message size before torchstore sets another one, with a warning."""
     os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 << 30))
