@@ -1,12 +1,12 @@
-"""What asynchrony is worth: rollouts that run ahead, weights that travel beside the next step.
+"""Speed-up of asynchronous training: rollouts that run ahead, weight syncs that overlap with steps.
 
     python benchmarks/async.py [--quick] [--json FILE]
 
-The real controller and its window around rollouts, training and syncs of made-up durations, in
-simulated time: each run of this gives the same figures. Synchronous against `max_lag` 1, 2 and 4;
-requests that go on with new weights against draining the generators before each update; groups
-in order of entry, as the product takes them, against groups as they finish (`async_orders`). Last
-comes a short real run, by processes and the clock: how much of its weight syncs no step waited for.
+Runs the real controller and rollout window with simulated durations of rollouts, training and
+syncs, in simulated time: every run gives the same figures. Compares synchronous with `max_lag` 1, 2
+and 4; requests that continue with new weights with draining the generators before each update;
+groups in order of entry, as in the product, with groups as they finish (`async_orders`). Last comes
+a short real run, in wall-clock time: the share of its weight syncs that no step waited for.
 """
 
 import sys
@@ -20,17 +20,17 @@ from sync_hidden import measure
 
 LAGS = (1, 2, 4)
 CLAIMED = 2
-"""The `max_lag` that `async_over_sync` and `inflight_over_drain` are of."""
+"""The `max_lag` of the ratios `async_over_sync` and `inflight_over_drain`."""
 SPANS = {2: 5, 4: 17}
-"""Windowed order: within how many groups, by `max_lag`."""
+"""Windowed order: the span in groups, by `max_lag`."""
 LONG_TRAINING_S, LONG_LAG = 240.0, 4
-"""With them a step hardly waits for rollouts, and the sync is what is left to hide."""
+"""Settings in which a step hardly waits for rollouts, so that only the sync is left to hide."""
 FASTER, HIDDEN = 2.0, 0.9
 
 
 @dataclass(frozen=True)
 class Mean:
-    """Outcomes of several seeds."""
+    """Outcomes averaged over several seeds."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -42,14 +42,14 @@ class Mean:
         return self.of("step_s")
 
     def row(self, name: str, sync: "Mean") -> list[str]:
-        """A line of the table."""
+        """Return a row of the table."""
         lags = f"{self.of('lag_mean'):.2f}", f"{max(one.lag_max for one in self.outcomes)}"
         share = f"{self.of('hidden'):.0%}"
         return [name, f"{self.step_s:.0f}", f"{sync.step_s / self.step_s:.2f}x", *lags, share]
 
 
 def main() -> int:
-    """Simulate and measure; returns 1 where a claim does not hold."""
+    """Simulate and measure; return 1 where a claim does not hold."""
     given = arguments(__doc__.splitlines()[0]).parse_args()
     steps, seeds, real_steps = (32, 1, 5) if given.quick else (60, 3, 14)
     report = Report("async")
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def simulated(report: Report, run: Callable[..., Mean]) -> None:
-    """All simulated runs, their tables and ratios."""
+    """Run all simulations; report their tables and ratios."""
     sync = run(0)
     ahead = {lag: run(lag) for lag in LAGS}
     drained = {lag: run(lag, drains=True) for lag in LAGS}
@@ -110,7 +110,7 @@ def table(report: Report, title: str, rows: Iterable[list[str]]) -> None:
 
 
 def real(report: Report, steps: int) -> None:
-    """The run on this machine."""
+    """Report the real run on this machine."""
     found = measure(steps)
     for name in ("step_s", "sync_s", "exposed_s"):
         report.figures[f"real_{name}"] = getattr(found, name)

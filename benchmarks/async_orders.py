@@ -1,10 +1,10 @@
-"""Steps that take groups as they finish, within a window: what the product does not do, and why.
+"""Steps that take groups as they finish, within a window: an alternative that the product rejects.
 
-A step may take a finished group before an older one that still runs, as long as it is less than
-`span` groups younger than the oldest that is left. For the same bound on the lag fewer groups may
-then be on their way: with B of them group i enters at a version v with i < vP + B, is overtaken by
-less than `span` groups, and so is trained at k <= (i + span - 1) // P, hence at a lag k - v of at
-most (B + span - 2) // P. That is S for B = (S + 1) P + 1 - span.
+A step may take a finished group before an older one that is still running, as long as it is less
+than `span` groups younger than the oldest one left. The same bound on the lag then allows fewer
+groups in flight: with B of them group i enters at a version v with i < vP + B, is overtaken by less
+than `span` groups, and so is trained at k <= (i + span - 1) // P, hence at a lag k - v of at most
+(B + span - 2) // P. That is S for B = (S + 1) P + 1 - span.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from composer_mesh.services.schedule.step_builder import Group
 
 
 class NarrowWindow(Window):
-    """Holds back as many groups as may overtake one."""
+    """A window that holds back as many groups as may overtake one."""
 
     overtakers = 0
 
@@ -27,7 +27,10 @@ class NarrowWindow(Window):
 
 
 class Windowed(Controller):
-    """A controller that takes the first groups to finish; `keeps_the_bound` on the lag, or room."""
+    """A controller that takes the first groups to finish.
+
+    With `keeps_the_bound` it keeps the bound on the lag, otherwise the number of groups in flight.
+    """
 
     span: ClassVar[int] = 1
     keeps_the_bound: ClassVar[bool] = True
@@ -68,6 +71,6 @@ class Windowed(Controller):
 
 
 def windowed(span: int, keeps_the_bound: bool = True) -> type[Windowed]:
-    """A controller whose groups are overtaken by less than `span` younger ones."""
+    """Return a controller whose groups are overtaken by less than `span` younger ones."""
     members = {"span": span, "keeps_the_bound": keeps_the_bound}
     return type("WindowedController", (Windowed,), members)

@@ -1,7 +1,8 @@
-"""A run whose rollouts, training and weight syncs are made-up durations around the real controller.
+"""Simulated ports with configured durations of rollouts, training and syncs, for the real
+controller.
 
-Generators are one engine that decodes all of its requests at once: each of them the slower, the
-more there are. It takes new weights between two tokens, or only when no request is left (drain).
+The generators are one engine that decodes all of its requests concurrently, each the slower the
+more there are. It loads new weights between two tokens, or only when no request is left (drain).
 """
 
 import asyncio
@@ -25,19 +26,20 @@ from composer_mesh.services.steps.ports import MayTrain
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds. A rollout's own time is log-normal, by seed and number, and split over its turns."""
+    """Durations in seconds. A rollout's own is log-normal, by seed and number, split over its
+    turns."""
 
     median: float = 30.0
     sigma: float = 1.0
     turns: int = 4
     busy: float = 64.0
-    """So many requests at once take each twice as long as one alone."""
+    """Number of concurrent requests at which each takes twice as long as one alone."""
     train: float = 60.0
     copy: float = 1.0
     move: float = 4.0
     swap: float = 0.5
     recompute: float = 2.0
-    """Of the caches of requests that go on with new weights."""
+    """Recomputing the caches of requests that continue with new weights."""
 
     def __str__(self) -> str:
         return (
@@ -48,7 +50,7 @@ class Durations:
 
 
 class Engine:
-    """Requests that share one machine; `work` is what a request takes alone, in seconds."""
+    """Requests that share one machine; `work` is a request's duration alone, in seconds."""
 
     def __init__(self, busy: float) -> None:
         self._busy, self._number = busy, count()
@@ -61,7 +63,7 @@ class Engine:
         self.version = 0
 
     async def run(self, work: float) -> list[int]:
-        """One request; returns the versions of its first and its last token."""
+        """Run one request; return the versions of its first and its last token."""
         await self._open.wait()
         self._advance()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,7 +74,7 @@ class Engine:
         return [first, self.version]
 
     async def pause(self, seconds: float, version: int) -> None:
-        """Take new weights while every request waits for the next token."""
+        """Load new weights while every request waits for its next token."""
         self._advance()
         self._paused = True
         self._plan()
@@ -82,7 +84,7 @@ class Engine:
         self._plan()
 
     async def drain(self) -> None:
-        """Take no request until `reopen`, and wait for the last one."""
+        """Refuse requests until `reopen`, and wait for the last one."""
         self._open.clear()
         while self._requests:
             self._idle.clear()
@@ -93,7 +95,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are under way."""
+        """Whether requests are in flight."""
         return bool(self._requests)
 
     @property
@@ -140,7 +142,7 @@ class World:
         self._free = asyncio.Event()
         self._free.set()
 
-    # --- the task, its rollouts and the batches made of them
+    # --- the task, its rollouts and their batches
 
     def episode(self, split: str, index: int) -> tuple[str, int]:
         return split, index
@@ -222,7 +224,7 @@ class World:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run came to; seconds are of a step, lags in versions of a token."""
+    """Result of a simulated run; seconds are per step, lags in versions per token."""
 
     step_s: float
     lag_mean: float
@@ -232,7 +234,7 @@ class Outcome:
 
 
 def simulate(durations: Durations, max_lag: int, steps: int, **how: Any) -> Outcome:
-    """A run from its first group to its last sync, with the options of `play`."""
+    """Simulate a run from its first group to its last sync, with the options of `play`."""
     world, took_s = play(durations, max_lag, steps, **how)
     return outcome(world, took_s / steps)
 
@@ -248,7 +250,8 @@ def play(
     exposes: bool = False,
     controller: type[Controller] = Controller,
 ) -> tuple[World, float]:
-    """A world after a run, and how long that took; `exposes` lets every step wait for its sync."""
+    """Return a world after a run, and the run's duration; `exposes` makes every step wait for its
+    sync."""
     prompts, size = groups
     config = Config.model_validate(
         {
@@ -271,7 +274,7 @@ def play(
 
 
 def outcome(world: World, step_s: float) -> Outcome:
-    """The last step's sync has nothing beside it, so it says nothing about hiding."""
+    """Return the outcome; the last sync is left out, because it overlaps with no step."""
 
     def column(key: str) -> list[float]:
         return [cast(float, metrics[key]) for metrics in world.metrics]

@@ -1,16 +1,16 @@
-"""A run under faults: what dies, how soon it is noticed and healed, and whether a thing is lost.
+"""A run under injected faults: detection and recovery times, and whether anything is lost.
 
     python benchmarks/chaos.py [--quick] [--seed N] [--faults N] [--output DIR] [--json FILE]
     python benchmarks/chaos.py --hosts [--quick] [--seed N] [--faults N] [--json FILE]
     python benchmarks/chaos.py --controller 10 [--json FILE]
 
-Two quickstart runs of the same seed, one in peace and one under a seeded schedule of faults on
-every kind of actor: SIGKILL, SIGSTOP, an exception in an endpoint, os._exit, a memory limit, cut
+Two quickstart runs of the same seed, one without faults and one under a seeded schedule of faults
+on every kind of actor: SIGKILL, SIGSTOP, an exception in an endpoint, os._exit, a memory limit, cut
 connections; alone, in bursts, and during weight syncs. Both are judged by their files: what was
-lost, which tokens deny their recorded version, how long the run stood, how well it learned. With
---hosts, the same on two hosts, each in a network namespace of its own: one is killed, hangs, or is
-cut off now and then, and another joins. With --controller, SIGKILL of the controller at random
-moments of as many runs: what is left after 10 s. The exit status is 1 where a claim does not hold.
+lost, which tokens contradict their recorded version, how long the run stalled, how well it learned.
+With --hosts, the same on two hosts, each in its own network namespace: from time to time one is
+killed, hangs, or is cut off, and another joins. With --controller, SIGKILL of the controller at
+random moments of as many runs: what is left after 10 s. The exit status is 1 where a claim fails.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "sdpo.hints.writer": "llm",
     "sdpo.hints.llm": '{kind="builtin"}',
     "trainer.checkpoint_every": 5,
-    # Dozens of faults on a dozen processes are not the wear that the defaults are for.
+    # Dozens of faults on a dozen processes exceed the wear that the defaults are for.
     "supervision.heartbeat_s": 1.0,
     "supervision.hang_s": 10.0,
     "supervision.restarts": 100,
@@ -65,7 +65,9 @@ QUICK: dict[str, Any] = {
 
 def main() -> int:
     given = _arguments()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs end with us
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # so that runs end with this process
     report = Report("chaos")
     with _folder(given.output) as folder:
         settings = _settings(given, folder)

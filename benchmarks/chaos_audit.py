@@ -1,7 +1,7 @@
-"""Whether a run kept its promises through the faults, judged by its files alone.
+"""Audits a run's files for violations caused by faults.
 
 Everything that was trained is on disk once, no token is older or newer than the rules allow, no
-trace is broken. Whether a recorded version is the true one is for `chaos_logprobs` to say.
+trace is broken. `chaos_logprobs` checks whether recorded versions are true.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from composer_mesh.rollouts.traces import Trace
 
 @dataclass(frozen=True)
 class Rules:
-    """The schedule that the run was asked to keep."""
+    """The schedule with which the run was configured."""
 
     prompts_per_step: int
     group_size: int
@@ -23,7 +23,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found; every count is 0 in a run that kept its promises."""
+    """Counts of violations; every count is 0 in a correct run."""
 
     traces_lost: int
     duplicates: int
@@ -31,8 +31,8 @@ class Audit:
     lag_breaks: int
     from_the_future: int
     given_up: int = 0
-    """Samples that the run says were never finished: their episode was set aside, or their retries
-    used up."""
+    """Samples that the run reports as unfinished: their episode was quarantined, or their
+    retries were exhausted."""
 
 
 def audit(
@@ -42,10 +42,10 @@ def audit(
     poisoned: Sequence[Mapping[str, Any]],
     rules: Rules,
 ) -> Audit:
-    """Judge a run's training traces.
+    """Audit a run's training traces.
 
-    `first_seen` tells how many steps were done when a trace was first read, so it cannot have been
-    sampled later; `poisoned` are the lines of poisoned.jsonl.
+    `first_seen` is, per trace, the number of steps done when it was first read, so it cannot have
+    been sampled later; `poisoned` are the lines of poisoned.jsonl.
     """
     trained = [trace for trace in traces if trace.split == "train"]
     unique = {trace.trace_id: trace for trace in trained}
@@ -73,7 +73,7 @@ def _missing(
     set_aside: frozenset[int],
     rules: Rules,
 ) -> tuple[int, int]:
-    """Samples of trained steps that are not on disk: lost, and given up by the run's own word."""
+    """Count the samples of trained steps missing on disk: lost, and reported as given up."""
     never_stored = short = excused = 0
     for line in metrics:
         last = line["step"] * rules.prompts_per_step
@@ -88,20 +88,21 @@ def _missing(
 
 
 def _set_aside(poisoned: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """Groups of which samples may be missing: a training episode's index is its group's."""
+    """Return groups whose samples may be missing: a training episode's index is its group's."""
     episodes = [line["episode"] for line in poisoned]
     return frozenset(one["index"] for one in episodes if one["split"] == "train")
 
 
 def is_broken(trace: Trace) -> bool:
-    """Whether a trace is no finished episode: without turns, or told otherwise by its messages."""
+    """Whether a trace is not a finished episode: without turns, or inconsistent with its
+    messages."""
     answers = Counter(message["role"] for message in trace.messages)["assistant"]
     empty = any(not turn.action_ids for turn in trace.turns)
     return not trace.turns or empty or answers != len(trace.turns)
 
 
 def _lag_breaks(trace: Trace, metrics: Sequence[Mapping[str, Any]], rules: Rules) -> int:
-    """Tokens that are older than the window allows, or newer than the step that trained them."""
+    """Count tokens older than the window allows, or newer than the step that trained them."""
     step = trace.group_id // rules.prompts_per_step
     if step >= len(metrics):
         return 0

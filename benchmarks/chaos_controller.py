@@ -1,6 +1,6 @@
-"""The death of the controller: SIGKILL at a random moment, and who is left of its processes.
+"""SIGKILL of the controller at random moments, and which of its processes are left.
 
-Everybody who was started by the command is counted, however it is related to it.
+Counts every process that the command started, directly or indirectly.
 """
 
 import random
@@ -16,21 +16,21 @@ from report import Report
 GRACE_S = 10.0
 POLL_S = 0.02
 SPAN_S = 30.0
-"""Moments are random within this from the start of the command, or from the end of its first step:
-one half each, because a busy machine starts slowly."""
+"""Moments are random within this from the start of the command, or from the end of its first
+step: one half each, because a busy machine starts slowly."""
 FIRST_STEP_BOUND_S = 900.0
 
 
 def kill_controllers(
     report: Report, count: int, seed: int, folder: Path, settings: dict[str, Any]
 ) -> int:
-    """Behead `count` runs; the result is how many processes were left over, all runs together."""
+    """Kill the controllers of `count` runs; return the total number of processes left over."""
     rng = random.Random(seed)
     rows, gone, left_over = [], [], 0
     for number in range(count):
         moment = rng.random() * SPAN_S
         with launched(folder / f"controller-{number}", settings) as run:
-            if number % 2 == 0:  # the first one leaves its warm start to the others
+            if number % 2 == 0:  # the first run finishes its warm start for the others
                 _until_first_step(run)
             time.sleep(moment)
             run.poll()
@@ -65,7 +65,8 @@ def _doing(run: LiveRun) -> str:
 
 
 def _wait_gone(run: LiveRun) -> tuple[float, int]:
-    """Seconds until the last process is gone, at most the grace, and how many are left."""
+    """Return the seconds until the last process is gone, at most the grace, and how many are
+    left."""
     began = time.monotonic()
     while (left := len(run.processes())) and time.monotonic() - began < GRACE_S:
         time.sleep(POLL_S)

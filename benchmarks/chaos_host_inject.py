@@ -1,8 +1,8 @@
-"""Two hosts of a run, one of which dies now and then: done to them as scheduled, then replaced.
+"""Injects the scheduled host faults into a run on two hosts, and replaces lost hosts.
 
-Each host is a worker in a network namespace of its own; the controller has one too, which is never
-cut. A host is struck only while two are attached and the run moves, and another one, at another
-address, comes for each that was lost. What became of the run is judged elsewhere.
+Each host is a worker in its own network namespace; the controller has one too, which is never cut.
+A fault is injected only while two hosts are attached and the run progresses; for each lost host
+another one, at another address, joins.
 """
 
 import contextlib
@@ -24,14 +24,15 @@ HOSTS = 2
 LEASE_S = 6.0
 SHORT_S = LEASE_S / 5
 CALM_S = 2 * LEASE_S
-"""How long after a short cut nothing may have come of it."""
+"""Time after a short cut within which it must have had no effect."""
 LOST_BOUND_S = 10 * LEASE_S
-"""A host that the run does not count as lost by then is ended, and the fault not healed."""
+"""A host that the run does not report as lost by then is killed, and the fault counts as not
+healed."""
 
 
 @dataclass
 class Cluster:
-    """The workers of one run, by the names that the run gives them."""
+    """The workers of one run, by the run's names for them."""
 
     net: Net
     folder: Path
@@ -41,7 +42,7 @@ class Cluster:
     workers: dict[str, Worker] = field(default_factory=dict)
 
     def start(self, *options: str) -> Worker:
-        """Start a worker on the next host. Waits for nothing."""
+        """Start a worker on the next host. Never blocks."""
         name = f"host-{len(self.workers)}"
         options = ("--listen", "tls://auto:0", "--lease", str(LEASE_S), *options)
         env = environment(self.marker, self.hook)
@@ -51,13 +52,14 @@ class Cluster:
         return one
 
     def number(self, name: str) -> int:
-        """Which host of the net a worker is on; 0 is the controller's."""
+        """Return the network host number of a worker; 0 is the controller's."""
         return int(name.rpartition("-")[2]) + 1
 
 
 @contextlib.contextmanager
 def cluster(net: Net, folder: Path, authority: Path, marker: str, hook: Path) -> Iterator[Cluster]:
-    """The first workers of a run, which listen; the end of the block kills all there are."""
+    """Start the first workers of a run and wait until they listen; all are killed at the block's
+    end."""
     made = Cluster(net, folder, authority, marker, hook)
     folder.mkdir(parents=True)
     try:
@@ -73,7 +75,7 @@ def cluster(net: Net, folder: Path, authority: Path, marker: str, hook: Path) ->
 
 @dataclass
 class HostInjector:
-    """One schedule on one run; `step()` is called again and again, also when the run has ended."""
+    """One schedule on one run; call `step()` repeatedly, also after the run has ended."""
 
     run: LiveRun
     hosts: Cluster
@@ -89,13 +91,13 @@ class HostInjector:
 
     @property
     def left(self) -> list[PlannedHost]:
-        """Faults that have not struck."""
+        """Faults that were not injected."""
         return list(self._waiting)
 
     def step(self) -> None:
-        """Strike when a fault is due, and see to the host that was struck."""
+        """Inject a fault that is due, and follow up on the host that was hit."""
         for worker in self.hosts.workers.values():
-            worker.family()  # what is born on a host is known before it is needed
+            worker.family()  # records a host's child processes before they are needed
         if self.run.ended:
             self._end_strangers()
         if self._under_way is not None:
@@ -106,20 +108,20 @@ class HostInjector:
                 self._strike(self._waiting.pop(0), actors)
 
     def attached(self) -> list[str]:
-        """The hosts that the run counts as its own, in the order in which they came."""
+        """Return the run's attached hosts, in the order in which they joined."""
         return [name for name in self._told("host_joined") if name not in self._told("host_lost")]
 
     def _told(self, kind: str) -> list[str]:
         return [host_of(event) or "" for event in self.run.events if event["event"] == kind]
 
     def _moves(self) -> bool:
-        """Whether two hosts are there, and a step was done since it was so."""
+        """Whether two hosts are attached, and a step was done since."""
         if len(self.attached()) < HOSTS:
             self._calm_since = len(self.run.metrics)
         return not self.run.ended and len(self.run.metrics) > self._calm_since
 
     def _actors(self) -> Mapping[str, tuple[str, ...]]:
-        """By host: who serves there. Hosts without actors have nothing to lose."""
+        """Return the actors by host; hosts without actors are left out."""
         there = self.attached()
         found: dict[str, tuple[str, ...]] = {}
         for actor in self.run.actors():
@@ -156,7 +158,7 @@ class HostInjector:
             struck.gone = time.time()
         over = since > LOST_BOUND_S or self.run.ended
         if fault is HostFault.HUNG and (lost or over):
-            worker.kill()  # what stands still cannot end itself
+            worker.kill()  # a stopped process cannot end itself
         if (lost or over) and not worker.family():
             self._go_on(replace=True)
         elif since > LOST_BOUND_S:
@@ -176,7 +178,7 @@ class HostInjector:
             self.hosts.net.heal(self.hosts.number(host))
 
     def _end_strangers(self) -> None:
-        """End workers that came too late for the run to attach them."""
+        """Terminate workers that started too late for the run to attach them."""
         known = self._told("host_joined")
         for name, worker in self.hosts.workers.items():
             if name not in known and worker.process.poll() is None:

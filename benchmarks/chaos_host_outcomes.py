@@ -1,6 +1,6 @@
-"""What became of each fault of a host, from the events of the run and the end of its processes.
+"""Outcomes of host faults, from the events of the run and the end of its processes.
 
-Pure: faults that struck and events in, seconds and counts out; times in seconds since 1970.
+Pure; times are in seconds since 1970.
 """
 
 import math
@@ -16,22 +16,22 @@ from chaos_run import host_of, slot_of
 
 @dataclass
 class StruckHost:
-    """A host on which a fault was done: when, who lived there, when its last process was gone."""
+    """A host that was hit by a fault: when, its actors, and when its last process was gone."""
 
     planned: PlannedHost
     time: float
     host: str
     actors: tuple[str, ...]
     gone: float | None = None
-    """None while it has processes, and where the harness had to end them."""
+    """None while it has processes, and where the benchmark had to kill them."""
 
 
 @dataclass(frozen=True)
 class HostOutcome:
-    """One fault and its end; what did not happen is None.
+    """One fault and its outcome; None where something did not happen.
 
-    `fenced_s` is when a host that was cut off had ended its own processes; `healed` is whether all
-    that had to happen did.
+    `fenced_s` is when a host that was cut off had ended its own processes; `healed` is whether
+    everything required happened.
     """
 
     struck: StruckHost
@@ -42,7 +42,7 @@ class HostOutcome:
 
     @property
     def fenced_late(self) -> bool:
-        """Whether the run gave the work to others while the host could still do it."""
+        """Whether the run reassigned the work while the host could still do it."""
         if self.struck.planned.fault is not HostFault.CUT or self.detected_s is None:
             return False
         return self.fenced_s is None or self.fenced_s > self.detected_s
@@ -51,9 +51,9 @@ class HostOutcome:
 def host_outcomes(
     struck: Sequence[StruckHost], events: Sequence[Mapping[str, Any]]
 ) -> list[HostOutcome]:
-    """The outcome of every fault, in their order.
+    """Return the outcome of every fault, in order.
 
-    What comes after the next fault on a host is that one's work.
+    Events after the next fault on a host are attributed to that fault.
     """
     return [_outcome(one, _between(events, one, _next(one, struck))) for one in struck]
 
@@ -88,7 +88,7 @@ def _lost(host: str, later: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _back(struck: StruckHost, actor: str, later: Sequence[Mapping[str, Any]]) -> float | None:
-    """After how many seconds an actor of the host was at work on another."""
+    """Return the seconds until an actor of the host was restarted on another one."""
     for event in later:
         elsewhere = event["event"] in HEALED and host_of(event) != struck.host
         if elsewhere and slot_of(event["actor"]) == slot_of(actor):
@@ -97,7 +97,7 @@ def _back(struck: StruckHost, actor: str, later: Sequence[Mapping[str, Any]]) ->
 
 
 def _ended_soon(lost: float | None, later: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the run finished before another actor could have been there."""
+    """Whether the run finished before another actor could have been started."""
     finished = [event["time"] for event in later if event["event"] == "run_finished"]
     return lost is not None and bool(finished) and finished[0] - lost < RESTART_S
 
@@ -111,7 +111,8 @@ def unexplained(
     struck: Sequence[StruckHost],
     events: Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
-    """Deaths of actors that neither a fault of their own nor one of their host explains."""
+    """Return deaths of actors explained neither by a fault of their own nor by one of their
+    host."""
     return [
         death
         for death in unprovoked(applied, events)
@@ -128,7 +129,7 @@ def _explains(struck: StruckHost, death: Mapping[str, Any]) -> bool:
 def lost_for_nothing(
     struck: Sequence[StruckHost], events: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Losses of hosts that no fault had ended."""
+    """Return losses of hosts that no fault caused."""
     ended = {one.host: one.time for one in struck if one.planned.fault in ENDS_THE_HOST}
     return [
         event
@@ -139,7 +140,7 @@ def lost_for_nothing(
 
 
 def cells(found: Sequence[HostOutcome]) -> list[str]:
-    """Outcomes of one sort of faults as a row of the table."""
+    """Return the outcomes of one kind of fault as a table row."""
     columns = ("detected_s", "recovered_s", "fenced_s")
     seconds = [
         [value for one in found if (value := getattr(one, name)) is not None] for name in columns

@@ -1,7 +1,6 @@
-"""Which host a chaos run loses, how, and when: the same seed, the same schedule.
+"""Seeded schedule of host faults: which, how, and when.
 
-As for actors, moments are shares of the steps of a run, and which host is struck is the injector's
-business.
+As for actors, moments are shares of the steps of a run, and the injector selects the host.
 """
 
 import random
@@ -9,18 +8,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 FIRST, LAST = 0.05, 0.85
-"""The share of a run in which hosts are lost: its last steps show that it recovered."""
+"""The share of a run in which faults fall; its last steps show that it recovered."""
 
 
 class HostFault(StrEnum):
-    """What is done to a host."""
+    """A fault of a host."""
 
     KILLED = "host killed"
-    """SIGKILL of the worker and of all that it runs, at once."""
+    """SIGKILL of the worker and all its processes, at once."""
     CUT = "network cut"
     """Its packets are dropped, for longer than its lease."""
     HUNG = "host hung"
-    """SIGSTOP of the worker and of all that it runs."""
+    """SIGSTOP of the worker and all its processes."""
     SHORT = "short cut"
     """Its packets are dropped for a part of its lease."""
 
@@ -39,7 +38,7 @@ class PlannedHost:
 
 
 def host_schedule(seed: int, count: int) -> list[PlannedHost]:
-    """`count` faults in the order of their moments, evenly apart; every sort as often as others."""
+    """Return `count` faults in order, evenly spaced; every kind equally often."""
     if count < 1:
         raise ValueError(f"count is {count}, but a schedule has 1 fault or more: raise count")
     rng = random.Random(seed)

@@ -1,6 +1,6 @@
-"""The chaos run on two hosts: in peace, then while its actors and its hosts die; and its verdict.
+"""The chaos run on two hosts, with and without faults on actors and hosts, and its verdict.
 
-Both have workers in network namespaces of their own, so that they differ by the faults alone.
+Both runs have workers in their own network namespaces, so that they differ only by the faults.
 """
 
 import argparse
@@ -39,17 +39,17 @@ COLUMNS = ("host", "faults", "detected s", "recovered s", "fenced s", "as it mus
 
 @dataclass(frozen=True)
 class OnHosts:
-    """A run on hosts that is over: as any other, and what became of its hosts."""
+    """A finished run on hosts: its verdict, and the outcomes of its host faults."""
 
     verdict: Verdict
     hosts: Sequence[HostOutcome]
     missed: Sequence[PlannedHost]
     for_nothing: int
-    """Hosts that the run lost though they were there."""
+    """Hosts that the run reported lost although they were there."""
 
 
 def hosts_struck(given: argparse.Namespace, folder: Path, settings: dict[str, Any]) -> Report:
-    """Both runs, their tables printed. Raises `NotPermitted` where hosts cannot be made."""
+    """Do both runs and print their tables. Raises `NotPermitted` where hosts cannot be made."""
     plan = schedule(given.seed, given.faults or (10 if given.quick else 30))
     hosts = host_schedule(given.seed, given.host_faults or (3 if given.quick else 6))
     report = Report("chaos_hosts")
@@ -94,7 +94,7 @@ def _run(
 
 
 def _on(hosts: Cluster) -> dict[str, Any]:
-    """The settings of a run on these workers."""
+    """Return the settings of a run on these workers."""
     return {
         "cluster.kind": "hosts",
         "cluster.workers": json.dumps([one.address for one in hosts.workers.values()]),
@@ -145,5 +145,5 @@ def _fill(report: Report, peace: OnHosts, chaos: OnHosts) -> None:
 
 
 def _write_hosts(found: Sequence[HostOutcome], path: Path) -> None:
-    """Every fault of a host and its end, a line each."""
+    """Write every host fault and its outcome, one per line."""
     path.write_text("".join(f"{json.dumps(dataclasses.asdict(one))}\n" for one in found))

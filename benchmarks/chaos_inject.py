@@ -1,7 +1,7 @@
-"""Carries a schedule of faults out on a live run, and keeps a ledger of what truly happened.
+"""Injects a schedule of faults into a live run, and records what actually happened.
 
-A fault counts when it struck: one that found no process, or whose endpoint was not called, is tried
-again later. What became of the run is judged elsewhere.
+A fault counts when it took effect: one that found no process, or whose endpoint was not called, is
+retried later.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from chaos_schedule import ENDS_THE_PROCESS, LAST, Fault, Planned
 ARMED_S = 45.0
 """How long a fault waits for its endpoint to be called."""
 AT_WORK = {"expert_server": "describe"}
-"""Where an exception strikes a kind that has no other endpoint at work; elsewhere in any."""
+"""Endpoint of exceptions for kinds with no other busy endpoint; any endpoint for the others."""
 INSIDE = frozenset({Fault.RAISE, Fault.MEMORY})
-"""Faults that strike in an endpoint, because a caller must see them."""
+"""Faults injected in an endpoint, because a caller must see them."""
 FROM_OUTSIDE = {Fault.KILL: signal.SIGKILL, Fault.STOP: signal.SIGSTOP}
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A fault that struck: when (seconds since 1970) and whom."""
+    """A fault that took effect: when (seconds since 1970) and on which process."""
 
     planned: Planned
     time: float
@@ -46,7 +46,7 @@ class _Armed:
 
 @dataclass
 class Injector:
-    """One schedule on one run; `step()` is called again and again while the run lives."""
+    """One schedule on one run; call `step()` repeatedly while the run is live."""
 
     run: LiveRun
     plan: Sequence[Planned]
@@ -63,11 +63,11 @@ class Injector:
 
     @property
     def left(self) -> list[Planned]:
-        """Faults that have not struck."""
+        """Faults that did not take effect."""
         return [*self._waiting, *(armed.planned for armed in self._armed.values())]
 
     def step(self) -> None:
-        """Strike with what is due, and take note of what has struck."""
+        """Inject the faults that are due, and record those that took effect."""
         self._read_ledger()
         self._rearm()
         share = len(self.run.metrics) / self.steps
@@ -80,7 +80,8 @@ class Injector:
                 self._strike(planned, actor)
 
     def _target(self, planned: Planned, actors: Sequence[Actor]) -> Actor | None:
-        """The `place`-th actor of the kind that is whole; the next where that one is not."""
+        """Return the `place`-th actor of the kind that was not hit, or the next one that was
+        not."""
         spared = self._hit | {armed.actor.pid for armed in self._armed.values()}
         slots = [one for one in actors if one.kind == planned.kind]
         for turn in range(len(slots)):
@@ -118,7 +119,7 @@ class Injector:
             try:
                 address = str(self.folder / f"{actor.pid}.sock")
                 sender.sendto(json.dumps(order).encode(), address)
-            except OSError:  # it is gone, or not yet there
+            except OSError:  # it is gone, or not started yet
                 return False
         return True
 
@@ -132,7 +133,7 @@ class Injector:
                 )
 
     def _rearm(self) -> None:
-        """Faults whose process ended first, or was not called, wait for another."""
+        """Reschedule faults whose process ended first, or whose endpoint was not called."""
         now = time.monotonic()
         for number, armed in list(self._armed.items()):
             if now > armed.until:

@@ -1,7 +1,4 @@
-"""One ended run, judged: its audit, its faults' outcomes, and what it said about itself.
-
-Gathers what the other parts find; nothing here decides what is good.
-"""
+"""Collects the verdict on a finished run: its audit, its faults' outcomes, and its own reports."""
 
 import dataclasses
 import json
@@ -26,12 +23,12 @@ from composer_mesh.services.store.rows import StoreMissing
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over: by itself, or because it stood for too long."""
+    """A finished run: ended by itself, or killed because it stalled for too long."""
 
     run: LiveRun
     applied: Sequence[Applied]
     missed: Sequence[Planned]
-    """Faults that found nobody to strike."""
+    """Faults that found no target."""
     status: int
     hangs: int
     left: Sequence[int]
@@ -40,7 +37,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run is judged by."""
+    """All results by which a run is judged."""
 
     ended: Ended
     audit: Audit
@@ -52,14 +49,14 @@ class Verdict:
     """Final held-out success; None where the run did not get there."""
     events: Counter[str]
     retried: int
-    """Rollouts that were run again."""
+    """Rollouts that were retried."""
     restarts: int
     wall_s: float
     rewritten: Sequence[str]
 
 
 def judge(ended: Ended) -> Verdict:
-    """Read a run's directory. Waits for the log-probs of its tokens to be computed again."""
+    """Judge a run from its directory. Waits for the log-probs of its tokens to be recomputed."""
     run = ended.run
     config = load_config(run.root / "config.toml", [])
     traces = stored_traces(run.root)
@@ -89,7 +86,7 @@ def judge(ended: Ended) -> Verdict:
 
 
 def write_outcomes(verdict: Verdict, path: Path) -> None:
-    """Every fault and its end, a line each, for whoever wants to know more than the table."""
+    """Write every fault and its outcome, one per line."""
     lines = [
         json.dumps(dataclasses.asdict(one.applied) | {"fate": one.fate, **_seconds(one)})
         for one in verdict.outcomes
@@ -115,7 +112,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _initial(events: Sequence[Mapping[str, Any]]) -> Path | None:
-    """The folder of version 0, as the run named it."""
+    """Return the folder of version 0, as named by the run."""
     ready = [event["detail"] for event in events if event["event"] == "policy_ready"]
     return Path(ready[0]) if ready else None
 

@@ -1,9 +1,9 @@
-"""Whether each token was sampled from the version that is recorded with it: by asking that version.
+"""Checks that each token was sampled from its recorded version, by recomputing its log-prob.
 
-The weights of every checkpoint that the run wrote are kept. A token whose recorded log-prob is not
-what its version gives was sampled from other weights, or by an engine that was wrong; both are
-counted. The same traces under a neighbouring checkpoint tell how surely a mix-up would be seen:
-many tokens of a sharp policy are certain under both, but hardly a trace is.
+The weights of every checkpoint of the run are kept. A token whose recorded log-prob differs from
+its version's was sampled from other weights, or by an incorrect engine; both are counted. The same
+traces under a neighbouring checkpoint show the power of this test: many tokens of a sharp policy
+are certain under both, but hardly any trace is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,15 @@ from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.traces import Trace
 
 TOLERANCE = 5e-5
-"""Nats between two computations of one log-prob in float32, batched otherwise."""
+"""Nats between two float32 computations of one log-prob in different batches."""
 BUDGET = 16_384
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Tokens whose version could be asked, those it denies, the share of traces with a token that
-    a neighbouring version denies, and the largest error of a version about its own."""
+    """Tokens whose version was checked, those it contradicts, the share of traces with a token
+    that a neighbouring version contradicts, and the largest error of a version on its own
+    tokens."""
 
     tokens: int = 0
     stale: int = 0
@@ -35,7 +36,8 @@ class Checked:
 
 
 def policies(kept: Path, initial: Path | None) -> dict[int, list[Path]]:
-    """Folders by version; one that was written twice has two, and either may be the true one."""
+    """Return folders by version; one that was written twice has two, and either may be the true
+    one."""
     found: dict[int, list[Path]] = {} if initial is None else {0: [initial]}
     for folder in sorted(kept.glob("step-*.*")):
         found.setdefault(int(folder.name.partition("-")[2].partition(".")[0]), []).append(folder)
@@ -45,7 +47,7 @@ def policies(kept: Path, initial: Path | None) -> dict[int, list[Path]]:
 def check_versions(
     traces: Sequence[Trace], folders: Mapping[int, Sequence[Path]], temperature: float
 ) -> Checked:
-    """Ask every version whose weights are kept about every token that claims it."""
+    """Check every token against its version, where that version's weights are kept."""
     own: list[torch.Tensor] = []
     foreign: list[torch.Tensor] = []
     versions = 0
@@ -87,7 +89,7 @@ def _neighbour(folders: Mapping[int, Sequence[Path]], version: int) -> Path | No
 
 
 def _smallest(errors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of a trace that several folders were asked about: by the folder that knows it best."""
+    """Return a trace's errors under the folder that fits it best."""
     return min(errors, key=lambda one: float(one.max()))
 
 
@@ -95,7 +97,7 @@ def _smallest(errors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _errors(
     traces: Sequence[Trace], version: int, folder: Path, temperature: float
 ) -> list[torch.Tensor]:
-    """For each trace: how far the log-probs that claim the version are from the folder's."""
+    """Return, per trace, the log-prob errors of the tokens with this version."""
     model = load_model(folder)
     lengths = [len(trace.token_ids()) for trace in traces]
     found: list[torch.Tensor] = []
@@ -111,7 +113,7 @@ def _errors(
 def _pairs(
     model: Any, batch: Sequence[Trace], version: int, temperature: float
 ) -> Iterator[tuple[list[float], torch.Tensor]]:
-    """Recorded and given log-probs of the tokens of one version, trace by trace."""
+    """Yield the recorded and recomputed log-probs of one version's tokens, trace by trace."""
     width = max(len(trace.token_ids()) for trace in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     for row, trace in enumerate(batch):
@@ -126,7 +128,7 @@ def _pairs(
 
 
 def _claims(trace: Trace, version: int) -> tuple[list[int], list[float]]:
-    """The places of the tokens that claim a version in the whole trace, and their log-probs."""
+    """Return the positions in the trace of the tokens with this version, and their log-probs."""
     places, recorded, start = [], [], 0
     for turn in trace.turns:
         start += len(turn.context_ids)

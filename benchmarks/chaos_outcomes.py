@@ -1,7 +1,6 @@
-"""What became of each fault, from the events of the run: when it was noticed, when it was healed.
+"""Outcomes of faults, from the events of the run: when detected, when healed.
 
-Pure: faults that struck and events in, seconds and counts out. Both tell time in seconds since
-1970, on one machine.
+Pure; times are in seconds since 1970, on one machine.
 """
 
 import math
@@ -16,14 +15,14 @@ from chaos_run import slot_of
 from chaos_schedule import ENDS_THE_PROCESS
 
 NOTICED = frozenset({"actor_died", "actor_hung", "actor_stopped"})
-"""Events that tell of the end of a process."""
+"""Events that report the end of a process."""
 HEALED = frozenset({"actor_restarted", "trainer_restarted"})
 ECHO_S = 60.0
-"""How long after a fault the end of its process may be its work."""
+"""How long after a fault the end of its process may be attributed to it."""
 RESTART_S = 3.0
-"""Less than a backoff and the start of a process take."""
+"""Less than a backoff and a process start take."""
 CLOCKS_S = 0.1
-"""How much earlier than its fault an event may seem: they are rounded."""
+"""How much earlier than its fault an event may appear, because times are rounded."""
 
 
 class Fate(StrEnum):
@@ -31,16 +30,16 @@ class Fate(StrEnum):
 
     RESTARTED = "restarted"
     ABSORBED = "absorbed"
-    """The process went on, or none had to be replaced."""
+    """The process continued, or none had to be replaced."""
     ENDED_FIRST = "run ended"
-    """The run had nothing left to do when a restart would have taken its time."""
+    """The run finished sooner than a restart would have taken."""
     GIVEN_UP = "given up"
     LOST = "not healed"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One fault and its end; what did not happen is None."""
+    """One fault and its outcome; None where something did not happen."""
 
     applied: Applied
     fate: Fate
@@ -49,15 +48,15 @@ class Outcome:
 
 
 def outcomes(applied: Sequence[Applied], events: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    """The outcome of every fault, in their order."""
+    """Return the outcome of every fault, in order."""
     return [_outcome(fault, events, _until(fault, applied)) for fault in applied]
 
 
 def _until(fault: Applied, applied: Sequence[Applied]) -> float:
-    """Until when the end of the process is this fault's work.
+    """Return the time until which the end of the process is attributed to this fault.
 
-    What ends a process does so for sure. Another fault may leave it whole, and a later end is then
-    that of the next fault on it, or of something else.
+    A fault that ends the process always causes its end. Another fault may leave it intact, and a
+    later end is then caused by the next fault on it, or by something else.
     """
     if fault.planned.fault in ENDS_THE_PROCESS:
         return math.inf
@@ -68,7 +67,7 @@ def _until(fault: Applied, applied: Sequence[Applied]) -> float:
 def unprovoked(
     applied: Sequence[Applied], events: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Deaths of actors that no fault had struck within `ECHO_S` before."""
+    """Return deaths of actors without a fault on them within `ECHO_S` before."""
     return [
         event
         for event in events
@@ -96,7 +95,7 @@ def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]], until: float) 
 
 
 def _ended_soon(noticed: Mapping[str, Any] | None, later: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the run finished before a replacement could have been there."""
+    """Whether the run finished before a replacement could have been started."""
     finished = _first(later, lambda event: event["event"] == "run_finished")
     if noticed is None or finished is None:
         return False
@@ -106,10 +105,10 @@ def _ended_soon(noticed: Mapping[str, Any] | None, later: Iterable[Mapping[str, 
 def _end_and_heal(
     fault: Applied, later: Sequence[Mapping[str, Any]], until: float
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """The event that tells of the end of the very process, and the one that tells of the next.
+    """Return the events of the end of this very process, and of its successor's start.
 
-    A restart before any word of the end is not this fault's, for names come again; but a trainer
-    is begun again for an error too, of which no other event tells.
+    A restart before the end was reported is not this fault's, because names recur; but a trainer is
+    also restarted after an error, which no other event reports.
     """
     noticed = None
     for event in later:
@@ -149,7 +148,7 @@ def _after(fault: Applied, event: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """Outcomes of one sort of faults as a row of the table."""
+    """Outcomes of one kind of fault as a table row."""
 
     faults: int
     detected: list[float]
@@ -173,14 +172,14 @@ class Summary:
 
 
 def two_percentiles(seconds: Sequence[float]) -> str:
-    """The median and the 95th percentile."""
+    """Format the median and the 95th percentile."""
     if not seconds:
         return "-"
     return f"{percentile(seconds, 0.5):.1f} / {percentile(seconds, 0.95):.1f}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed; the median is the usual one."""
+    """Return the value that `share` of the values do not exceed; the median is the usual one."""
     ordered = sorted(values)
     if share == 0.5:
         return statistics.median(ordered)

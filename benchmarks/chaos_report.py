@@ -1,7 +1,4 @@
-"""The table of a chaos run, and the figures and ratios that its claims are about.
-
-Everything here was found by others; only its form, and what must hold, is said here.
-"""
+"""Formats the tables of a chaos run, and computes the figures and ratios of its claims."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,12 +9,12 @@ from report import Report
 
 LARGEST_DELTA = 0.03
 MOST_MISSED = 0.1
-"""The share of faults that may find nobody to strike."""
+"""The share of faults that may find no target."""
 COLUMNS = ("faults", "detected s", "recovered s", *(fate.value for fate in Fate))
 
 
 def print_tables(report: Report, peace: Verdict, chaos: Verdict) -> None:
-    """Faults by their sort, by the kind of actor and by when they fell; then both runs."""
+    """Print faults by kind, by actor and by moment; then both runs."""
     struck = len(chaos.outcomes)
     sorts: list[tuple[str, Callable[[Outcome], str], Sequence[str]]] = [
         ("fault", lambda one: one.applied.planned.fault.value, [fault.value for fault in Fault]),
@@ -50,7 +47,7 @@ def print_tables(report: Report, peace: Verdict, chaos: Verdict) -> None:
 
 
 def fill_report(report: Report, peace: Verdict, chaos: Verdict) -> None:
-    """Figures of both runs and of all faults; ratios of the claims."""
+    """Add the figures of both runs and of all faults, and the ratios of the claims."""
     for prefix, verdict in (("peace", peace), ("chaos", chaos)):
         report.figures |= {f"{prefix}_{name}": v for name, v in _figures(verdict).items()}
     summary = Summary.of(chaos.outcomes)
@@ -71,14 +68,14 @@ def fill_report(report: Report, peace: Verdict, chaos: Verdict) -> None:
 
 
 def holds(report: Report) -> bool:
-    """Whether every claim does, and enough faults struck to claim anything."""
+    """Whether every claim holds, and enough faults took effect to judge."""
     ratios, figures = dict(report.ratios), report.figures
     enough = float(figures["faults_missed"]) <= MOST_MISSED * float(figures["faults"])
     return enough and ratios.pop("success_delta") <= LARGEST_DELTA and not any(ratios.values())
 
 
 def _delta(peace: Verdict, chaos: Verdict) -> float:
-    """How far apart the two runs ended; 1 where one of them did not."""
+    """Return the difference of the two runs' final success; 1 where one did not finish."""
     if peace.success is None or chaos.success is None:
         return 1.0
     return abs(peace.success - chaos.success)

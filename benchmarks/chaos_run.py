@@ -1,6 +1,6 @@
-"""A run as chaos sees it: the real command, its files as they grow, its processes, from outside.
+"""Observes a run from outside: the real command, its growing files, its processes.
 
-Nothing of the run's own code is called, so that what is observed does not depend on what failed.
+Calls none of the run's own code, so that observations do not depend on what failed.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ALIVE = frozenset({"ready", "busy"})
 
 @dataclass(frozen=True)
 class Actor:
-    """An actor that serves, as the run's status file names it."""
+    """A serving actor, as named by the run's status file."""
 
     name: str
     kind: str
@@ -42,7 +42,7 @@ class Actor:
 
 
 def slot_of(name: str) -> str:
-    """The place of an actor: `generator-0` for each of the processes that follow each other there.
+    """Return the slot of an actor: `generator-0` for all processes in that slot.
 
     >>> slot_of("generator-0.2")
     'generator-0'
@@ -51,20 +51,20 @@ def slot_of(name: str) -> str:
 
 
 def host_of(event: Mapping[str, Any]) -> str | None:
-    """The host that an event is about, where it is about one."""
+    """Return the host that an event is about, if any."""
     found: str | None = event.get("fields", {}).get("host")
     return found
 
 
 class Tail:
-    """A growing file of JSON lines; remembers what it has read, to tell whether it stayed."""
+    """Reads a growing file of JSON lines, and remembers its bytes to detect rewrites."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
         self._seen = hashlib.sha256()
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects of the complete lines that are new."""
+        """Return the objects of the new complete lines."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -78,7 +78,7 @@ class Tail:
 
     @property
     def intact(self) -> bool:
-        """Whether the file still begins with every byte that was ever read from it."""
+        """Whether the file still starts with every byte that was ever read from it."""
         if not self._at:
             return True
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
@@ -87,21 +87,21 @@ class Tail:
 
 
 class StoredTraces:
-    """The ids of the rollouts in a run's database; remembers them, to tell whether they stayed."""
+    """Reads the trace ids in a run's database, and remembers them to detect losses."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: set[str] = set()
 
     def read(self) -> list[str]:
-        """The ids that are new."""
+        """Return the new ids."""
         fresh = [one for one in self._ids() if one not in self._seen]
         self._seen.update(fresh)
         return fresh
 
     @property
     def intact(self) -> bool:
-        """Whether every rollout that was ever there still is."""
+        """Whether every rollout that was ever stored still is."""
         return self._seen.issubset(self._ids())
 
     def _ids(self) -> list[str]:
@@ -109,13 +109,13 @@ class StoredTraces:
         try:
             with contextlib.closing(sqlite3.connect(place, uri=True)) as rows:
                 return [one for (one,) in rows.execute("SELECT trace_id FROM traces")]
-        except sqlite3.OperationalError:  # it has not begun
+        except sqlite3.OperationalError:  # the database does not exist yet
             return []
 
 
 @dataclass
 class LiveRun:
-    """A `train` command, and what its directory has told so far."""
+    """A `train` command, and the contents of its directory so far."""
 
     root: Path
     marker: str
@@ -124,9 +124,9 @@ class LiveRun:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     first_seen: dict[str, int] = field(default_factory=dict)
-    """By trace: how many steps were done when it was first read."""
+    """By trace: the number of steps done when it was first read."""
     progress: list[float] = field(default_factory=list)
-    """The moments at which a step or an evaluation was first read."""
+    """The times at which a step or an evaluation was first read."""
 
     def __post_init__(self) -> None:
         self._tails = {
@@ -138,11 +138,11 @@ class LiveRun:
 
     @property
     def policies(self) -> Path:
-        """Where the weights of each checkpoint stay when the run deletes it."""
+        """Where the weights of each checkpoint are kept after the run deletes it."""
         return self.root.with_suffix(".policies")
 
     def poll(self) -> None:
-        """Read what is new. Traces before metrics, so that none is taken for older than it is."""
+        """Read what is new. Traces before metrics, so that no trace is dated too late."""
         traces = self._traces.read()
         self.events += self._tails["events.jsonl"].read()
         for name, kept in (("metrics", self.metrics), ("evaluations", self.evaluations)):
@@ -155,7 +155,7 @@ class LiveRun:
 
     @property
     def rewritten(self) -> list[str]:
-        """Files that lost what had been in them."""
+        """Files that lost content."""
         changed = [name for name, tail in self._tails.items() if not tail.intact]
         return changed if self._traces.intact else [*changed, "run.sqlite"]
 
@@ -168,12 +168,12 @@ class LiveRun:
         return time.monotonic() - (self.progress[-1] if self.progress else self.began)
 
     def longest_wait_s(self) -> float:
-        """Between two steps or evaluations, from the first one on."""
+        """Longest time between two steps or evaluations, from the first one on."""
         pairs = zip(self.progress, self.progress[1:], strict=False)
         return max((after - before for before, after in pairs), default=0.0)
 
     def actors(self) -> list[Actor]:
-        """The actors that serve, by the run's own word, in the order of their slots."""
+        """Return the serving actors of the run's status, in the order of their slots."""
         try:
             status = json.loads((self.root / "status.json").read_text())
         except (OSError, ValueError):
@@ -186,11 +186,11 @@ class LiveRun:
         return sorted(found, key=lambda one: one.slot)
 
     def processes(self) -> list[int]:
-        """Everything that the command started, however it is related, and the command itself."""
+        """Return every process that the command started, directly or indirectly, and its own."""
         return marked(self.marker)
 
     def kill(self) -> None:
-        """End every process of the run."""
+        """Kill every process of the run."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -201,7 +201,7 @@ class LiveRun:
         return self.root.with_suffix(".err").read_text()
 
     def _keep_policies(self) -> None:
-        """Link the weights of new checkpoints, so that they can be asked for log-probs later."""
+        """Link the weights of new checkpoints, to compute log-probs with them later."""
         for folder in (self.root / "checkpoints").glob("step-*"):
             weights = folder / "model.safetensors"
             with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def _link(folder: Path, kept: Path) -> None:
 
 
 def marked(marker: str) -> list[int]:
-    """Living processes that inherited a marker in their environment, from whomever."""
+    """Return the living processes that inherited a marker in their environment."""
     wanted = f"{MARKER_ENV}={marker}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -232,7 +232,7 @@ def marked(marker: str) -> list[int]:
 
 
 def environment(marker: str, hook_folder: Path | None) -> dict[str, str]:
-    """What every process of a run inherits.
+    """Return the environment of every process of a run.
 
     With a folder for the hook they listen there for faults.
     """
@@ -253,8 +253,7 @@ def launched(
 ) -> Iterator[LiveRun]:
     """Start `train` on the quickstart preset; whatever is left of it at the end is killed.
 
-    `marker` is that of others who belong to the run, where there are any; `within` is put before
-    the command.
+    `marker` is passed where other processes belong to the run; `within` is put before the command.
     """
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]

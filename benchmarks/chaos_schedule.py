@@ -1,7 +1,7 @@
-"""Which faults a chaos run meets, and when: the same seed, the same schedule.
+"""Seeded schedule of actor faults: which and when.
 
-Moments are shares of a run's steps, so that a run that heals slowly is not hit faster than it
-moves. Which process a fault finds there is the injector's business; nothing here knows processes.
+Moments are shares of a run's steps, so that a run that recovers slowly is not hit faster than it
+progresses. The injector selects the process.
 """
 
 import random
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 FIRST, LAST = 0.02, 0.92
-"""The share of a run in which faults fall: its last steps show that it recovered."""
+"""The share of a run in which faults fall; its last steps show that it recovered."""
 BURST_SIZE = 4
 BURST_S = 0.5
 """The faults of a burst fall within this time."""
 EVERY_BURST, EVERY_SYNC = 12, 6
-"""One burst for so many faults, one fault during a weight sync for so many."""
+"""One burst per this many faults, and one fault during a weight sync per this many."""
 
 
 class Fault(StrEnum):
-    """What is done to a process."""
+    """A fault of a process."""
 
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
@@ -30,7 +30,7 @@ class Fault(StrEnum):
 
 
 ENDS_THE_PROCESS = frozenset({Fault.KILL, Fault.STOP, Fault.EXIT})
-"""Faults after which only another process can go on."""
+"""Faults after which only a new process can continue."""
 
 KINDS = (
     "trainer",
@@ -43,14 +43,14 @@ KINDS = (
     "expert_server",
 )
 SYNC_ENDPOINTS = {"generator": "pull", "trainer": "publish", "sdpo_teacher": "pull"}
-"""What each kind does during a weight sync."""
+"""Endpoints that each kind runs during a weight sync."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """One fault: due `delay_s` after the share `at` of the steps, on the `place`-th of a kind.
 
-    With an `endpoint` it waits for the next call of that endpoint and strikes inside it.
+    With an `endpoint` it waits for the next call of that endpoint and takes effect inside it.
     """
 
     number: int
@@ -74,9 +74,9 @@ class _Strike:
 
 
 def schedule(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[Planned]:
-    """`count` faults in the order of their moments.
+    """Return `count` faults in order of their moments.
 
-    Every kind meets every fault where `count` is large enough; there are bursts, one of which ends
+    Every kind meets every fault where `count` is large enough; there are bursts, one of which kills
     several generators at once, and faults during weight syncs.
     """
     if count < 1:
@@ -106,7 +106,7 @@ def schedule(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[Planne
 
 
 def _optimizer_state(rng: random.Random, kinds: list[str], count: int) -> list[list[_Strike]]:
-    """Faults that fall together, in random order."""
+    """Return groups of simultaneous faults, in random order."""
     sync = _sync_strikes(rng, kinds, count // EVERY_SYNC)
     plain = _plain_strikes(rng, kinds, count - len(sync))
     optimizer_state: list[list[_Strike]] = [[strike] for strike in sync]
@@ -121,7 +121,7 @@ def _optimizer_state(rng: random.Random, kinds: list[str], count: int) -> list[l
 
 
 def _plain_strikes(rng: random.Random, kinds: list[str], count: int) -> list[_Strike]:
-    """Every kind and every fault as evenly as `count` allows, no pair twice before all once."""
+    """Return faults that cover kinds and faults evenly; no pair recurs before all have occurred."""
     kinds, faults = rng.sample(kinds, len(kinds)), rng.sample(list(Fault), len(Fault))
     strikes = []
     for number in range(count):
@@ -143,14 +143,14 @@ def _sync_strikes(rng: random.Random, kinds: list[str], count: int) -> list[_Str
 
 
 def _every_generator(plain: list[_Strike]) -> list[_Strike]:
-    """Two generators ended at the same moment, in exchange for two other faults on them."""
+    """Return simultaneous kills of two generators, in exchange for two other faults on them."""
     for strike in [one for one in plain if one.kind == "generator"][:2]:
         plain.remove(strike)
     return [_Strike("generator", Fault.KILL, place) for place in (0, 1)]
 
 
 def _take_distinct(plain: list[_Strike], size: int) -> list[_Strike]:
-    """Faults on different kinds, taken out of `plain`."""
+    """Remove from `plain`, and return, faults on different kinds."""
     taken: list[_Strike] = []
     for strike in list(plain):
         if len(taken) < size and strike.kind not in {one.kind for one in taken}:

@@ -1,7 +1,4 @@
-"""A run under its faults, from its start to its end, or to the moment at which it counts as hung.
-
-What strikes is given; whether the run kept its promises is judged elsewhere.
-"""
+"""Drives a run under faults from its start to its end, or until it counts as hung."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +10,7 @@ from chaos_run import LiveRun
 POLL_S = 0.1
 SAY_S = 20.0
 START_BOUND_S = 900.0
-"""Until the first evaluation: a warm start comes before it."""
+"""Bound until the first evaluation, because a warm start precedes it."""
 LEFT_AFTER_S = 10.0
 
 
@@ -24,7 +21,7 @@ def run_through(
     beside: Callable[[], None] = lambda: None,
     left_after_s: float = LEFT_AFTER_S,
 ) -> Ended:
-    """Strike until the run has ended, and see what is left. One that stands for too long is ended.
+    """Inject faults until the run has ended, then check what is left. A run that stalls is killed.
 
     `beside` is called as often as the injector.
     """
@@ -50,7 +47,7 @@ def run_through(
 
 
 def _left(run: LiveRun, after_s: float) -> list[int]:
-    """Processes that outlived the command, after they had the time to go."""
+    """Return the processes that outlived the command by `after_s`."""
     end = time.monotonic() + after_s
     while (left := run.processes()) and time.monotonic() < end:
         time.sleep(POLL_S)

@@ -1,11 +1,12 @@
-"""What a checkpoint costs a step: the copy that training waits for, and the write beside it.
+"""Cost of a checkpoint: the copy that training waits for, and the concurrent write.
 
     python benchmarks/checkpoint.py [--quick] [--json FILE]
 
 One trainer rank with a model of random weights, without processes: the step that a run makes, the
-copy that its trainer waits for, and the write in a thread beside the next step. `stall_over_step`
-is the copy's share of a step; a run pays it once in `trainer.checkpoint_every` steps. The first
-copy also takes the memory that all later ones use; it is shown, and not in the ratio.
+copy that its trainer waits for, and the write in a thread concurrent with the next step.
+`stall_over_step` is the copy's share of a step; a run pays it once in `trainer.checkpoint_every`
+steps. The first copy also allocates the memory that all later ones use; it is shown, but not in the
+ratio.
 """
 
 import random
@@ -34,7 +35,7 @@ SEQUENCES, TOKENS = 16, 256
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one round: a step, the copy, a step beside the write, the write itself."""
+    """Seconds of one round: a step, the copy, a step during the write, the write itself."""
 
     step_s: float
     stall_s: float
@@ -43,7 +44,7 @@ class Costs:
 
 
 def config(sizes: dict[str, int]) -> Config:
-    """A run of the policy channel alone, whose steps are of the sizes below."""
+    """Return a run of the policy channel only, with steps of the given sizes."""
     policy = {**sizes, "kv_heads": sizes["heads"], "vocab_size": 8192, "max_context": TOKENS}
     return Config.model_validate(
         {
@@ -74,7 +75,7 @@ def batch(step: int) -> StepBatch:
 
 
 def one_round(learner: Learner, root: Path) -> Costs:
-    """Train a step alone, copy, and train a step beside the write of the copy."""
+    """Train a step alone, copy, and train a step during the write of the copy."""
     began = time.perf_counter()
     learner.train(batch(learner.version), None)
     stepped = time.perf_counter()
@@ -97,7 +98,7 @@ def one_round(learner: Learner, root: Path) -> Costs:
 
 
 def folder_of(root: Path, settings: Config) -> Path:
-    """An initial policy of random weights."""
+    """Return the folder of an initial policy with random weights."""
     tokenizer = build_tokenizer([" ".join(dir(torch))] * 2, settings.policy.vocab_size)
     save_policy(build_model(settings.policy, tokenizer, 1), tokenizer, root / "policy")
     return root / "policy"

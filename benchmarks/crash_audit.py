@@ -1,6 +1,6 @@
-"""What a run directory says after each kill, compared with what it said before.
+"""Audits a run directory after each kill, comparing it with earlier audits.
 
-Reads the store and nothing else; asks nobody who may be wrong about himself.
+Reads only the store, and no reports of the run itself.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from composer_mesh.services.store.rows import DamagedRecord, GroupState
 
 @dataclass
 class Audit:
-    """The findings over all audits of one run. `seen` are finished groups by their checksum."""
+    """The findings over all audits of one run. `seen` are finished groups with their checksums."""
 
     prompts_per_step: int
     seen: dict[int, int] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Audit:
     notes: list[str] = field(default_factory=list)
 
     def look(self, root: Path, when: str) -> int:
-        """Audit a directory in which nothing runs; returns how many steps are done."""
+        """Audit a directory in which nothing runs; return the number of steps done."""
         with RunReader(root) as reader:
             self._groups(reader, when)
             return self._steps(reader, when)

@@ -1,14 +1,14 @@
-"""A run that is killed again and again, and what it loses: nothing, or the audit says what.
+"""Kills and resumes a run repeatedly, and audits that nothing is lost.
 
     python benchmarks/crash_consistency.py [--quick] [--json FILE]
 
 A short run of the quickstart preset, whose rollouts run ahead and whose teachers cost money, is
 killed with SIGKILL, every process at once: at random moments, inside a checkpoint, while a group's
-file is written, and while weights are on their way. After each kill the run is resumed. Audits of
-the store count prompts that no step trained (`prompts_skipped`), prompts that two steps trained
-(`trained_twice`) and finished groups that are gone or changed (`traces_lost`); the provider's own
-ledger tells what was paid for twice (`paid_twice_usd`), without answers that were on their way when
-the run was killed, which stand beside it.
+file is written, and during a weight transfer. After each kill the run is resumed. Audits of the
+store count prompts that no step trained (`prompts_skipped`), prompts that two steps trained
+(`trained_twice`) and finished groups that are gone or changed (`traces_lost`); the provider's
+ledger gives what was paid for twice (`paid_twice_usd`), without answers in flight when the run was
+killed, which are reported separately.
 """
 
 import os
@@ -41,21 +41,21 @@ KEY_ENV, KEY = "CRASH_TEACHER_KEY", "sk-benchmark-0123456789abcdef"
 TEACHERS = ("careful", "ordinary", "hasty")
 PROMPTS = 2
 LONGEST_WAIT_S = 600.0
-"""For one start to reach its moment, on a machine that does other things too."""
+"""Longest wait for one start to reach its moment, on a machine with other load."""
 
 INSIDE = {
     "checkpoint": "checkpoints/.step-*",
     "store write": "traces/*/.*",
     "weight sync": "weights/*/*version-*",
 }
-"""Files that are there while something is under way."""
+"""Files that exist while an operation is in progress."""
 
 Moment = Callable[["CrashedRun"], bool]
 
 
 @dataclass
 class CrashedRun:
-    """A run directory, and the command that works on it now."""
+    """A run directory, and the command that currently works on it."""
 
     root: Path
     config: Path
@@ -64,12 +64,12 @@ class CrashedRun:
     began: float = 0.0
     starts: int = 0
     ready: int = 0
-    """Starts that had come to their policy before this one."""
+    """Starts that had loaded their policy before this one."""
     steps_before: int = 0
     kills: list[tuple[float, float]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or resume it."""
         command = [sys.executable, "-m", "composer_mesh", "train", str(self.config)]
         command += ["--output", str(self.root), *(["--resume"] if self.starts else [])]
         self.marker, self.began = uuid.uuid4().hex, time.monotonic()
@@ -86,7 +86,7 @@ class CrashedRun:
         return self.process is not None and self.process.poll() is not None
 
     def kill(self) -> None:
-        """End every process of the run at once, as a power cut would."""
+        """Kill every process of the run at once, like a power failure."""
         pids, began = marked(self.marker), time.monotonic()
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -98,11 +98,11 @@ class CrashedRun:
             time.sleep(0.02)
 
     def loaded(self) -> bool:
-        """Whether this start has come to its policy."""
+        """Whether this start has loaded its policy."""
         return self._ready() > self.ready
 
     def steps(self) -> int:
-        """Steps that are done."""
+        """Return the number of steps done."""
         metrics = self.root / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
@@ -112,7 +112,7 @@ class CrashedRun:
 
 
 def later(rng: random.Random) -> Moment:
-    """Some time after the policy, or a step or two more, is there, whatever the run does then."""
+    """Return a moment some time after the policy is loaded, or after a step or two more."""
     wait_s, steps = rng.random() * 3.0, rng.randrange(3)
     since = list[float]()
 
@@ -125,7 +125,8 @@ def later(rng: random.Random) -> Moment:
 
 
 def among(pattern: str) -> Moment:
-    """While there is a file that was not there when the policy was: a draft, or a version."""
+    """Return a moment at which a new file exists since the policy was loaded: a draft, or a
+    version."""
     before: list[set[Path]] = []
 
     def reached(run: CrashedRun) -> bool:
@@ -139,7 +140,7 @@ def among(pattern: str) -> Moment:
 
 
 def optimizer_state(rng: random.Random, kills: int) -> list[tuple[str, Moment]]:
-    """When to kill; a tenth each inside a checkpoint, a store write and a weight sync."""
+    """Return when to kill; a tenth each inside a checkpoint, a store write and a weight sync."""
     special = max(1, kills // 10)
     found = [(name, among(where)) for name, where in INSIDE.items() for _ in range(special)]
     found += [("random", later(rng)) for _ in range(kills - len(found))]
@@ -148,7 +149,7 @@ def optimizer_state(rng: random.Random, kills: int) -> list[tuple[str, Moment]]:
 
 
 def write_config(file: Path, url: str, steps: int, cache: Path) -> None:
-    """The run: short steps, a checkpoint every third, teachers that take money."""
+    """Write the run's config: short steps, a checkpoint every third, paid teachers."""
     table = tomllib.loads(PRESET.read_text())
     paid = {
         "kind": "openai",
@@ -177,7 +178,7 @@ def write_config(file: Path, url: str, steps: int, cache: Path) -> None:
 
 
 def wait_for(run: CrashedRun, moment: Moment) -> bool:
-    """Whether the moment came before the run's own end."""
+    """Return whether the moment came before the run's own end."""
     while not run.ended:
         if moment(run):
             return True
@@ -188,7 +189,7 @@ def wait_for(run: CrashedRun, moment: Moment) -> bool:
 
 
 def crash(run: CrashedRun, audit: Audit, plan: Sequence[tuple[str, Moment]]) -> list[list[str]]:
-    """Kill and resume as planned, then let the run come to its end; a row for each kill."""
+    """Kill and resume as planned, then let the run finish; return a row for each kill."""
     rows = []
     for number, (name, moment) in enumerate([*plan, ("end", lambda _: False)], start=1):
         run.start()

@@ -1,7 +1,7 @@
-"""A provider that takes money for each answer and remembers every question it was paid for.
+"""A paid provider that records every question it was paid for.
 
 Speaks the OpenAI chat protocol on 127.0.0.1, in threads of this process, so that it outlives the
-runs that ask it. It answers as an expert of the task would, and charges when it answers.
+runs that query it. It answers as an expert of the task, and charges when it answers.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from composer_mesh.actors.experts.panel import Expert, ExpertPanel
 from composer_mesh.rollouts.toolbox import ToolboxTask
 
 PROMPT_USD, COMPLETION_USD = 1e-6, 1e-5
-"""Of one token."""
+"""Prices per token."""
 
 ARRIVAL_S = 0.25
-"""An answer is on its way until whoever asked has had this long to read it and to keep it."""
+"""An answer is in flight until its client has had this long to read and store it."""
 
 
 @dataclass
@@ -37,18 +37,18 @@ class Payment:
 
 @dataclass
 class Provider:
-    """Serves one model for each name; `latency_s` is how long it thinks."""
+    """Serves one model per name; `latency_s` is the delay of an answer."""
 
     task: ToolboxTask
     names: tuple[str, ...]
     latency_s: float = 0.1
     payments: defaultdict[str, list[Payment]] = field(default_factory=lambda: defaultdict(list))
-    """By question."""
+    """Payments by question."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        """The root of its API while the block runs."""
+        """Serve while the block runs; yields the root URL of the API."""
         server = _Server(("127.0.0.1", 0), _handler(self))
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -59,14 +59,14 @@ class Provider:
             server.server_close()
 
     def charged(self) -> float:
-        """All it has taken, in dollars."""
+        """Return all charges, in dollars."""
         with self._lock:
             return sum(one.usd for paid in self.payments.values() for one in paid)
 
     def twice(self, kills: list[tuple[float, float]]) -> tuple[float, float]:
-        """Dollars of answers to questions that were answered before: in all, and those of them
-        whose former answer was on its way when the run was killed. A kill begins and ends.
-        """
+        """Return the dollars of answers to questions that were answered before: in all, and
+        those of them whose former answer was in flight when the run was killed. A kill has a
+        start and an end."""
         lost = again = 0.0
         with self._lock:
             for paid in self.payments.values():
@@ -97,7 +97,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """Its client was killed."""
+        """Ignore errors: the client was killed."""
 
 
 def _on_its_way(payment: Payment, kill_began: float, kill_ended: float) -> bool:
@@ -112,7 +112,7 @@ def _handler(provider: Provider) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             payment, reply = provider.answer(body)
-            with suppress(OSError):  # its client was killed
+            with suppress(OSError):  # the client was killed
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(reply)))

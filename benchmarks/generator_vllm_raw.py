@@ -1,7 +1,7 @@
-"""The other side of generator_vllm.py: vLLM as its own engine loop has it, in a process by itself.
+"""The raw side of generator_vllm.py: vLLM with its own engine loop, in a separate process.
 
-Reads one seed a line and writes, for each, the tokens and seconds of serving that seed's requests.
-Engine arguments, sampling parameters and requests are those of the actor.
+Reads one seed per line and writes, for each, the tokens and seconds of serving that seed's
+requests. Engine arguments, sampling parameters and requests are those of the actor.
 """
 
 import json
@@ -27,7 +27,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked at once, which is more than decodes together: new tokens of each request."""
+    """Concurrent requests, more than are decoded together, and new tokens of each request."""
 
     size: str
     requests: int
@@ -44,7 +44,7 @@ class Load:
         )
 
     def asked(self, seed: int) -> list[GenerationRequest]:
-        """Requests that no other seed has: nothing of them is in a prefix cache."""
+        """Return requests that are unique to a seed, so that no prefix cache has them."""
         rng = random.Random(seed)
         return [
             GenerationRequest(
@@ -60,7 +60,7 @@ class Load:
 
 
 def serve(llm: Any, sampling: Any, asked: Sequence[GenerationRequest]) -> int:
-    """Everything at once, then steps until nothing is left; returns the tokens."""
+    """Submit everything, then step until nothing is left; return the number of tokens."""
     for request in asked:
         prompt = {"prompt_token_ids": request.prompt_ids}
         llm.add_request(request.request_id, prompt, sampling(request))

@@ -1,7 +1,7 @@
-"""Ways to generate from one model: the embedded engine, `generate`, continuous batching.
+"""Generation methods for one model: the embedded engine, `generate`, continuous batching.
 
 Each answers prompts with the same number of sampled tokens, one thread, temperature 1, and checks
-that it did. Measures nothing.
+the count. Measures nothing.
 """
 
 import logging
@@ -21,7 +21,7 @@ from composer_mesh.rollouts.generation import GenerationRequest
 
 Prompts = list[list[int]]
 Way = Callable[[Prompts, int], None]
-"""Answers prompts with a number of tokens each."""
+"""Answers prompts with a given number of tokens each."""
 
 ROWS, CONTEXT = 64, 512
 PAD = 1
@@ -29,7 +29,7 @@ PAD = 1
 
 @dataclass(frozen=True)
 class Size:
-    """A model as `actors.policy` builds them."""
+    """Dimensions of a model as built by `actors.models.policy`."""
 
     name: str
     layers: int
@@ -44,7 +44,7 @@ SMALL = Size("small", layers=4, width=256, heads=8, vocabulary=4096)
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What `build_model` asks of a tokenizer."""
+    """The tokenizer attributes that `build_model` needs."""
 
     size: int
     eos_token_id: int | None = None
@@ -55,7 +55,7 @@ class _Vocabulary:
 
 
 def model_of(size: Size) -> Any:
-    """The same weights each time; each way gets a model of its own, because some alter theirs."""
+    """Build a model with fixed weights; each method gets its own, because some modify theirs."""
     config = PolicyConfig(
         hidden_size=size.width,
         intermediate_size=3 * size.width,
@@ -72,7 +72,7 @@ def model_of(size: Size) -> Any:
 
 
 def prompts_of(size: Size, requests: int, longest: int, seed: int) -> Prompts:
-    """Random ids, 16 to `longest` a prompt."""
+    """Return prompts of random ids, 16 to `longest` each."""
     rng = random.Random(seed)
     return [
         [rng.randrange(2, size.vocabulary) for _ in range(rng.randint(16, longest))]
@@ -81,7 +81,8 @@ def prompts_of(size: Size, requests: int, longest: int, seed: int) -> Prompts:
 
 
 def embedded(size: Size) -> Way:
-    """Our engine, with log-probs and versions; requests join as one closed batch."""
+    """Return our engine's method, with log-probs and versions; requests join as one closed
+    batch."""
     engine = Engine(model_of(size), ROWS, CONTEXT)
 
     def answer(prompts: Prompts, new: int) -> None:
@@ -96,7 +97,7 @@ def embedded(size: Size) -> Way:
 
 
 def generate(size: Size, *, cache: str, logprobs: bool) -> Way:
-    """transformers' `generate` over one batch padded to the left."""
+    """Return the method of transformers' `generate` over one batch padded on the left."""
     model = model_of(size)
 
     @torch.inference_mode()
@@ -129,7 +130,7 @@ def generate(size: Size, *, cache: str, logprobs: bool) -> Way:
 
 @contextmanager
 def continuous(size: Size, *, logprobs: bool) -> Iterator[Way]:
-    """transformers' continuous batching, warm; its answers come from a thread of its own."""
+    """Yield transformers' warm continuous batching, which answers from its own thread."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     sampling = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=PAD

@@ -1,11 +1,11 @@
-"""Fused against naive losses, from hidden states and a head: peak memory, time, and their growth.
+"""Fused against naive losses, from hidden states and a head: peak memory, time, and scaling.
 
     python benchmarks/losses.py [--quick] [--json FILE] [--device cuda]
 
-Naive is what the unfused functions of `composer_mesh.losses` do with whole logits. Extra memory is
-the peak of forward and backward beyond the inputs and the gradients that both have to return.
-On a CPU each memory figure comes from a process of its own (the resident peak that Linux keeps for
-it), so that nothing freed by one measurement hides the next; times alternate in one process.
+Naive means the unfused functions of `composer_mesh.losses` on complete logits. Extra memory is the
+peak of forward and backward beyond the inputs and the gradients that both must return. On a CPU
+each memory figure comes from a separate process (the peak resident size that Linux records for it),
+so that memory freed by one measurement does not hide the next; times alternate in one process.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ BETA = 0.5
 
 @dataclass(frozen=True)
 class Size:
-    """A problem; `dtype` is that of hidden states and heads."""
+    """A problem size; `dtype` is that of hidden states and heads."""
 
     rows: int
     hidden: int
@@ -44,7 +44,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Leaves of one forward and backward."""
+    """Leaf tensors of one forward and backward."""
 
     hidden: Tensor
     weight: Tensor
@@ -112,13 +112,14 @@ LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
 
 
 def run(loss: str, inputs: Inputs) -> None:
-    """One forward and backward into fresh gradients."""
+    """Run one forward and backward into fresh gradients."""
     inputs.hidden.grad = inputs.weight.grad = None
     LOSSES[loss](inputs).backward()
 
 
 def extra_bytes(loss: str, size: Size) -> float:
-    """Peak bytes of one run beyond inputs and gradients; nan where the device is too small."""
+    """Return the peak bytes of one run beyond inputs and gradients; nan where the device is too
+    small."""
     if size.device != "cpu":
         return _extra_on_device(loss, size)
     context = multiprocessing.get_context("spawn")
@@ -157,7 +158,7 @@ def _extra_on_device(loss: str, size: Size) -> float:
 
 
 def seconds(kind: str, size: Size, repeats: int) -> dict[str, float]:
-    """Median seconds of a run, naive and fused in turn; nan where the device is too small."""
+    """Return median seconds of naive and fused, alternating; nan where the device is too small."""
     inputs = Inputs.make(size)
     found: dict[str, list[float]] = {"naive": [], "fused": []}
     for _ in range(repeats + 1):
@@ -179,7 +180,8 @@ def _timed(loss: str, inputs: Inputs) -> float:
 
 
 def compare(report: Report, size: Size, repeats: int) -> None:
-    """Memory and time of both losses at one size; sets the ratios to the worse of the two."""
+    """Compare memory and time of both losses at one size; sets the ratios to the worse of the
+    two."""
     rows = []
     memory, times = [], []
     for kind in KINDS:
@@ -200,7 +202,7 @@ def compare(report: Report, size: Size, repeats: int) -> None:
 
 
 def growth(report: Report, size: Size) -> None:
-    """Peak extra memory and time as rows, then as the vocabulary double."""
+    """Measure peak extra memory and time as rows, then as the vocabulary double."""
     sizes = [replace(size, rows=size.rows * factor) for factor in (1, 2, 4)]
     sizes += [replace(size, vocabulary=size.vocabulary * factor) for factor in (2, 4)]
     rows = []

@@ -1,7 +1,4 @@
-"""What every benchmark prints and writes: a table, and with --json FILE its figures and ratios.
-
-Measures nothing itself.
-"""
+"""Output of every benchmark: a table, and with --json FILE its figures and ratios."""
 
 import argparse
 import json
@@ -17,7 +14,7 @@ from rich.table import Table
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the two arguments that every benchmark takes."""
+    """Return a parser with the two arguments that every benchmark takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and ratios")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, within a minute")
@@ -26,7 +23,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 @dataclass
 class Report:
-    """The result of one benchmark; `ratios` are what its claims are about."""
+    """The result of one benchmark; `ratios` are the subject of its claims."""
 
     name: str
     figures: dict[str, float | str] = field(default_factory=dict)
@@ -35,7 +32,7 @@ class Report:
     def print_table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     ) -> None:
-        """A table with the first column to the left and numbers to the right."""
+        """Print a table with the first column left-aligned and the others right-aligned."""
         table = Table(title=title, title_justify="left")
         for place, column in enumerate(columns):
             table.add_column(column, justify="right" if place else "left")
@@ -44,7 +41,7 @@ class Report:
         Console().print(table)
 
     def finish(self, file: Path | None) -> None:
-        """Print the ratios and write the file, if one is asked for."""
+        """Print the ratios and write the file, if one was given."""
         for name, ratio in self.ratios.items():
             print(f"{name} = {ratio:.4g}")
         if file is not None:

@@ -1,4 +1,4 @@
-"""Workers of a run as a user starts them, each the real command in a session of its own."""
+"""Starts workers of a run as a user would: the real command, each in its own session."""
 
 import os
 import re
@@ -20,7 +20,7 @@ LOOK_S = 0.02
 
 @dataclass
 class Worker:
-    """A `worker` command and what it said."""
+    """A `worker` command and its output."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -29,14 +29,14 @@ class Worker:
     known: set[int] = field(default_factory=set)
 
     def family(self) -> set[int]:
-        """It and everything it has started, as far as that was ever seen, that is still there."""
+        """Return its process and all descendants ever seen that are still alive."""
         self.process.poll()
         self.known |= {self.process.pid, *descendants(self.process.pid)}
-        self.known = {pid for pid in self.known if is_alive(pid)}  # a number may come again
+        self.known = {pid for pid in self.known if is_alive(pid)}  # a pid may be reused
         return set(self.known)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all of them, until it has reached those that were born meanwhile."""
+        """Send a signal to all of them, including those started meanwhile."""
         told: set[int] = set()
         while fresh := self.family() - told:
             for pid in sorted(fresh):
@@ -45,12 +45,12 @@ class Worker:
             told |= fresh
 
     def kill(self) -> None:
-        """SIGKILL to the worker and to what serves for it: a host that loses its power."""
+        """SIGKILL the worker and all its processes, like a power failure of the host."""
         self.send(signal.SIGKILL)
         self.process.wait()
 
     def until_gone(self, deadline_s: float) -> None:
-        """Wait until nothing of it is left. Raises `TimeoutError`."""
+        """Wait until no process of it is left. Raises `TimeoutError`."""
         end = time.monotonic() + deadline_s
         while left := self.family():
             if time.monotonic() > end:
@@ -58,7 +58,8 @@ class Worker:
             time.sleep(LOOK_S)
 
     def until_it_listens(self) -> None:
-        """Wait until it has said where. Raises `RuntimeError` with its words where it does not."""
+        """Wait until it reports its address. Raises `RuntimeError` with its output if it does
+        not."""
         end = time.monotonic() + LISTEN_DEADLINE_S
         while (found := LISTENS.search(self.log.read_text())) is None:
             if self.process.poll() is not None or time.monotonic() > end:
@@ -75,7 +76,7 @@ def start_worker(
     within: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Worker:
-    """Start a worker; `within` is put before its command. Waits for nothing."""
+    """Start a worker; `within` is put before its command. Never blocks."""
     log = folder / f"{name}.log"
     command = [sys.executable, "-m", "composer_mesh", "worker", "--name", name]
     command = [*within, *command, "--authority", str(authority), *options]
@@ -88,7 +89,7 @@ def start_worker(
 def worker(
     folder: Path, name: str, authority: Path, *options: str, within: Sequence[str] = ()
 ) -> Iterator[Worker]:
-    """A worker that listens; it and all that it runs are killed at the end of the block."""
+    """Yield a listening worker; it and all its processes are killed at the end of the block."""
     one = start_worker(folder, name, authority, *options, within=within)
     try:
         one.until_it_listens()

@@ -1,8 +1,8 @@
-"""The actors that `sdpo_transport.py` measures with: the run's own paths, with compute simulated.
+"""Actors of `sdpo_transport.py`: the run's own code paths, with simulated compute.
 
-Signals are real tensors of the sizes asked for, made once from random states. A sleeping teacher's
-or trainer's compute is a sleep, which takes no core from what moves the bytes; all that lies
-around it (buffers, tickets, inbox, versions, calls) is inherited. Nothing here measures.
+Teacher outputs are real tensors of the configured sizes, made once from random states. A sleeping
+teacher's or trainer's compute is a sleep, which takes no core from the transfers; everything else
+(buffers, tickets, output buffer, versions, calls) is inherited. Measures nothing.
 """
 
 import time
@@ -45,12 +45,12 @@ from composer_mesh.services.pool.wait_for_capacity import spawn_on
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
-"""Share of a trainer's microbatch that is done before it needs the signal."""
+"""Share of a trainer's microbatch that is done before it needs the teacher output."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of a signal, and the model that they come from."""
+    """Rows of a teacher output, and the dimensions of the model that it comes from."""
 
     tokens: int
     hidden: int
@@ -58,7 +58,7 @@ class Shape:
 
 
 def some_signal(config: SdpoConfig, shape: Shape) -> dict[str, Tensor]:
-    """A signal of random states and a random head, as a teacher makes it."""
+    """Make a teacher output of random states and a random head, as a teacher does."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(shape.tokens, shape.hidden, generator=generator)
     weight = torch.randn(shape.vocabulary, shape.hidden, generator=generator)
@@ -67,46 +67,46 @@ def some_signal(config: SdpoConfig, shape: Shape) -> dict[str, Tensor]:
 
 
 class SignalSender(MeshActor):
-    """Holds one packed signal and gives it away in either way."""
+    """Holds one packed teacher output and sends it either way."""
 
     kind: ClassVar[str] = "signal_sender"
 
     @concurrent_endpoint
     async def load(self, config: SdpoConfig, shape: Shape) -> tuple[Layout, ...]:
-        """Make the signal; returns where its tensors lie in the run of bytes."""
+        """Make the teacher output; return the layout of its tensors in the packed bytes."""
         layout, self._packed = pack(some_signal(config, shape))
         self._buffer = SendBuffer(FIRST_CAPACITY)
         return layout
 
     @concurrent_endpoint
     async def offer(self) -> BufferHandle:
-        """Write the signal where others can read it."""
+        """Write the teacher output into registered memory; return its handle."""
         return await self._buffer.write(self._packed)
 
     @concurrent_endpoint
     async def send(self) -> Tensor:
-        """The signal itself, inside the answer."""
+        """Return the teacher output itself, inside the answer."""
         return self._packed
 
 
 class SignalReader(MeshActor):
-    """Gets signals in either way and drops them."""
+    """Receives teacher outputs either way and drops them."""
 
     kind: ClassVar[str] = "signal_reader"
 
     @concurrent_endpoint
     async def fetch(self, layout: tuple[Layout, ...], handle: BufferHandle) -> None:
-        """Read a signal one-sidedly, as the trainer does."""
+        """Read a teacher output one-sidedly, as the trainer does."""
         unpack(layout, await read(handle))
 
     @concurrent_endpoint
     async def accept(self, layout: tuple[Layout, ...], packed: Tensor) -> None:
-        """Take a signal that came inside the call."""
+        """Accept a teacher output that was sent inside the call."""
         unpack(layout, packed)
 
 
 class _SleepingModel:
-    """A teacher whose forward takes so many seconds, whatever it reads."""
+    """A teacher whose forward takes a fixed number of seconds."""
 
     def __init__(self, config: SdpoConfig, shape: Shape, seconds: float) -> None:
         self.version = 0
@@ -124,7 +124,7 @@ class _SleepingModel:
 
 
 class SleepingTeacher(SDPOTeacherActor):
-    """The SDPO teacher, its forward simulated."""
+    """The SDPO teacher with a simulated forward."""
 
     def __init__(self, shape: Shape, seconds: float) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class SleepingTeacher(SDPOTeacherActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, _folder: Path) -> None:
-        """What the teacher's own `load` makes, without a policy."""
+        """Set up what the teacher's own `load` does, without a policy."""
         self._teacher: Any = _SleepingModel(config.sdpo, self._shape, self._seconds)
         self._receiver = WeightReceiver()
         self._slots = SlotPool(SLOTS, FIRST_CAPACITY)
@@ -140,7 +140,8 @@ class SleepingTeacher(SDPOTeacherActor):
 
 
 class _SleepingStep:
-    """A step whose microbatches take so many seconds, a part of them before the signal's use."""
+    """A step with microbatches of a fixed duration, part of it before the teacher output is
+    used."""
 
     def __init__(self, config: Config, seconds: float) -> None:
         self._budget, self._seconds = config.trainer.microbatch_tokens, seconds
@@ -160,7 +161,7 @@ class _SleepingStep:
 
 
 class _SleepingLearner:
-    """A rank whose steps only take their time."""
+    """A rank whose steps only take time."""
 
     teaches_itself = False
 
@@ -177,7 +178,7 @@ class _SleepingLearner:
 
 
 class SleepingTrainer(TrainerActor):
-    """The trainer with the mesh's inbox, its forward and backward simulated."""
+    """The trainer with its real teacher output buffer, and simulated forward and backward."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class SleepingTrainer(TrainerActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, _folder: Path) -> None:
-        """What the trainer's own `load` makes, with two numbers as its weights."""
+        """Set up what the trainer's own `load` does, with two numbers as its weights."""
         self._learner: Any = _SleepingLearner(config, self._seconds)
         transport = choose(config.weights)
         self._publisher = WeightPublisher(nn.Linear(1, 1).state_dict, transport=transport)
@@ -195,7 +196,7 @@ class SleepingTrainer(TrainerActor):
 
 
 class SleepingTeachers(SdpoTeachers):
-    """The run's teachers, each a sleeping one."""
+    """The run's teachers, replaced by sleeping ones."""
 
     def __init__(self, config: Config, host: MeshHost, shape: Shape, seconds: float) -> None:
         super().__init__(config, host, lambda _: ProcessPlacement(), unheard)

@@ -1,10 +1,10 @@
-"""How far top k signals are from the whole distribution, on rollouts that a run has made.
+"""Error of top-k teacher outputs against the full distribution, on rollouts of a run.
 
     python benchmarks/sdpo_topk.py RUN [--quick] [--json FILE]
 
 Takes the newest checkpoint and the last rollouts with error sites of a finished run's directory,
-shows the teacher their hints, and compares loss and gradient of each signal with those of `hidden`,
-through the trainer's own channel. Trains nothing and starts no process.
+shows the teacher their hints, and compares loss and gradient of each teacher output with those of
+`hidden`, through the trainer's own channel. Trains nothing and starts no process.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ FULL, TOPK = "sdpo.teacher_output=full", "sdpo.teacher_output=topk"
 
 @dataclass(frozen=True)
 class Found:
-    """What one signal makes of the views."""
+    """Loss, gradient and size of one kind of teacher output."""
 
     loss: float
     gradient: Tensor
@@ -68,7 +68,7 @@ class Sample:
         return sum(len(view.targets) for view in self.views)
 
     def measure(self, config: Config) -> Found:
-        """Loss and gradient of all weights with a config's signal."""
+        """Return loss and gradient of all weights with a config's teacher output."""
         model, channel = LanguageModel(self.model), SdpoChannel(config)
         places = {trace.trace_id: row for row, trace in enumerate(self.traces)}
         rows = StudentRows.of(
@@ -88,14 +88,14 @@ class Sample:
 
 
 def rollouts(run: Path) -> list[Trace]:
-    """The training rollouts of a run, the last ones first."""
+    """Return the training rollouts of a run, the last ones first."""
     with RunReader(run) as reader:
         found = list(reader.all_traces())
     return [trace for trace in reversed(found) if trace.split == "train"]
 
 
 def compare(report: Report, run: Path, sample: Sample) -> None:
-    """A row for each signal: what it costs, and how far it is from `hidden`."""
+    """Add a row per teacher output: its cost, and its error against `hidden`."""
     vocabulary = sample.model.config.vocab_size
     exact = measured(run, sample, ["sdpo.teacher_output=hidden"])
     full = measured(run, sample, [FULL])
@@ -130,12 +130,12 @@ def row(name: str, exact: Found, found: Found) -> list[str]:
 
 
 def error(exact: float, found: float) -> float:
-    """Relative difference of losses."""
+    """Return the relative difference of losses."""
     return abs(found - exact) / abs(exact)
 
 
 def distance(exact: Found, found: Found) -> float:
-    """Length of the difference of gradients over that of the exact one."""
+    """Return the norm of the gradients' difference over that of the exact gradient."""
     return float((found.gradient - exact.gradient).norm() / exact.gradient.norm())
 
 

@@ -1,11 +1,12 @@
-"""How teacher signals travel, what they weigh, and how much of the teacher's time is hidden.
+"""Transfer time and size of teacher outputs, and the share of the teacher's time that is hidden.
 
     python benchmarks/sdpo_transport.py [--quick] [--json FILE]
 
-Moves: one signal from one process to another, by a registered buffer that is read one-sidedly, as
-the answer of an endpoint, and, for scale, by a copy inside one process. Ways alternate, so that a
-busy machine is busy for all of them. Overlap: steps of the run's own teachers, inbox and calls,
-with compute simulated by sleeps (`sdpo_actors.py`); hidden is what the trainer does not wait for.
+Moves: one teacher output from one process to another, by a registered buffer that is read
+one-sidedly, as the answer of an endpoint, and, for scale, by a copy inside one process. Methods
+alternate, so that other load affects all of them. Overlap: steps of the run's own teachers, output
+buffer and calls, with compute simulated by sleeps (`sdpo_actors.py`); hidden is what the trainer
+does not wait for.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from composer_mesh.mesh.environment import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Children import the actors by name, and inherit only the environment.
+# Child processes import the actors by name, and inherit only the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 import torch  # noqa: E402
@@ -58,7 +59,7 @@ Move = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured: tokens of a moved signal, repeats, and the simulated steps."""
+    """Measured sizes: tokens of a moved teacher output, repeats, and the simulated steps."""
 
     tokens: int
     repeats: int
@@ -68,7 +69,7 @@ class Size:
 
 
 async def moves(report: Report, host: MeshHost, size: Size) -> None:
-    """Bytes and times of each signal, each way."""
+    """Measure bytes and times of each kind of teacher output, with each method."""
     sender = await host.spawn("signal_sender", SignalSender)
     reader = await host.spawn("signal_reader", SignalReader)
     rows = []
@@ -108,7 +109,7 @@ async def moves(report: Report, host: MeshHost, size: Size) -> None:
 def ways(
     sender: SpawnedActor, reader: SpawnedActor, layout: object, nbytes: int
 ) -> dict[str, Move]:
-    """The ways that a signal can take. A relayed message is what calls without buffers would be."""
+    """Return the transfer methods. A relayed message is what calls without buffers would use."""
     source, target = torch.ones(2, nbytes, dtype=torch.uint8)
 
     async def buffer() -> None:
@@ -129,7 +130,7 @@ def ways(
 
 
 async def alternating(moves: dict[str, Move], repeats: int) -> dict[str, float]:
-    """Median seconds of each, in turn, after one of each that is not counted."""
+    """Return median seconds of each method, alternating, after an uncounted round."""
     found: dict[str, list[float]] = {name: [] for name in moves}
     for _ in range(repeats + 1):
         for name, move in moves.items():
@@ -140,7 +141,7 @@ async def alternating(moves: dict[str, Move], repeats: int) -> dict[str, float]:
 
 
 async def overlap(report: Report, host: MeshHost, size: Size) -> None:
-    """Share of the teacher's time that the trainer does not wait for."""
+    """Measure the share of the teacher's time that the trainer does not wait for."""
     rows = []
     most = size.microbatches[-1]
     cases = {
@@ -170,7 +171,7 @@ async def overlap(report: Report, host: MeshHost, size: Size) -> None:
 
 
 def at_best(taught: int, plain: int) -> float:
-    """The hidden share if nothing but compute took time: only the first signal is waited for."""
+    """Return the hidden share if only compute took time: only the first output is waited for."""
     before = plain + FORWARD
     return 1 - max(0.0, 1 - before) / taught
 
@@ -195,7 +196,7 @@ class Simulation:
         return cls(host, size, teachers, MeshTraining(config, lambda: [trainer], teachers))
 
     async def steps(self, taught: int, plain: int) -> tuple[float, float]:
-        """Medians over some steps, after one that is not counted: share hidden, seconds."""
+        """Return medians over some steps, after an uncounted one: share hidden, seconds."""
         found = []
         for _ in range(self._size.steps + 1):
             batch = a_step(self._step, taught, plain, self._size.tokens)
@@ -207,7 +208,7 @@ class Simulation:
         return statistics.median(shares), statistics.median(took)
 
     async def _follow(self) -> None:
-        """Let the teacher take in the version that the step made."""
+        """Make the teacher pull the version that the step made."""
         trainer = next(actor for actor in self._host.actors if actor.kind == "trainer")
         handle = await trainer.call("publish")
         if (got := await self._teachers.pull(handle)) != [handle.version]:
@@ -218,7 +219,7 @@ class Simulation:
 
 
 def a_step(step: int, taught: int, plain: int, tokens: int) -> StepBatch:
-    """A step of so many microbatches with a view each, and so many without."""
+    """Return a step of `taught` microbatches with a view each, and `plain` ones without."""
     samples = [
         PolicySample(
             f"t{place}", [1] * CONTEXT, [True] * CONTEXT, [0.0] * CONTEXT, 1.0, [step] * CONTEXT
@@ -234,7 +235,7 @@ def a_step(step: int, taught: int, plain: int, tokens: int) -> StepBatch:
 
 
 def a_run(teacher_output: str) -> Config:
-    """The quickstart with another signal and one sample a microbatch."""
+    """Return the quickstart with another teacher output and one sample per microbatch."""
     overrides = [f"sdpo.teacher_output={teacher_output}", f"trainer.microbatch_tokens={CONTEXT}"]
     return load_config(PRESET, overrides)
 

@@ -1,6 +1,6 @@
-"""What `service_call.py` calls: the same answer, once as an actor of ours and once as Ray's.
+"""Echo actors for `service_call.py`: one of ours and one of Ray's.
 
-Nothing here measures, and Ray is not imported here.
+Does not import Ray.
 """
 
 from monarch.actor import concurrent_endpoint
@@ -9,7 +9,7 @@ from composer_mesh.mesh.actor import MeshActor
 
 
 class Echo(MeshActor):
-    """Gives back what it gets."""
+    """Returns its input."""
 
     @concurrent_endpoint
     async def echo(self, payload: bytes) -> bytes:

@@ -1,11 +1,11 @@
-"""What a call through a service costs: against a raw Monarch call, and against Ray's actor pool.
+"""Cost of a call through a service: against a raw Monarch call, and against Ray's actor pool.
 
     python benchmarks/service_call.py [--quick] [--json FILE]
 
-Alone: one call at a time, each way in turn, so that a busy machine is busy for all of them. Raw
-calls go to the service's own replicas in rotation; spawned ones have a deadline and hear of their
-actor's death. Together: calls a second, many at once; Ray's pool gives each actor one at a time.
-Ray comes from the extra `bench`; without it, its columns and ratio are missing.
+Alone: one call at a time, alternating, so that other load affects all methods. Raw calls go to the
+service's own replicas in rotation; spawned ones have a deadline and are notified of their actor's
+death. Together: calls per second, many at once; Ray's pool gives each actor one at a time. Ray
+comes from the extra `bench`; without it, its columns and ratio are missing.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Children import the actors by name, and inherit only the environment.
+# Child processes import the actors by name, and inherit only the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 from report import Report, arguments  # noqa: E402
@@ -42,7 +42,7 @@ from composer_mesh.services.service import Service  # noqa: E402
 REPLICAS = 2
 PAYLOADS = {"1 KiB": 1 << 10, "64 KiB": 1 << 16}
 CLAIMED = "1 KiB"
-"""The payload that the ratios are about: a short question."""
+"""The payload of the ratios: a short question."""
 
 Way = Callable[[bytes], Awaitable[object]]
 Many = Callable[[bytes, int], Awaitable[object]]
@@ -50,7 +50,7 @@ Many = Callable[[bytes, int], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Size:
-    """Calls of each way: one at a time, uncounted ones before them, and at once."""
+    """Calls of each method: one at a time, uncounted ones before them, and at once."""
 
     alone: int
     warm: int
@@ -58,7 +58,7 @@ class Size:
 
 
 class Ways:
-    """The ways of a call, one at a time and many at once."""
+    """The call methods, one at a time and many at once."""
 
     def __init__(self, pool: Service, rays: Any | None) -> None:
         self._pool, self._rays = pool, rays
@@ -111,7 +111,7 @@ class RayPool:
 
 @contextmanager
 def ray_pool() -> Iterator[RayPool | None]:
-    """Ray's pool while a block runs; None where Ray is not installed."""
+    """Yield Ray's pool while a block runs; None where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         print("ray is missing, and with it its columns: pip install 'composer-mesh[bench]'")
         yield None
@@ -134,7 +134,7 @@ def ray_pool() -> Iterator[RayPool | None]:
 
 
 async def latencies(ways: dict[str, Way], payload: bytes, size: Size) -> dict[str, list[float]]:
-    """Seconds of each call of each way, taken in turns that begin with another way each."""
+    """Return the seconds of each call of each method; rounds rotate the method that starts."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
     for number in range(size.warm + size.alone):
@@ -148,7 +148,7 @@ async def latencies(ways: dict[str, Way], payload: bytes, size: Size) -> dict[st
 
 
 async def rate(many: Many, payload: bytes, calls: int) -> float:
-    """Calls a second of the best of three rounds."""
+    """Return the calls per second of the best of three rounds."""
     best = 0.0
     for _ in range(3):
         began = time.perf_counter()
@@ -158,7 +158,7 @@ async def rate(many: Many, payload: bytes, calls: int) -> float:
 
 
 async def compare(report: Report, ways: Ways, payload: str, size: Size) -> None:
-    """One payload: a table, its figures, and the ratios where they are about this one."""
+    """Compare one payload: a table, its figures, and the ratios for the claimed payload."""
     content = os.urandom(PAYLOADS[payload])
     took = await latencies(ways.alone(), content, size)
     rates = {

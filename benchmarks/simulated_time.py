@@ -1,9 +1,9 @@
-"""An asyncio loop whose clock jumps to the next thing that is due: hours of waiting in a moment.
+"""An asyncio event loop with simulated time: its clock jumps to the next scheduled event.
 
     asyncio.Runner(loop_factory=SimulatedLoop)
 
-Whoever asks the loop for the time gets simulated seconds, and each run of the same program gives
-the same ones, whatever else the machine does. Nothing here may wait for threads, files or sockets.
+`loop.time()` returns simulated seconds, and each run of the same program gives the same ones,
+whatever the load of the machine. Must not wait for threads, files or sockets.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Sleeps take no time, and happen in the order of their ends."""
+    """An event loop whose sleeps take no time, and end in order."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,7 +24,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class _Jumping(selectors.BaseSelector):
-    """A selector that waits for nothing but the clock, and moves it."""
+    """A selector that waits for nothing but the clock, and advances it."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop, self._files = loop, selectors.SelectSelector()

@@ -1,12 +1,12 @@
-"""What the store of a run costs: rollouts of 32,000 tokens written and read back.
+"""Cost of the run store: rollouts of 32,000 tokens written and read back.
 
     python benchmarks/store.py                  1,000 rollouts in 250 groups, with random log-probs
     python benchmarks/store.py --quick          40 rollouts
 
-Each group is written as a run writes it: its file, and its rows in one transaction, both on the
-disk when the call returns. Beside it stand the same bytes written to plain files with fsync and
-read back, and the JSON lines that runs wrote before. Files are read with warm caches on both sides.
-While the store writes, a task looks every millisecond how long the event loop was away.
+Each group is written as in a run: its file, and its rows in one transaction, both on disk when the
+call returns. The baselines are the same bytes written to plain files with fsync and read back, and
+the JSON lines that runs wrote before. Files are read with warm caches on both sides. While the
+store writes, a task measures every millisecond how long the event loop was blocked.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ MB = 1e6
 
 @dataclass
 class Timed:
-    """Seconds of a way to write and read, and the bytes on the disk."""
+    """Seconds of a method to write and read, and the bytes on disk."""
 
     write_s: float = 0.0
     read_s: float = 0.0
@@ -53,7 +53,7 @@ class Timed:
 
 
 def make_group(group_id: int) -> list[Trace]:
-    """Rollouts of many turns: a third of the tokens is sampled, as with tools that answer a lot."""
+    """Make rollouts of many turns: a third of the tokens is sampled, as with verbose tools."""
     rng = np.random.default_rng(group_id)
     return [make_trace(group_id, sample, rng) for sample in range(GROUP)]
 
@@ -80,7 +80,8 @@ def make_trace(group_id: int, sample: int, rng: np.random.Generator) -> Trace:
 
 
 async def time_store(root: Path, groups: int) -> tuple[Timed, list[float], dict[str, float]]:
-    """The store's times, how long the event loop was away, and what the store says it waited."""
+    """Return the store's times, how long the event loop was blocked, and the store's own wait
+    times."""
     timed, away = Timed(), list[float]()
     with RunStore(root, load_config(PRESET, [])) as store:
         for group_id in range(groups):
@@ -101,7 +102,7 @@ async def time_store(root: Path, groups: int) -> tuple[Timed, list[float], dict[
 
 
 async def watch_loop(away: list[float]) -> None:
-    """Note how much later than asked the event loop comes back, in seconds."""
+    """Record by how many seconds the event loop exceeds each sleep."""
     while True:
         began = time.perf_counter()
         await asyncio.sleep(0.001)
@@ -109,7 +110,7 @@ async def watch_loop(away: list[float]) -> None:
 
 
 def time_plain(root: Path, contents: Callable[[int], bytes], groups: int) -> Timed:
-    """Files of the same bytes, each on the disk before the next one."""
+    """Time files of the same bytes, each on disk before the next one."""
     timed = Timed()
     for group_id in range(groups):
         content, path = contents(group_id), root / f"{group_id}"
@@ -128,7 +129,7 @@ def time_plain(root: Path, contents: Callable[[int], bytes], groups: int) -> Tim
 
 
 def time_lines(root: Path, groups: int) -> Timed:
-    """JSON lines, appended and on the disk group by group, and parsed again."""
+    """Time JSON lines, appended and on disk group by group, and parsed again."""
     timed, path = Timed(), root / "traces.jsonl"
     for group_id in range(groups):
         group = make_group(group_id)

@@ -1,12 +1,12 @@
-"""What supervision costs a run that nothing happens to: CPU beside the work.
+"""CPU cost of supervision for a run without failures.
 
     python benchmarks/supervision.py [--quick] [--json FILE]
 
 As many actors as the quickstart has, idle, so that all CPU is supervision's own: plain Monarch;
 ours, with its watches on processes and its heartbeats; and ours with the live status of a run,
-which asks each actor every other second. Each way in a fresh process, in turn. The ratio is what
-it takes above plain Monarch of the two cores that the quickstart keeps busy: a step is longer by
-that share when every cycle is taken from it.
+which queries each actor every other second. Each variant in a fresh process, alternating. The ratio
+is its CPU above plain Monarch over the two cores that the quickstart keeps busy: a step is longer
+by that share when every cycle is taken from it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MESSAGE = "RESULT "
 
 
 def main() -> int:
-    """Measure each way in turn; returns 1 where the claim does not hold."""
+    """Measure each variant in turn; return 1 where the claim does not hold."""
     from report import Report, arguments
 
     parser = arguments(__doc__.splitlines()[0])
@@ -60,7 +60,7 @@ def _range(found: list[float]) -> str:
 
 
 async def in_a_fresh_process(way: str, seconds: float) -> float:
-    """One way, in a process that has read no other way's settings."""
+    """Run one variant in a process that has read no other variant's settings."""
     command = [sys.executable, __file__, "--way", way, "--seconds", str(seconds)]
     running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await running.communicate()
@@ -71,8 +71,8 @@ async def in_a_fresh_process(way: str, seconds: float) -> float:
 
 
 def measured(way: str, seconds: float) -> float:
-    """CPU seconds per second of this process and its actors, while nobody asks for anything."""
-    # Children import the actors by name, and inherit only the environment.
+    """Return CPU seconds per second of this process and its actors while idle."""
+    # Child processes import the actors by name, and inherit only the environment.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ["OMP_NUM_THREADS"] = "1"
     if way == "monarch":
@@ -132,7 +132,7 @@ async def _share(pids: list[int], seconds: float) -> float:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process, to the nanosecond where the kernel says them."""
+    """Return the CPU seconds of a process, to the nanosecond where the kernel reports them."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 

@@ -1,7 +1,7 @@
-"""How much of the weights' way is hidden in a real asynchronous run, whose steps are longer.
+"""Share of the weight syncs that overlaps with longer steps in a real asynchronous run.
 
 A short run of the real command with a model of 25 million random weights, rollouts and steps to
-match, and nobody else's processes. Reads what the run itself wrote down; `async.py` calls it.
+match, on an otherwise idle machine. Reads the run's own metrics; called by `async.py`.
 """
 
 import os
@@ -39,7 +39,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Hidden:
-    """Medians of a run's steps, in seconds, and the share of all syncs' time that was hidden."""
+    """Medians of a run's steps, in seconds, and the hidden share of all syncs' time."""
 
     step_s: float
     sync_s: float
@@ -48,7 +48,7 @@ class Hidden:
 
 
 def measure(steps: int) -> Hidden:
-    """Run it. The first step has no sync beside it, and the last one's has no step."""
+    """Run and measure. The first step overlaps with no sync, and the last sync with no step."""
     with TemporaryDirectory(prefix="sync-hidden-") as folder:
         output = Path(folder) / "run"
         settings = {**SETTINGS, "run.steps": steps, "policy.cache_dir": Path(folder) / "policies"}

@@ -1,13 +1,13 @@
-"""Teacher replay under faults, and against a real server: what is lost, overspent, and how fast.
+"""Teacher replay under faults, or against a real server: losses, overspending and throughput.
 
     python benchmarks/teacher_replay.py [--quick] [--json FILE]
     python benchmarks/teacher_replay.py --base-url http://127.0.0.1:8000/v1 --model NAME
 
-Without a server: a pool of four replicas asks three teachers about states through a proxy that
-fails in eighteen ways and keeps a ledger of its own, under ceilings from "bites at once" to "never
-bites". `overspend_usd` is the most that the proxy charged above a ceiling, `states_lost` counts
-states that ended neither with an answer nor with a typed failure of each teacher. With a server:
-throughput and latency of the same pool, all three teachers being that server.
+Without a server: a pool of four replicas queries three teachers about states through a proxy that
+fails in eighteen ways and keeps its own ledger, under budget limits from "reached at once" to
+"never reached". `overspend_usd` is the most that the proxy charged above a limit, `states_lost`
+counts states that ended neither with an answer nor with a typed failure of each teacher. With a
+server: throughput and latency of the same pool, with that server as all three teachers.
 """
 
 import argparse
@@ -52,7 +52,7 @@ Answered = dict[str, tuple[list[TeacherReply], float]]
 
 
 def states_of(count: int) -> tuple[ToolboxTask, list[FrozenState]]:
-    """The opening of so many episodes."""
+    """Return the initial states of this many episodes."""
     task = ToolboxTask(seed=0, penalty=0.1)
     openings = (task.session(task.episode("train", index)).state(0) for index in range(count))
     return task, [FrozenState(f"state-{n}", opening, n) for n, opening in enumerate(openings)]
@@ -61,7 +61,7 @@ def states_of(count: int) -> tuple[ToolboxTask, list[FrozenState]]:
 async def ask_all(
     settings: PanelSettings, states: list[FrozenState], at_once: int | None = None
 ) -> tuple[Answered, float]:
-    """Every state through a pool of its own: replies and seconds of each, and of all."""
+    """Query every state through a new pool; return replies and seconds of each, and in all."""
     room = asyncio.Semaphore(at_once or len(states))
     async with await service.spawn(TeacherReplayActor, n=REPLICAS, load=(settings,)) as pool:
         found: Answered = {}
@@ -80,7 +80,7 @@ async def ask_all(
 
 
 def lost(states: list[FrozenState], found: Answered) -> int:
-    """States without an answer or a typed failure of each teacher."""
+    """Count states without an answer or a typed failure of each teacher."""
     whole = {
         state_id
         for state_id, (replies, _) in found.items()

@@ -1,20 +1,20 @@
-"""The whole mesh against TRL's GRPOTrainer: tokens trained a second, and time to 0.8 success.
+"""The complete mesh against TRL's GRPOTrainer: tokens trained per second, and time to 0.8 success.
 
     python benchmarks/vs_trl.py [--quick] [--json FILE]
 
 Both train the quickstart's tiny Qwen3, from the same warm start, on the same episodes of the
 toolbox task, several turns each, with the same rewards, loss, batch, optimizer and rates. TRL plays
 them by its `rollout_func` and samples by its own generation; the mesh is `composer-mesh train` with
-GRPO alone, and once more with all three channels. The sides take turns, each at its best settings:
+GRPO alone, and once more with all three channels. The sides alternate, each at its best settings:
 TRL is tried with several numbers of threads and rows before.
 
-A token counts where the policy sampled it and the loss saw it. Tokens a second leave out start-up,
-the first two steps and the last two, in which the mesh samples no more. Time to success is training
-time up to the first policy that solves 0.8 of the held-out episodes, greedily, by one evaluator for
-all; and, because that comes within a few steps, up to the step whose sampled rollouts do (mean of
-three steps). Policies are saved in runs of their own, because a checkpoint of a run holds more than
-TRL's folder of weights, and is written through to the disk. TRL comes from the extra `bench`;
-without it, its figures and ratio are missing.
+A token counts where the policy sampled it and the loss saw it. Tokens per second leave out
+start-up, the first two steps and the last two, in which the mesh samples no more. Time to success
+is training time up to the first policy that solves 0.8 of the held-out episodes, greedily, by one
+evaluator for all; and, because that takes only a few steps, up to the step whose sampled rollouts
+do (mean of three steps). Policies are saved in separate runs, because a checkpoint of a run holds
+more than TRL's folder of weights, and is written through to the disk. TRL comes from the extra
+`bench`; without it, its figures and ratio are missing.
 """
 
 import importlib.util
@@ -42,27 +42,26 @@ HERE = Path(__file__).resolve().parent
 PRESET = HERE.parent / "configs" / "quickstart.toml"
 CORES = len(os.sched_getaffinity(0))
 MARGIN = 2
-"""Steps at both ends that tokens a second leave out."""
+"""Steps at both ends that tokens per second leave out."""
 GOAL = 0.8
 ALONE = ("sdpo.alpha=0.0", "replay.beta=0.0")
 MESH = ("trainer.microbatch_tokens=1024", "schedule.max_lag=2")
-"""The mesh's own best settings: it sorts by length, so that short microbatches hold little padding,
-and with a lag of two nobody waits for the turns of an episode, which follow each other.
-"""
+"""The mesh's best settings: it sorts by length, so that short microbatches have little padding, and
+with a lag of two nothing waits for the sequential turns of an episode."""
 SIDES: Mapping[str, Sequence[str]] = {
     "trl": ALONE,
     "mesh": (*ALONE, *MESH),
     "mesh_three_channels": MESH,
 }
-"""What each side changes in the preset."""
+"""Overrides of the preset for each side."""
 
 
 @dataclass(frozen=True)
 class Way:
     """How TRL is run.
 
-    With `spin` its threads wait busily for each other, as they do by default: fastest alone on a
-    machine, and in their own way beside others.
+    With `spin` its threads busy-wait for each other, as they do by default: fastest alone on a
+    machine, but slow next to other load.
     """
 
     threads: int
@@ -78,30 +77,30 @@ class Way:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run: steps of each run, how often, and how its policies are looked at."""
+    """Size of the comparison: steps of each run, rounds, and evaluation of the policies."""
 
     steps: int
     rounds: int
     episodes: int
-    """Held-out episodes that saved policies play; 0 saves none."""
+    """Held-out episodes played by saved policies; 0 saves none."""
     tries: Sequence[Way]
-    """Ways to run TRL; the best one is kept."""
+    """Ways to run TRL; the best one is used."""
     sides: Sequence[str] = tuple(SIDES)
 
 
 FULL = Size(30, 2, 200, [Way(1, 48), Way(1, 16), *(Way(CORES, r, spin=True) for r in (16, 48))])
 QUICK = Size(9, 1, 0, [Way(1, 48), Way(CORES, 48, spin=True)], ("trl", "mesh"))
 TRIED_STEPS, TRIED_S = 3, 60.0
-"""Length of a try, and the seconds after which it is given up."""
+"""Steps of a trial, and the seconds after which it is aborted."""
 
 
 @dataclass
 class Side:
-    """What one side did, run by run."""
+    """Results of one side, run by run."""
 
     runs: list[Recorded] = field(default_factory=list)
     saved: list[Recorded] = field(default_factory=list)
-    """The same runs again, each step's policy saved, which takes time."""
+    """Repetitions of the runs with each step's policy saved, which takes time."""
     successes: list[dict[int, float]] = field(default_factory=list)
     """Held-out success of the policies of each saved run, by step."""
 
@@ -109,7 +108,7 @@ class Side:
         return [run.tokens_per_s(MARGIN, size.steps - MARGIN) for run in self.runs]
 
     def greedy(self) -> list[int | None]:
-        """The step of each saved run whose policy first came to the goal."""
+        """Return the step of each saved run whose policy first reached the goal."""
         firsts = [
             next((step for step, success in sorted(found.items()) if success >= GOAL), None)
             for found in self.successes
@@ -117,11 +116,12 @@ class Side:
         return firsts or [None] * len(self.runs)
 
     def sampled(self) -> list[int | None]:
-        """The step of each run whose own rollouts came to the goal."""
+        """Return the step of each run whose own rollouts reached the goal."""
         return [run.sampled(GOAL) for run in self.runs]
 
     def time_to(self, steps: Sequence[int | None]) -> float | None:
-        """Median seconds of training up to these steps; None where a run did not come to it."""
+        """Return the median training seconds up to these steps; None where a run did not reach
+        it."""
         pairs = zip(self.runs, steps, strict=True)
         seconds = [None if step is None else run.trained_s(step) for run, step in pairs]
         known = [one for one in seconds if one is not None]
@@ -135,7 +135,7 @@ GOALS: Mapping[str, Callable[[Side], list[int | None]]] = {
 
 
 class Comparison:
-    """The runs of one comparison, in a folder of their own."""
+    """The runs of one comparison, in their own folder."""
 
     def __init__(self, size: Size, folder: Path) -> None:
         self._size, self._folder, self._count = size, folder, 0
@@ -143,7 +143,7 @@ class Comparison:
         self._best = size.tries[0]
 
     def config(self, side: str, steps: int | None = None, saves: bool = False) -> Config:
-        """The run of a side."""
+        """Return the config of a side's run."""
         settings = [
             f"run.steps={steps or self._size.steps}",
             f"trainer.checkpoint_every={int(saves)}",
@@ -152,7 +152,7 @@ class Comparison:
         return load_config(PRESET, [*SIDES[side], *settings])
 
     def choose(self) -> Way:
-        """TRL's best way of those to be tried."""
+        """Return TRL's best way of those to be tried."""
         if len(self._size.tries) > 1:
             found = {way: self._tried(way) for way in self._size.tries}
             self._best = max(found, key=lambda way: found[way])
@@ -165,7 +165,7 @@ class Comparison:
     def run(
         self, side: str, steps: int | None = None, way: Way | None = None, saves: bool = False
     ) -> Recorded:
-        """One run of a side, from its own process to its end."""
+        """Do one run of a side, in its own process, to its end."""
         self._count += 1
         place = self._folder / f"{self._count}-{side}"
         output, keep, file = place / "run", place / "policies", place / "config.toml"
@@ -181,7 +181,8 @@ class Comparison:
         return record(_python(command), output, way.env, keep, patience_s)
 
     def successes(self, run: Recorded) -> dict[int, float]:
-        """Greedy held-out success of the policies that a run has saved, up to the goal and last."""
+        """Return the greedy held-out success of a run's saved policies, up to the goal, and of the
+        last."""
         config = self.config("mesh")
         task, tokenizer = make_task(config), load_tokenizer(self.policy)
         player = Player(config, task, ChatFormat(tokenizer, task.tools))
@@ -196,7 +197,7 @@ class Comparison:
 
 
 class Greedy:
-    """The most likely answers of a policy, by transformers' own generation."""
+    """A policy's greedy answers, by transformers' own generation."""
 
     def __init__(self, folder: Path, longest: int, tokenizer: object) -> None:
         self._model, self._longest = load_model(folder), longest
@@ -226,7 +227,7 @@ def _python(command: Sequence[object]) -> list[str]:
 
 
 def compare(size: Size, peer: bool) -> tuple[dict[str, Side], Way | None]:
-    """Every side in turn, as often as the size says, and the way TRL was run."""
+    """Run every side in turn, for all rounds; return the sides and the way TRL was run."""
     sides = {name: Side() for name in size.sides if peer or name != "trl"}
     with tempfile.TemporaryDirectory(prefix="vs_trl-") as folder:
         comparison = Comparison(size, Path(folder))
@@ -256,7 +257,7 @@ def report_on(sides: Mapping[str, Side], best: Way | None, size: Size) -> Report
 
 
 def figures_of(side: Side, size: Size) -> dict[str, float]:
-    """Medians over the runs of a side."""
+    """Return medians over the runs of a side."""
     found = {
         "tokens_per_s": statistics.median(side.tokens_per_s(size)),
         "trained_s": statistics.median(run.trained_s(size.steps) for run in side.runs),
@@ -273,7 +274,7 @@ def figures_of(side: Side, size: Size) -> dict[str, float]:
 
 
 def add_ratios(report: Report, sides: Mapping[str, Side], size: Size) -> None:
-    """The mesh over TRL, run by run of the same round."""
+    """Add the ratios of mesh to TRL, for runs of the same round."""
     for name in sides.keys() - {"trl"}:
         pairs = zip(sides[name].tokens_per_s(size), sides["trl"].tokens_per_s(size), strict=True)
         ratio = statistics.median(ours / theirs for ours, theirs in pairs)

@@ -1,8 +1,7 @@
-"""Many episodes of a run's task at once, turn by turn, with any function that samples a batch.
+"""Plays many episodes of a run's task together, turn by turn, with any batch sampling function.
 
-Both sides of `vs_trl` are judged by it, and TRL's rollouts are made by it. What is read, when an
-episode ends and what a turn may take are as in `services.rollout`, which tests hold together with
-it. Nothing here knows a model.
+Both sides of `vs_trl` are judged by it, and TRL's rollouts are made by it. Inputs, the end of an
+episode and the limits of a turn are as in `services.episodes.rollout`; tests compare the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import Episode, Session, Task
 
 Sample = Callable[[list[list[int]]], list[list[int]]]
-"""Answers to a batch of contexts, each up to and with its stop token."""
+"""Answers a batch of contexts, each up to and including its stop token."""
 
 
 @dataclass
@@ -36,14 +35,14 @@ class Played:
 
 
 class Player:
-    """Plays episodes of one task in step with each other; those that have ended drop out."""
+    """Plays episodes of one task in lockstep; finished ones drop out."""
 
     def __init__(self, config: Config, task: Task, chat: ChatFormat) -> None:
         self._task, self._chat = task, chat
         self._room = config.policy.max_context - config.generator.max_new_tokens
 
     def play(self, episodes: Sequence[Episode], sample: Sample) -> list[Played]:
-        """Every episode to its end."""
+        """Play every episode to its end."""
         sessions = [self._task.session(episode) for episode in episodes]
         played = [Played(self._chat.first_prompt(session.messages)) for session in sessions]
         live = list(range(len(episodes)))
@@ -54,7 +53,7 @@ class Player:
         return played
 
     def _turn(self, session: Session, played: Played, answer: list[int]) -> bool:
-        """Take one answer; whether the episode goes on."""
+        """Apply one answer; return whether the episode continues."""
         played.add(answer, sampled=True)
         step = session.step(self._chat.action_text(answer))
         if step.done:

@@ -1,10 +1,10 @@
-"""TRL's side of `vs_trl`: GRPOTrainer on a run's task, in a process of its own.
+"""TRL's side of `vs_trl`: GRPOTrainer on a run's task, in a separate process.
 
     python benchmarks/vs_trl_peer.py CONFIG POLICY OUTPUT --save-every N --rows N
 
 It reads the config of a run and trains what that run would: the same model, episodes in the same
-order, rewards, loss, optimizer and rates. Episodes have several turns, so they come in by TRL's
-`rollout_func`; tokens are sampled by TRL's own generation. The output looks like a run's:
+order, rewards, loss, optimizer and rates. Episodes have several turns, so they use TRL's
+`rollout_func`; tokens are sampled by TRL's own generation. The output has the files of a run:
 `metrics.jsonl` and `checkpoints/step-N`.
 """
 
@@ -61,13 +61,13 @@ class Rollouts:
 
 
 def given(**columns: Any) -> list[float]:
-    """The rewards that the episodes had."""
+    """Return the rewards of the episodes."""
     rewards: list[float] = columns["reward"]
     return rewards
 
 
 class Recorder(TrainerCallback):
-    """Writes what a run writes: a line for each step, and a policy now and then."""
+    """Writes the files of a run: a line for each step, and a policy at intervals."""
 
     def __init__(self, output: Path, rollouts: Rollouts, save_every: int) -> None:
         self._output, self._rollouts, self._save_every = output, rollouts, save_every
@@ -96,7 +96,7 @@ class Recorder(TrainerCallback):
 
 
 def settings(config: Config, output: Path, rows: int) -> GRPOConfig:
-    """The run's settings in TRL's words; `rows` sequences share a forward and backward."""
+    """Convert the run's settings to TRL's; `rows` sequences share a forward and backward."""
     loss, advantage, schedule = config.loss, config.advantage, config.schedule
     if not isinstance(loss, GrpoLoss) or not isinstance(advantage, GroupAdvantage):
         raise SystemExit("vs_trl compares GRPO with group advantages: leave both sections as set")

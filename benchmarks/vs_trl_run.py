@@ -1,7 +1,6 @@
-"""One side of `vs_trl` as it is seen from outside: a process, its metrics and its checkpoints.
+"""Observes one side of `vs_trl` from outside: a process, its metrics and its checkpoints.
 
-Both sides write the same files, so both are watched by the same code and the same clock. Nothing
-here knows who trains.
+Both sides write the same files, so both are measured by the same code and the same clock.
 """
 
 import contextlib
@@ -18,16 +17,16 @@ from pathlib import Path
 POLL_S = 0.05
 LEFT_OUT = ("state",)
 SMOOTHED = 3
-"""Steps over which the success of sampled rollouts is taken."""
+"""Steps over which the success of sampled rollouts is averaged."""
 
 
 class SideFailed(RuntimeError):
-    """A process that trained has ended with an error."""
+    """A training process has ended with an error."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step: the action tokens that it trained, and when it had ended (time.monotonic).
+    """A step: the action tokens that it trained, and when it ended (time.monotonic).
 
     `success` is the share of its own rollouts that were solved.
     """
@@ -40,26 +39,27 @@ class Step:
 
 @dataclass
 class Recorded:
-    """What was seen of one run. `began` is when its first step did."""
+    """Measurements of one run. `began` is when its first step started."""
 
     launched: float
     began: float = 0.0
     ended: float = 0.0
     steps: list[Step] = field(default_factory=list)
     policies: dict[int, Path] = field(default_factory=dict)
-    """Copies of the policies that it saved, by step."""
+    """Copies of its saved policies, by step."""
 
     def tokens_per_s(self, skip: int, last: int) -> float:
-        """Tokens a second from the end of step `skip` to the end of step `last`."""
+        """Return tokens per second from the end of step `skip` to the end of step `last`."""
         tokens = sum(one.tokens for one in self.steps if skip < one.step <= last)
         return tokens / (self._end_of(last) - (self._end_of(skip) if skip else self.began))
 
     def trained_s(self, step: int) -> float:
-        """Seconds from the beginning of the first step to the end of this one."""
+        """Return the seconds from the start of the first step to the end of this one."""
         return self._end_of(step) - self.began
 
     def sampled(self, goal: float) -> int | None:
-        """The first step whose rollouts and those of the two before it came to the goal."""
+        """Return the first step at which it and the two steps before it reached the goal on
+        average."""
         for last in range(SMOOTHED, len(self.steps) + 1):
             if statistics.mean(one.success for one in self.steps[last - SMOOTHED : last]) >= goal:
                 return self.steps[last - 1].step
@@ -81,9 +81,9 @@ def record(
     keep: Path,
     patience_s: float | None = None,
 ) -> Recorded:
-    """Run a side to its end, or as long as the patience lasts, and keep its policies.
+    """Run a side to its end, or until it is out of time, and keep its policies.
 
-    Raises `SideFailed` with its last words.
+    Raises `SideFailed` with the end of its log.
     """
     log = keep.with_suffix(".log")
     with log.open("w") as file:
@@ -109,7 +109,7 @@ def record(
 
 
 def _look(found: Recorded, output: Path, keep: Path) -> None:
-    """Note what is new."""
+    """Record what is new."""
     metrics = output / "metrics.jsonl"
     lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
     now = time.monotonic()

@@ -1,13 +1,13 @@
-"""How long a version of the weights is on its way, by every transport, beside memcpy.
+"""Transfer time of a version of the weights by every transport, compared with memcpy.
 
     python benchmarks/weight_sync.py [--quick] [--json FILE]
 
-Two processes of one host: one publishes, the other pulls. Ways that are compared take turns, with
-a memcpy of the same bytes in each turn, so that a busy machine is busy for all of them. The first
-turn (memory is made, registered, mapped) is reported by itself, the others by their median.
-torchstore by itself is its own put_state_dict and get_state_dict; it is an extra (see
-docs/weight-sync.md), and without it its rows and ratio are missing. How much of a sync a run hides
-beside its training is measured by runs: `time/weight_sync_s` and `async.py`.
+Two processes of one host: one publishes, the other pulls. Compared methods alternate, with a memcpy
+of the same bytes in each turn, so that other load affects all of them. The first turn (memory is
+allocated, registered, mapped) is reported separately, the others by their median. torchstore alone
+is its own put_state_dict and get_state_dict; it is an extra (see docs/weight-sync.md), and without
+it its rows and ratio are missing. How much of a sync a run overlaps with its training is measured
+by runs: `time/weight_sync_s` and `async.py`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from composer_mesh.mesh.environment import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Children import the actors by name, and inherit only the environment.
+# Child processes import the actors by name, and inherit only the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 from report import Report, arguments  # noqa: E402
@@ -40,7 +40,7 @@ from composer_mesh.mesh.weights.transports import torchstore  # noqa: E402
 ALONE = "torchstore by itself"
 MB = 1_000_000
 GROUPS = (("shm",), ("shm, checksums",), ("torchstore",), ("disk",), ("rdma", ALONE))
-"""What takes turns. Not all at once: each way holds several copies of the weights."""
+"""Methods that alternate. Not all at once, because each holds several copies of the weights."""
 
 Times = dict[str, list[float]]
 Move = Callable[[], Awaitable[None]]
@@ -48,7 +48,7 @@ Move = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of the weights, and turns that are counted."""
+    """Bytes of the weights, and counted turns."""
 
     nbytes: int
     turns: int
@@ -59,14 +59,14 @@ class Size:
 
 
 class Ways:
-    """Both halves of each way between the two processes: offer, take over."""
+    """Both parts of each method between the two processes: offer and take."""
 
     def __init__(self, source: SpawnedActor, target: SpawnedActor, folder: Path) -> None:
         self._source, self._target, self._folder = source, target, folder
         self._version = 0
 
     async def offer_and_take(self, way: str) -> tuple[float, float]:
-        """Seconds of the two halves, as the caller sees them."""
+        """Return the seconds of both parts, as seen by the caller."""
         return await (self._alone() if way == ALONE else self._ours(way))
 
     async def _alone(self) -> tuple[float, float]:
@@ -91,7 +91,7 @@ async def seconds(work: Awaitable[object]) -> tuple[float, object]:
 
 
 async def measure(report: Report, host: MeshHost, size: Size, folder: Path) -> None:
-    """All ways at one size; the figures are named by it."""
+    """Measure all methods at one size, which is part of the figures' names."""
     number = size.nbytes // MB
     source, target = await asyncio.gather(
         host.spawn(f"source-{number}", Source), host.spawn(f"target-{number}", Target)
@@ -112,7 +112,7 @@ async def measure(report: Report, host: MeshHost, size: Size, folder: Path) -> N
 
 
 async def in_turn(ways: Ways, target: SpawnedActor, present: list[str], turns: int) -> Times:
-    """Seconds of both halves of each way, and of a memcpy, once for each turn."""
+    """Return the seconds of both parts of each method, and of a memcpy, once per turn."""
     found: Times = {f"{way} {half}": [] for way in present for half in ("offer", "take")}
     found["memcpy"] = []
     for _ in range(turns + 1):
@@ -125,7 +125,7 @@ async def in_turn(ways: Ways, target: SpawnedActor, present: list[str], turns: i
 
 
 def row(report: Report, size: Size, way: str, times: Times) -> list[str]:
-    """One line of the table, and its figures."""
+    """Return one row of the table, and record its figures."""
     halves = [times[f"{way} offer"], times[f"{way} take"]]
     offer, take = (statistics.median(half[1:]) for half in halves)
     first, memcpy = sum(half[0] for half in halves), statistics.median(times["memcpy"][1:])
@@ -137,14 +137,14 @@ def row(report: Report, size: Size, way: str, times: Times) -> list[str]:
 
 
 async def side_costs(report: Report, target: SpawnedActor, size: Size) -> None:
-    """What checksums cost, and what it costs to find out that a tensor did not change."""
+    """Measure the cost of checksums, and of detecting that a tensor is unchanged."""
     for name in ("memcpy", "prove", "compare"):
         taken = [await target.call(name) for _ in range(size.turns + 1)]
         report.figures[f"{size.name} {name}_ms"] = round(statistics.median(taken[1:]) * 1e3, 2)
 
 
 def ratios(report: Report, size: Size) -> None:
-    """The claims, at the size that they are made for."""
+    """Add the ratios of the claims, at the size that they are made for."""
 
     def of(name: str) -> float:
         return float(report.figures[f"{size.name} {name}"])
@@ -171,7 +171,7 @@ async def run(report: Report, sizes: list[Size]) -> None:
 
 
 async def open_torchstore(host: MeshHost) -> None:
-    """Its own start: a controller and one volume, in processes of their own."""
+    """Start torchstore: a controller and one volume, in their own processes."""
     assert host.here.mesh is not None
     os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 << 30))
     import torchstore as ts

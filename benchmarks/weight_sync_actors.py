@@ -1,6 +1,6 @@
-"""The two actors that `weight_sync.py` measures with: one has weights, the other takes them over.
+"""The two actors of `weight_sync.py`: a publisher and a receiver of weights.
 
-Times inside a process are taken here; everything else, and every table, is the benchmark's.
+Times inside a process are measured here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ KEY = "weights"
 
 
 def some_state(nbytes: int) -> dict[str, Tensor]:
-    """Float32 tensors of so many bytes in all, like the layers of a model."""
+    """Make float32 tensors of `nbytes` bytes in all, like the layers of a model."""
     rows = max(1, nbytes // TENSORS // 4096)
     return {f"layers.{place}.weight": torch.randn(rows, 1024) for place in range(TENSORS)}
 
 
 def use_async_controller() -> None:
-    """Let torchstore's own functions find a controller that Monarch 0.7 accepts."""
+    """Replace torchstore's controller by one that Monarch 0.7 accepts."""
     import torchstore.api
 
     from composer_mesh.mesh.weights.transports.torchstore_controller import AsyncController
@@ -39,20 +39,20 @@ def use_async_controller() -> None:
 
 
 class Source(MeshActor):
-    """Has the weights, and offers them in every way."""
+    """Holds the weights, and publishes them with every method."""
 
     kind: ClassVar[str] = "source"
 
     @concurrent_endpoint
     async def load(self, nbytes: int) -> int:
-        """Make the weights; returns their bytes."""
+        """Make the weights; return their size in bytes."""
         self._state = some_state(nbytes)
         self._publishers: dict[str, WeightPublisher] = {}
         return sum(tensor.nbytes for tensor in self._state.values())
 
     @concurrent_endpoint
     async def publish(self, way: str, transport: Transport, version: int) -> WeightsHandle:
-        """Offer the weights by a transport; ways that prove them are named so."""
+        """Publish the weights by a transport; methods with checksums are named so."""
         if way not in self._publishers:
             self._publishers[way] = WeightPublisher(
                 lambda: self._state, transport=transport, checksums=way.endswith("checksums")
@@ -61,7 +61,7 @@ class Source(MeshActor):
 
     @concurrent_endpoint
     async def put(self) -> None:
-        """torchstore's own way."""
+        """Store the weights with torchstore's own function."""
         import torchstore
 
         use_async_controller()
@@ -69,32 +69,32 @@ class Source(MeshActor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Give back what was offered."""
+        """Free what was published."""
         for publisher in self._publishers.values():
             await publisher.close()
         self._publishers.clear()
 
 
 class Target(MeshActor):
-    """Takes weights over, and drops them."""
+    """Receives weights, and drops them."""
 
     kind: ClassVar[str] = "target"
 
     @concurrent_endpoint
     async def load(self, nbytes: int) -> None:
-        """Make room to copy in."""
+        """Allocate memory to copy into."""
         self._one, self._other = torch.ones(2, nbytes // 4)
         self._receivers: dict[str, WeightReceiver] = {}
 
     @concurrent_endpoint
     async def pull(self, way: str, handle: WeightsHandle) -> int:
-        """Receive a version; returns it."""
+        """Receive a version; return it."""
         receiver = self._receivers.setdefault(way, WeightReceiver())
         return (await receiver.receive(handle)).version
 
     @concurrent_endpoint
     async def get(self) -> int:
-        """torchstore's own way; returns how many tensors came."""
+        """Load the weights with torchstore's own function; return the number of tensors."""
         import torchstore
 
         use_async_controller()
@@ -103,23 +103,23 @@ class Target(MeshActor):
 
     @concurrent_endpoint
     async def memcpy(self) -> float:
-        """Seconds that the same bytes take from memory to memory in this process."""
+        """Return the seconds of a memcpy of the same bytes in this process."""
         return _timed(lambda: self._other.copy_(self._one))
 
     @concurrent_endpoint
     async def compare(self) -> float:
-        """Seconds that it takes to find out that nothing has changed."""
+        """Return the seconds that detecting unchanged tensors takes."""
         self._other.copy_(self._one)
         return _timed(lambda: torch.equal(self._one, self._other))
 
     @concurrent_endpoint
     async def prove(self) -> float:
-        """Seconds that a checksum of the same bytes takes."""
+        """Return the seconds that a checksum of the same bytes takes."""
         return _timed(lambda: checksum(self._one.view(torch.uint8)))
 
     @concurrent_endpoint
     async def forget(self) -> None:
-        """Give the staging memory back."""
+        """Free the staging memory."""
         self._receivers.clear()
 
 

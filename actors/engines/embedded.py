@@ -99,8 +99,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """Admit requests, sample one token for each, retire; return the number of tokens
-        sampled."""
+        """Admit requests, sample one token each, retire; return the number of sampled tokens."""
         decoding = len(self._running)
         joining = self._admit()
         sampled = len(self._running)
@@ -152,8 +151,7 @@ class Engine:
         return joining
 
     def _logits(self, decoding: int, joining: _Joining) -> Tensor:
-        """Run one forward for all rows; return `[running, V]` and copy the keys of duplicate
-        prompts."""
+        """Run one forward for all rows; return logits `[running, V]`; copy duplicates' keys."""
         prompts = [running.prompt for running in self._running]
         where = list(range(decoding))
         place, ends = decoding, {}

@@ -67,8 +67,7 @@ class Packed:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        """Treat query heads that share keys as several queries of one head, to avoid copying
-        keys."""
+        """Batch query heads that share keys as queries of one head, which avoids key copies."""
         rows, heads = self.decoding, len(query)
         if self.ragged and self._bias is None:
             here = torch.arange(self.longest, device=query.device)

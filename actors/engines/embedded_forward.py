@@ -33,8 +33,7 @@ class ModelNotServed(ValueError):
 
 
 class PackedForward:
-    """Logits of packed tokens; raises `ModelNotServed` for a model that it would compute
-    wrongly."""
+    """Logits of packed tokens; raises `ModelNotServed` for models that it gets wrong."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._model, self._cache = model, cache
@@ -103,8 +102,7 @@ class PackedForward:
         logger.info("the embedded engine calls %s %s", name, way)
 
     def _probe(self, tokens: Tensor) -> Tensor:
-        """Return logits `[PROBE, V]`: five tokens start row 0, two continue it, and one is
-        decoded."""
+        """Return logits `[PROBE, V]`: five tokens start row 0, two continue, one is decoded."""
         logits = []
         for start, end in ((0, 5), (5, 7), (7, PROBE)):
             positions = torch.arange(start, end, device=self.device)

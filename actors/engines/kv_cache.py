@@ -64,8 +64,7 @@ class RowCache:
         self._by_layer = list(zip(*(held.unbind() for held in self._whole), strict=True))
 
     def _index(self, heads: int) -> Tensor:
-        """Return the flat index of each token's heads in a layer `[rows * heads * length,
-        width]`."""
+        """Return each token head's flat index in a layer `[rows * heads * length, width]`."""
         if self._flat is None:
             rows, positions = self._aimed[:, :, None]
             head = torch.arange(heads, device=rows.device)

@@ -133,8 +133,7 @@ def start(config: Config, folder: Path) -> VllmEngine:
 
 
 def sampling_parameters() -> Sampling:
-    """Return the conversion of requests to vLLM's parameters, which disables vLLM's own
-    defaults."""
+    """Return a converter of requests to vLLM's parameters, without vLLM's own defaults."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

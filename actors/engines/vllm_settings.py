@@ -86,8 +86,7 @@ def kv_cache_bytes(config: Config, shape: AttentionShape) -> int | None:
 
 
 def conversation_bytes(shape: AttentionShape, config: Config) -> int:
-    """Return the KV-cache bytes of one `max_context` conversation in one of the engine's
-    processes."""
+    """Return the KV-cache bytes of one `max_context` conversation in one engine process."""
     vllm = config.generator.vllm
     blocks = -(-config.policy.max_context // vllm.block_size)
     whole = shape.cache_bytes(blocks * vllm.block_size, ITEMSIZE[config.generator.dtype])

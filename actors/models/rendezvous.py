@@ -36,8 +36,7 @@ Meeting = Path | Address
 
 
 def open_store(deadline_s: float, apart: bool = True) -> tuple[Address, dist.Store]:
-    """Listen for the other ranks on a free port: on the cluster address if `apart`, else
-    loopback."""
+    """Listen for the other ranks on a free port, on the cluster address if `apart`, or loopback."""
     host = cluster_address() if apart else LOOPBACK
     family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)

@@ -1,4 +1,4 @@
-"""What lets a chaos run strike inside an actor's process, without a line of it in the package.
+"""Fault injection inside actor processes for chaos runs, without any hook in the package.
 
 Python imports this module at start wherever its folder is on PYTHONPATH; only `chaos.py` puts it
 there. In a process of the mesh it listens on a socket for faults. In any other it does nothing.
@@ -26,11 +26,11 @@ FOLDER_ENV = "COMPOSER_MESH_CHAOS_FOLDER"
 EXIT_STATUS = 7
 SQUEEZE_S = 3.0
 TOO_MUCH = 256 << 20
-"""Bytes that are asked for under the memory limit; they never fit."""
+"""Bytes that are allocated under the memory limit; they never fit."""
 
 
 class Faults:
-    """The faults that wait for an endpoint of this process, and how each is done."""
+    """The faults armed for endpoints of this process, and how each is injected."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
@@ -38,12 +38,12 @@ class Faults:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def listen(self) -> None:
-        """Open the socket now, and hear it on a thread from now on."""
+        """Open the socket now, and read from it in a thread."""
         self._socket.bind(str(self._folder / f"{os.getpid()}.sock"))
         threading.Thread(target=self._hear, daemon=True).start()
 
     def enter(self, endpoint: str) -> None:
-        """Called at the entry of every endpoint, on its thread; raises what shall be raised."""
+        """Called at the entry of every endpoint, on its thread; raises the injected exception."""
         if not self._armed:
             return
         for fault in list(self._armed):
@@ -78,7 +78,7 @@ class Faults:
                 _cut_connections(self._socket.fileno())
 
     def _tell(self, number: int, endpoint: str) -> None:
-        """One line in the ledger that all processes share, before anything happens."""
+        """Write one line to the ledger shared by all processes, before the fault is injected."""
         line = {
             "number": number,
             "time": time.time(),
@@ -93,12 +93,13 @@ class Faults:
 
 
 def _strikes(wanted: str, endpoint: str) -> bool:
-    """`*` is any work; `describe` is none, and everybody answers it all the time."""
+    """Whether a fault applies: `*` means any endpoint but `describe`, which is called
+    constantly."""
     return endpoint == wanted or (wanted == "*" and endpoint != "describe")
 
 
 def _exhaust_memory(number: int) -> None:
-    """Let nothing of this process grow for a while, and ask for more at once."""
+    """Prevent this process from growing for a while, and allocate at once."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     lift = threading.Timer(SQUEEZE_S, resource.setrlimit, (resource.RLIMIT_AS, before))
@@ -113,21 +114,21 @@ def _exhaust_memory(number: int) -> None:
 
 
 def _cut_connections(own: int) -> None:
-    """Shut every connection of this process to another; those that listen go on."""
+    """Shut down every connection of this process to another; listening sockets stay open."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):
             descriptor = int(entry.name)
             if descriptor == own or not str(entry.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as end:
-                if end.getpeername() or end.getsockname():  # no pair within the process
+                if end.getpeername() or end.getsockname():  # not a socket pair within the process
                     end.shutdown(socket.SHUT_RDWR)
 
 
 class _WhenImported(MetaPathFinder):
-    """Lets the endpoints of every actor that is defined from here on pass through `Faults.enter`.
+    """Hooks the endpoints of every actor defined from here on, so that they call `Faults.enter`.
 
-    An endpoint is hooked before Monarch wraps it: an exception then reaches its caller as its own.
+    An endpoint is hooked before Monarch wraps it: an exception then reaches its caller unmodified.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -151,7 +152,7 @@ class _WhenImported(MetaPathFinder):
 
 
 def hooking(decorate: Any, faults: Faults) -> Any:
-    """The decorator of endpoints, with a look at the faults before each call."""
+    """Return the endpoint decorator with a check for faults before each call."""
 
     def hooked(method: Any = None, **options: Any) -> Any:
         if method is None:
