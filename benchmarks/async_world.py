@@ -1,5 +1,4 @@
-"""Simulated ports with configured durations of rollouts, training and syncs, for the real
-controller.
+"""Simulated rollouts, training and syncs of configured durations, for the real controller.
 
 The generators are one engine that decodes all of its requests concurrently, each the slower the
 more there are. It loads new weights between two tokens, or only when no request is left (drain).
@@ -26,8 +25,7 @@ from composer_mesh.services.steps.ports import MayTrain
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations in seconds. A rollout's own is log-normal, by seed and number, split over its
-    turns."""
+    """Durations in seconds. A rollout's is log-normal, by seed and number, over its turns."""
 
     median: float = 30.0
     sigma: float = 1.0
@@ -250,8 +248,7 @@ def play(
     exposes: bool = False,
     controller: type[Controller] = Controller,
 ) -> tuple[World, float]:
-    """Return a world after a run, and the run's duration; `exposes` makes every step wait for its
-    sync."""
+    """Return a world after a run, and its duration; with `exposes` no sync overlaps."""
     prompts, size = groups
     config = Config.model_validate(
         {

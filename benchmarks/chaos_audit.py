@@ -31,8 +31,7 @@ class Audit:
     lag_breaks: int
     from_the_future: int
     given_up: int = 0
-    """Samples that the run reports as unfinished: their episode was quarantined, or their
-    retries were exhausted."""
+    """Samples that the run reports as given up: quarantined, or out of retries."""
 
 
 def audit(
@@ -94,8 +93,7 @@ def _set_aside(poisoned: Sequence[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def is_broken(trace: Trace) -> bool:
-    """Whether a trace is not a finished episode: without turns, or inconsistent with its
-    messages."""
+    """Whether a trace is no finished episode: no turns, or inconsistent with its messages."""
     answers = Counter(message["role"] for message in trace.messages)["assistant"]
     empty = any(not turn.action_ids for turn in trace.turns)
     return not trace.turns or empty or answers != len(trace.turns)

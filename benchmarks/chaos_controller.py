@@ -65,8 +65,7 @@ def _doing(run: LiveRun) -> str:
 
 
 def _wait_gone(run: LiveRun) -> tuple[float, int]:
-    """Return the seconds until the last process is gone, at most the grace, and how many are
-    left."""
+    """Return the seconds until all processes are gone, at most the grace, and the rest's count."""
     began = time.monotonic()
     while (left := len(run.processes())) and time.monotonic() - began < GRACE_S:
         time.sleep(POLL_S)

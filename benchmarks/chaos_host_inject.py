@@ -26,8 +26,7 @@ SHORT_S = LEASE_S / 5
 CALM_S = 2 * LEASE_S
 """Time after a short cut within which it must have had no effect."""
 LOST_BOUND_S = 10 * LEASE_S
-"""A host that the run does not report as lost by then is killed, and the fault counts as not
-healed."""
+"""A host not reported as lost by then is killed, and the fault counts as not healed."""
 
 
 @dataclass
@@ -58,8 +57,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(net: Net, folder: Path, authority: Path, marker: str, hook: Path) -> Iterator[Cluster]:
-    """Start the first workers of a run and wait until they listen; all are killed at the block's
-    end."""
+    """Start the first workers of a run, listening; all are killed at the end of the block."""
     made = Cluster(net, folder, authority, marker, hook)
     folder.mkdir(parents=True)
     try:

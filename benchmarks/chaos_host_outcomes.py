@@ -111,8 +111,7 @@ def unexplained(
     struck: Sequence[StruckHost],
     events: Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
-    """Return deaths of actors explained neither by a fault of their own nor by one of their
-    host."""
+    """Return deaths of actors that no fault, of their own or of their host, explains."""
     return [
         death
         for death in unprovoked(applied, events)

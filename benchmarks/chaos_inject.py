@@ -80,8 +80,7 @@ class Injector:
                 self._strike(planned, actor)
 
     def _target(self, planned: Planned, actors: Sequence[Actor]) -> Actor | None:
-        """Return the `place`-th actor of the kind that was not hit, or the next one that was
-        not."""
+        """Return the `place`-th actor of the kind, or the next one if that was hit before."""
         spared = self._hit | {armed.actor.pid for armed in self._armed.values()}
         slots = [one for one in actors if one.kind == planned.kind]
         for turn in range(len(slots)):

@@ -36,8 +36,7 @@ class Checked:
 
 
 def policies(kept: Path, initial: Path | None) -> dict[int, list[Path]]:
-    """Return folders by version; one that was written twice has two, and either may be the true
-    one."""
+    """Return folders by version; one written twice has two, and either may be the true one."""
     found: dict[int, list[Path]] = {} if initial is None else {0: [initial]}
     for folder in sorted(kept.glob("step-*.*")):
         found.setdefault(int(folder.name.partition("-")[2].partition(".")[0]), []).append(folder)

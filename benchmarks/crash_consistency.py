@@ -125,8 +125,7 @@ def later(rng: random.Random) -> Moment:
 
 
 def among(pattern: str) -> Moment:
-    """Return a moment at which a new file exists since the policy was loaded: a draft, or a
-    version."""
+    """Return a moment at which a new file, a draft or version, exists after the policy load."""
     before: list[set[Path]] = []
 
     def reached(run: CrashedRun) -> bool:

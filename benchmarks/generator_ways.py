@@ -81,8 +81,7 @@ def prompts_of(size: Size, requests: int, longest: int, seed: int) -> Prompts:
 
 
 def embedded(size: Size) -> Way:
-    """Return our engine's method, with log-probs and versions; requests join as one closed
-    batch."""
+    """Return our engine's method, with log-probs and versions; requests join as a batch."""
     engine = Engine(model_of(size), ROWS, CONTEXT)
 
     def answer(prompts: Prompts, new: int) -> None:

@@ -118,8 +118,7 @@ def run(loss: str, inputs: Inputs) -> None:
 
 
 def extra_bytes(loss: str, size: Size) -> float:
-    """Return the peak bytes of one run beyond inputs and gradients; nan where the device is too
-    small."""
+    """Return one run's peak bytes beyond inputs and gradients; nan on too small devices."""
     if size.device != "cpu":
         return _extra_on_device(loss, size)
     context = multiprocessing.get_context("spawn")
@@ -180,8 +179,7 @@ def _timed(loss: str, inputs: Inputs) -> float:
 
 
 def compare(report: Report, size: Size, repeats: int) -> None:
-    """Compare memory and time of both losses at one size; sets the ratios to the worse of the
-    two."""
+    """Compare memory and time of both losses at one size; ratios are the worse of the two."""
     rows = []
     memory, times = [], []
     for kind in KINDS:

@@ -58,8 +58,7 @@ class Worker:
             time.sleep(LOOK_S)
 
     def until_it_listens(self) -> None:
-        """Wait until it reports its address. Raises `RuntimeError` with its output if it does
-        not."""
+        """Wait until it reports its address; raises `RuntimeError` with its output otherwise."""
         end = time.monotonic() + LISTEN_DEADLINE_S
         while (found := LISTENS.search(self.log.read_text())) is None:
             if self.process.poll() is not None or time.monotonic() > end:

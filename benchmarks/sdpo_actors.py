@@ -140,8 +140,7 @@ class SleepingTeacher(SDPOTeacherActor):
 
 
 class _SleepingStep:
-    """A step with microbatches of a fixed duration, part of it before the teacher output is
-    used."""
+    """A step with microbatches of fixed duration, partly before the teacher output's use."""
 
     def __init__(self, config: Config, seconds: float) -> None:
         self._budget, self._seconds = config.trainer.microbatch_tokens, seconds

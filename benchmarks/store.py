@@ -80,8 +80,7 @@ def make_trace(group_id: int, sample: int, rng: np.random.Generator) -> Trace:
 
 
 async def time_store(root: Path, groups: int) -> tuple[Timed, list[float], dict[str, float]]:
-    """Return the store's times, how long the event loop was blocked, and the store's own wait
-    times."""
+    """Return the store's times, how long the event loop was blocked, and the store's waits."""
     timed, away = Timed(), list[float]()
     with RunStore(root, load_config(PRESET, [])) as store:
         for group_id in range(groups):

@@ -120,8 +120,7 @@ class Side:
         return [run.sampled(GOAL) for run in self.runs]
 
     def time_to(self, steps: Sequence[int | None]) -> float | None:
-        """Return the median training seconds up to these steps; None where a run did not reach
-        it."""
+        """Return the median training seconds up to these steps; None if a run missed it."""
         pairs = zip(self.runs, steps, strict=True)
         seconds = [None if step is None else run.trained_s(step) for run, step in pairs]
         known = [one for one in seconds if one is not None]
@@ -152,7 +151,7 @@ class Comparison:
         return load_config(PRESET, [*SIDES[side], *settings])
 
     def choose(self) -> Way:
-        """Return TRL's best way of those to be tried."""
+        """Return the fastest of the ways to run TRL that are tried."""
         if len(self._size.tries) > 1:
             found = {way: self._tried(way) for way in self._size.tries}
             self._best = max(found, key=lambda way: found[way])
@@ -181,8 +180,7 @@ class Comparison:
         return record(_python(command), output, way.env, keep, patience_s)
 
     def successes(self, run: Recorded) -> dict[int, float]:
-        """Return the greedy held-out success of a run's saved policies, up to the goal, and of the
-        last."""
+        """Return the greedy success of a run's saved policies, up to the goal, and of the last."""
         config = self.config("mesh")
         task, tokenizer = make_task(config), load_tokenizer(self.policy)
         player = Player(config, task, ChatFormat(tokenizer, task.tools))

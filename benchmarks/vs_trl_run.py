@@ -58,8 +58,7 @@ class Recorded:
         return self._end_of(step) - self.began
 
     def sampled(self, goal: float) -> int | None:
-        """Return the first step at which it and the two steps before it reached the goal on
-        average."""
+        """Return the first step whose rollouts and those of the two before reached the goal."""
         for last in range(SMOOTHED, len(self.steps) + 1):
             if statistics.mean(one.success for one in self.steps[last - SMOOTHED : last]) >= goal:
                 return self.steps[last - 1].step

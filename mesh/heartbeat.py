@@ -52,7 +52,7 @@ class LastWord:
 async def wait_until_silent(
     ask: Callable[[], Coroutine[Any, Any, Any]], rules: HeartbeatRules, last: LastWord
 ) -> None:
-    """Query when nothing was heard for `every_s`; return once a query had no answer for `hang_s`.
+    """Query when there was no answer for `every_s`; return once a query got none for `hang_s`.
 
     An error counts as an answer: the actor was alive to raise it.
     """

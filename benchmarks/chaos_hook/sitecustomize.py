@@ -93,8 +93,7 @@ class Faults:
 
 
 def _strikes(wanted: str, endpoint: str) -> bool:
-    """Whether a fault applies: `*` means any endpoint but `describe`, which is called
-    constantly."""
+    """Whether a fault applies: `*` is any endpoint but `describe`, which is called constantly."""
     return endpoint == wanted or (wanted == "*" and endpoint != "describe")
 
 

@@ -74,7 +74,7 @@ class LockstepGeneration:
     async def _send_to(self, index: int, share: list[Waiting]) -> None:
         try:
             results = await self._results(index, [request for request, _ in share])
-        except Exception as error:  # noqa: BLE001  every episode of the batch must hear of it
+        except Exception as error:  # noqa: BLE001  every episode of the batch must get it
             for _, answer in share:
                 if not answer.done():
                     answer.set_exception(error)
@@ -91,6 +91,6 @@ class LockstepGeneration:
         results: list[GenerationResult]
         try:
             results = await self._generators.on(index, "generate_many", requests)
-        except Exception:  # noqa: BLE001  supervision boundary: asked once more, elsewhere
+        except Exception:  # noqa: BLE001  supervision boundary: retried once on another replica
             results = await self._generators.generate_many(requests)
         return results
