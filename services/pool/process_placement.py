@@ -1,6 +1,6 @@
 """Placement of a run's processes on its hosts, and the environment of each process.
 
-`configs.placing` places them. This module tracks the hosts of the run, moves processes whose host
+`placement_solver` places them. This module tracks the hosts of the run, moves processes whose host
 is lost, and builds the environment variables with a process's resources (`mesh.process_resources`).
 """
 
