@@ -82,11 +82,11 @@ def schedule(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[Planne
     if count < 1:
         raise ValueError(f"count is {count}, but a schedule has 1 fault or more: raise count")
     rng = random.Random(seed)
-    optimizer_state = _optimizer_state(rng, list(kinds), count)
-    bursts = iter(range(len(optimizer_state)))
+    strike_groups = _strike_groups(rng, list(kinds), count)
+    bursts = iter(range(len(strike_groups)))
     planned: list[Planned] = []
-    for number, strikes in enumerate(optimizer_state):
-        at = FIRST + (LAST - FIRST) * (number + rng.random()) / len(optimizer_state)
+    for number, strikes in enumerate(strike_groups):
+        at = FIRST + (LAST - FIRST) * (number + rng.random()) / len(strike_groups)
         burst = next(bursts) if len(strikes) > 1 else None
         width = BURST_S if burst is not None else 2.0
         for strike in strikes:
@@ -105,19 +105,19 @@ def schedule(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[Planne
     return planned
 
 
-def _optimizer_state(rng: random.Random, kinds: list[str], count: int) -> list[list[_Strike]]:
+def _strike_groups(rng: random.Random, kinds: list[str], count: int) -> list[list[_Strike]]:
     """Return groups of simultaneous faults, in random order."""
     sync = _sync_strikes(rng, kinds, count // EVERY_SYNC)
     plain = _plain_strikes(rng, kinds, count - len(sync))
-    optimizer_state: list[list[_Strike]] = [[strike] for strike in sync]
+    strike_groups: list[list[_Strike]] = [[strike] for strike in sync]
     for number in range(count // EVERY_BURST):
         if number == 0 and "generator" in kinds:
-            optimizer_state.append(_every_generator(plain))
+            strike_groups.append(_every_generator(plain))
         else:
-            optimizer_state.append(_take_distinct(plain, BURST_SIZE))
-    optimizer_state += [[strike] for strike in plain]
-    rng.shuffle(optimizer_state)
-    return optimizer_state
+            strike_groups.append(_take_distinct(plain, BURST_SIZE))
+    strike_groups += [[strike] for strike in plain]
+    rng.shuffle(strike_groups)
+    return strike_groups
 
 
 def _plain_strikes(rng: random.Random, kinds: list[str], count: int) -> list[_Strike]:

@@ -138,7 +138,7 @@ def among(pattern: str) -> Moment:
     return reached
 
 
-def optimizer_state(rng: random.Random, kills: int) -> list[tuple[str, Moment]]:
+def kill_moments(rng: random.Random, kills: int) -> list[tuple[str, Moment]]:
     """Return when to kill; a tenth each inside a checkpoint, a store write and a weight sync."""
     special = max(1, kills // 10)
     found = [(name, among(where)) for name, where in INSIDE.items() for _ in range(special)]
@@ -223,7 +223,7 @@ def main() -> int:
         write_config(config, url, given.steps or 3 * kills, folder / "policies")
         run = CrashedRun(folder / "run", config)
         try:
-            rows = crash(run, audit, optimizer_state(random.Random(given.seed), kills))
+            rows = crash(run, audit, kill_moments(random.Random(given.seed), kills))
         finally:
             if not run.ended:
                 run.kill()

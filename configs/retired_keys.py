@@ -7,10 +7,14 @@ covers every key below it. An old key is refused with the new name; it is never 
 from collections.abc import Mapping, Sequence
 
 RETIRED_KEYS: Mapping[str, str] = {
+    "agreement": "logprob_mismatch",
     "grpo": "loss",
     "grpo.advantage": "advantage.scale",
     "grpo.clip_high": "loss.clip_high",
     "grpo.clip_low": "loss.clip_low",
+    "sdpo.signal": "sdpo.teacher_output",
+    "sdpo.teacher_rate": "sdpo.ema_rate",
+    "sdpo.wrapper": "sdpo.objective",
 }
 """Old path -> new path."""
 

@@ -43,7 +43,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _Candidate:
     """One turn of one trace. `context` is a digest of all ids that the student had read."""
 
     trace: Trace
@@ -69,15 +69,15 @@ def select_states(
     """
     gate, novelty = gate or GateConfig(), novelty or Novelty()
     salt = rng.getrandbits(64)
-    optimizer_state = [moment for trace in _in_order(traces) for moment in _optimizer_state(trace)]
-    ranked = list(zip(optimizer_state, _values(optimizer_state, gate, novelty), strict=True))
+    candidates = [candidate for trace in _in_order(traces) for candidate in _candidates(trace)]
+    ranked = list(zip(candidates, _values(candidates, gate, novelty), strict=True))
     rng.shuffle(ranked)
     ranked.sort(key=lambda item: -item[1])
     distinct = list(_distinct(ranked))
     worthy = [item for item in distinct if item[1] >= gate.min_value]
     chosen = worthy[:limit]
     return Selection(
-        [student_state(moment.trace, moment.turn, salt) for moment, _ in chosen],
+        [student_state(candidate.trace, candidate.turn, salt) for candidate, _ in chosen],
         [value for _, value in chosen],
         skipped=len(distinct) - len(worthy),
         distinct=len(distinct),
@@ -119,13 +119,13 @@ def _in_order(traces: Iterable[Trace]) -> list[Trace]:
     return sorted(traces, key=lambda trace: trace.trace_id)
 
 
-def _optimizer_state(trace: Trace) -> Iterator[_Moment]:
+def _candidates(trace: Trace) -> Iterator[_Candidate]:
     """Yield every turn in which the student sampled at least one token."""
     for turn, (at, context) in enumerate(zip(_actions_at(trace), _contexts(trace), strict=True)):
         if trace.turns[turn].action_ids:
             text = message_text(trace.messages[at])
             kind = situation(trace, turn, text)
-            yield _Moment(trace, turn, context, canonical_action(text), kind)
+            yield _Candidate(trace, turn, context, canonical_action(text), kind)
 
 
 def _contexts(trace: Trace) -> Iterator[bytes]:
@@ -141,31 +141,31 @@ def _bytes(ids: Sequence[int]) -> bytes:
     return array("q", ids).tobytes()
 
 
-def _values(optimizer_state: Sequence[_Moment], gate: GateConfig, novelty: Novelty) -> list[float]:
+def _values(candidates: Sequence[_Candidate], gate: GateConfig, novelty: Novelty) -> list[float]:
     acted: defaultdict[tuple[int, bytes], Counter[ActionKey]] = defaultdict(Counter)
     rewards: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for moment in optimizer_state:
-        acted[moment.trace.group_id, moment.context][moment.action] += 1
-        rewards[moment.trace.group_id][moment.trace.trace_id] = moment.trace.reward
+    for candidate in candidates:
+        acted[candidate.trace.group_id, candidate.context][candidate.action] += 1
+        rewards[candidate.trace.group_id][candidate.trace.trace_id] = candidate.trace.reward
     spread = {group: reward_spread(list(of.values())) for group, of in rewards.items()}
     values = []
-    for moment in optimizer_state:
-        trace, turn = moment.trace, moment.turn
-        otherwise = action_disagreement(moment.action, acted[trace.group_id, moment.context])
+    for candidate in candidates:
+        trace, turn = candidate.trace, candidate.turn
+        otherwise = action_disagreement(candidate.action, acted[trace.group_id, candidate.context])
         signs = Signs(
             error=error_sign(trace, turn),
             entropy=entropy_sign(trace.turns[turn].logprobs, gate.entropy_scale),
             disagreement=(otherwise + spread[trace.group_id]) / 2,
-            novelty=novelty.sign(moment.situation),
+            novelty=novelty.sign(candidate.situation),
         )
         values.append(state_value(signs, gate))
     return values
 
 
-def _distinct(ranked: Iterable[tuple[_Moment, float]]) -> Iterator[tuple[_Moment, float]]:
+def _distinct(ranked: Iterable[tuple[_Candidate, float]]) -> Iterator[tuple[_Candidate, float]]:
     seen: set[tuple[bytes, ActionKey]] = set()
-    for moment, value in ranked:
-        mark = (moment.context, moment.action)
+    for candidate, value in ranked:
+        mark = (candidate.context, candidate.action)
         if mark not in seen:
             seen.add(mark)
-            yield moment, value
+            yield candidate, value

@@ -16,8 +16,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.services.pool.process_placement import PlacementOf as PlaceOf
-from composer_mesh.services.pool.process_placement import ProcessPlacement as Place
+from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import ReplicaState, RoutingTarget
 from composer_mesh.services.pool.wait_for_capacity import spawn_on, wait_for_capacity
@@ -112,8 +111,8 @@ class ReplicaSpec:
     """How the processes of a service are started, and the rules of their restarts (None: never).
 
     `deadline_s` applies to each set-up call of a restarted replica; `numbered` says whether the
-    first slot has its number in its name; `target`, called with the slot, also gives the host and
-    replaces `env`.
+    first slot has its number in its name; `placement`, called with the slot, also gives the host
+    and replaces `env`.
     """
 
     name: str
@@ -127,7 +126,7 @@ class ReplicaSpec:
     restart: RestartRules | None = None
     record: Recorder = unheard
     numbered: bool = True
-    target: PlaceOf | None = None
+    placement: PlacementOf | None = None
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process at its current placement. Waits until its actor answers.
@@ -146,18 +145,18 @@ class ReplicaSpec:
             **self.kwargs,
         )
 
-    async def _placed(self, replica: Replica) -> Place:
-        def take() -> Place:
+    async def _placed(self, replica: Replica) -> ProcessPlacement:
+        def take() -> ProcessPlacement:
             return self._place(replica.slot)
 
         if replica.generation == 1:
             return take()
         return await wait_for_capacity(take, self.host, replica.name)
 
-    def _place(self, slot: int) -> Place:
-        if self.target is not None:
-            return self.target(slot)
-        return Place(None, (self.env(slot) if callable(self.env) else self.env) or {})
+    def _place(self, slot: int) -> ProcessPlacement:
+        if self.placement is not None:
+            return self.placement(slot)
+        return ProcessPlacement(None, (self.env(slot) if callable(self.env) else self.env) or {})
 
     async def stop(self, replica: Replica) -> None:
         """Stop a replica's process, dead or alive. Waits until it is gone."""

@@ -4,12 +4,12 @@ from composer_mesh.configs.errors import is_key, unknown_key
 from composer_mesh.configs.retired_keys import RETIRED_KEYS, new_name
 from composer_mesh.configs.schema import Config
 
-RENAMED = {"sdpo.old_rate": "sdpo.teacher_rate", "feedback": "sdpo.hints"}
+RENAMED = {"sdpo.old_rate": "sdpo.ema_rate", "feedback": "sdpo.hints"}
 
 
 def test_a_renamed_key_is_refused_with_its_new_name() -> None:
     line = unknown_key(Config, ["sdpo", "old_rate"], 0.1, RENAMED)
-    assert line == "sdpo.old_rate = 0.1: sdpo.old_rate was renamed: write sdpo.teacher_rate instead"
+    assert line == "sdpo.old_rate = 0.1: sdpo.old_rate was renamed: write sdpo.ema_rate instead"
 
 
 def test_a_key_of_a_renamed_table_names_the_table() -> None:

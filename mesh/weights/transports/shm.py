@@ -71,8 +71,8 @@ class ShmSender:
         os.fchmod(descriptor, 0o600)
         size = SLOTS * self._slot_bytes
         os.ftruncate(descriptor, size)
-        row_checksums = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, row_checksums)
+        memfd_seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, memfd_seals)
         found = os.fstat(descriptor)
         self._file = SharedFile(
             this_host(), os.getpid(), descriptor, found.st_dev, found.st_ino, size
