@@ -185,7 +185,8 @@ class Run:
             if self.config.cluster.remote:
                 self.view.phase("waiting for hosts")
                 await hosts.attach()
-            with settled(self.config, self.store.root, hosts.count) as (config, weights):
+            transport = settled(self.config, self.store.root, self.event, hosts.count)
+            async with transport as (config, weights):
                 hosts.shared_memory = weights.name == "shm"
                 async with host, hosts.watched():
                     await self._live_on(host, supervisor, config, weights)

@@ -17,6 +17,10 @@ from composer_mesh.services.run.weight_transport import settled
 HOST = {"name": "h", "cores": 8, "memory_gb": 64.0}
 
 
+def no_event(kind: str, _actor: str, detail: str, /, **_fields: Any) -> None:
+    raise AssertionError(f"{kind}: {detail}")
+
+
 def test_auto_takes_shared_memory_on_one_host_and_one_sided_reads_elsewhere() -> None:
     auto = WeightsConfig()
     assert str(choose(auto)) == "shm (trainer and receivers share one host)"
@@ -48,47 +52,31 @@ def test_half_precision_is_published_where_everybody_serves_it(build_config: Any
     assert of("float32", 0.0) is None
 
 
-def test_a_run_settles_on_one_transport_for_all_its_actors(
+async def test_a_run_settles_on_one_transport_for_all_its_actors(
     build_config: Any, tmp_path: Path
 ) -> None:
-    with settled(build_config(), tmp_path) as (config, transport):
+    async with settled(build_config(), tmp_path, no_event) as (config, transport):
         assert config.weights.transport == transport.name == "shm"
         assert choose(config.weights).name == "shm"
     two = build_config(placement={"hosts": ({**HOST, "count": 2},)})
-    with settled(two, tmp_path) as (config, _):
+    async with settled(two, tmp_path, no_event) as (config, _):
         assert choose(config.weights).name == "rdma"
 
 
-def test_the_hosts_that_a_run_has_decide_and_not_what_its_config_can_say(
+async def test_the_hosts_that_a_run_has_decide_and_not_what_its_config_can_say(
     build_config: Any, tmp_path: Path
 ) -> None:
     one = build_config(placement={"hosts": (HOST,)})
-    with settled(one, tmp_path, hosts=2) as (config, transport):
+    async with settled(one, tmp_path, no_event, hosts=2) as (config, transport):
         assert config.weights.transport == "rdma"
         assert transport.reason == "the run has 2 hosts"
     two = build_config(placement={"hosts": ({**HOST, "count": 2},)})
-    with settled(two, tmp_path, hosts=1) as (config, _):
+    async with settled(two, tmp_path, no_event, hosts=1) as (config, _):
         assert config.weights.transport == "shm"
     workers = {"kind": "hosts", "workers": ("tcp://10.0.0.5:1", "tcp://10.0.0.6:1")}
-    with settled(build_config(cluster=workers), tmp_path) as (config, _):
+    async with settled(build_config(cluster=workers), tmp_path, no_event) as (config, _):
         assert config.weights.transport == "rdma"
     shared = build_config(weights={"transport": "shm"})
-    with pytest.raises(TransportUnavailable, match="2 hosts"), settled(shared, tmp_path, hosts=2):
-        pass
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_what_disk_leaves_goes_with_the_run(build_config: Any, tmp_path: Path, given: bool) -> None:
-    root, shared = tmp_path / "runs" / "one", tmp_path / "shared"
-    weights = {"transport": "disk", **({"folder": shared} if given else {})}
-    (shared / "other").mkdir(parents=True)
-    for _ in range(2):  # the second run finds what the first one left when it was killed
-        with settled(build_config(weights=weights), root) as (config, _):
-            folder = config.weights.folder
-            assert folder is not None
-            assert not folder.exists()
-            folder.mkdir(parents=True)
-        assert not folder.exists()
-        folder.mkdir(parents=True)
-    assert folder == (shared / "one" if given else root / "weights")
-    assert (shared / "other").is_dir()
+    with pytest.raises(TransportUnavailable, match="2 hosts"):
+        async with settled(shared, tmp_path, no_event, hosts=2):
+            pass

@@ -24,6 +24,8 @@ from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
 from composer_mesh.mesh.weights.version_stamps import MARK_BYTES, NO_VERSION
 
 MARK = "composer_mesh_mark"
+FOLDER_PREFIX = "composer-mesh-weights-"
+"""How the names of the folders begin that publishers make."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class DiskSender:
         self._memories = [torch.zeros(shape.layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="composer-mesh-weights-", dir=folder))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=folder))
         self._files: list[Path] = []
 
     def memory(self, slot: int) -> Tensor:
