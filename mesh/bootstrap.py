@@ -18,6 +18,9 @@ import sys
 import threading
 import time
 
+if __name__ == "__main__":  # before Monarch is imported, which takes a second
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 from monarch._rust_bindings.monarch_hyperactor import bootstrap
 
 from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
@@ -77,6 +80,5 @@ if __name__ == "__main__":
     stand_where_the_user_does()
     take_share_or_end()
     threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     bootstrap.bootstrap_main = serve_and_end
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -23,8 +23,21 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until each of them has ended."""
+    """Cancel tasks, once, and wait until each of them has ended.
+
+    Whoever cancels the waiting meanwhile does not disturb how they end; it is raised afterwards.
+    """
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    disturbed: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            disturbed = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # noted, so that asyncio does not complain that nobody did
+    if disturbed is not None:
+        raise disturbed

@@ -6,7 +6,8 @@ machine runs there; `launch.reach` decides that.
 
 import os
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
@@ -24,6 +25,7 @@ from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused
 from composer_mesh.services.launch.reach import reached
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.replay.post_reward import LateRewardError
+from composer_mesh.services.schedule.signals import CommandSignals, Interrupted
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
 
@@ -38,13 +40,10 @@ REFUSALS = (
 COMMANDS = {
     "check": training.check,
     "verify": inspection.verify_run,
-    "train": training.train,
-    "ablate": training.ablate,
     "launch": clusters.launch,
     "worker": clusters.worker,
     "stop": clusters.stop,
     "join": clusters.join,
-    "replay": inspection.replay,
     "reward": inspection.reward,
     "traces": inspection.traces,
     "events": inspection.events,
@@ -54,16 +53,42 @@ COMMANDS = {
     "query": inspection.query,
     "tui": inspection.tui,
 }
+LONG_COMMANDS = {
+    "train": training.train,
+    "ablate": training.ablate,
+    "replay": inspection.replay,
+}
+"""Those that write down what they did when a signal ends them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status.
+
+    Without `argv` it is that of this process, whose signals are the command's until it is gone.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    signals = CommandSignals()
     try:
-        refuse_retired(words)
+        if status := _refusing(lambda: refuse_retired(words)):
+            return status
         arguments = make_parser().parse_args(words)
-        status = reached(arguments, words)
-        return int(COMMANDS[arguments.command](arguments) if status is None else status)
+        if arguments.command not in LONG_COMMANDS:
+            return _refusing(lambda: _short(arguments, words))
+        with signals.caught(for_good=argv is None):
+            return _refusing(lambda: LONG_COMMANDS[arguments.command](arguments, signals))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _short(arguments: Namespace, words: Sequence[str]) -> int:
+    status = reached(arguments, words)
+    return int(COMMANDS[arguments.command](arguments) if status is None else status)
+
+
+def _refusing(command: Callable[[], int]) -> int:
+    """The exit status of a command, also where it raised: then its one message is printed."""
+    try:
+        return command()
     except REFUSALS as error:
         print(f"composer-mesh: {error}", file=sys.stderr)
         return REFUSED
@@ -73,5 +98,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except Interrupted as interrupted:
+        return interrupted.status

@@ -109,7 +109,7 @@ class Controller:
         try:
             await self._syncs.guard(self._run())
         finally:
-            self.stopping.heeded = False
+            self.stopping.take_down()
             await self._groups.close()
             if self.ports.replay is not None:
                 await self.ports.replay.close()

@@ -4,9 +4,6 @@ Loads neither torch nor Monarch, so that a refusal is immediate.
 """
 
 import argparse
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.configs.load import load_config
@@ -62,16 +59,3 @@ def numbers(option: str, text: str) -> list[int]:
             f"{option} is {text!r} but must be whole numbers with commas between them: write for "
             f"example {option} 0,1,2"
         ) from None
-
-
-@contextmanager
-def interrupt_kept() -> Iterator[None]:
-    """Defer Ctrl-C until the block ends, because an import may swallow a KeyboardInterrupt."""
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if received:
-        raise KeyboardInterrupt

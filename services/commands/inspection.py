@@ -7,6 +7,7 @@ import argparse
 
 from composer_mesh.services.offline.options import read_options
 from composer_mesh.services.replay.post_reward import post_reward
+from composer_mesh.services.schedule.signals import CommandSignals
 
 
 def tree(arguments: argparse.Namespace) -> int:
@@ -51,12 +52,12 @@ def tui(arguments: argparse.Namespace) -> int:
     return tui_command(arguments.run)
 
 
-def replay(arguments: argparse.Namespace) -> int:
+def replay(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Query teachers about the states of stored traces; no mesh is started."""
     options = read_options(arguments)
     from composer_mesh.services.offline.command import replay_command
 
-    return replay_command(options)
+    return replay_command(options, signals)
 
 
 def traces(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,6 @@ from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,
     accepted,
-    interrupt_kept,
     items,
     numbers,
     startable,
@@ -32,6 +31,7 @@ from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
 from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.inspection.plan_table import print_plan
+from composer_mesh.services.schedule.signals import CommandSignals
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -46,11 +46,11 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def train(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
     config = accepted(arguments)
     if arguments.rollout_only or arguments.from_traces:
-        return _half(config, arguments.output, arguments.from_traces)
+        return _half(config, arguments.output, arguments.from_traces, signals)
     output, resumed = arguments.output or RUNS / config.run.name, None
     try:
         if arguments.resume or (arguments.auto_resume and may_be_resumed(output)):
@@ -63,10 +63,10 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"nothing to do: {finished}")
         return 0
     with claimed(output):
-        return start(config, output, resumed)
+        return start(config, output, signals, resumed)
 
 
-def _half(config: Config, output: Path | None, source: Path | None) -> int:
+def _half(config: Config, output: Path | None, source: Path | None, signals: CommandSignals) -> int:
     """Train on the stored rollouts of a run, or only sample where no run is named."""
     place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
     if source is not None and not (source / STORE_FILE).is_file():
@@ -77,10 +77,11 @@ def _half(config: Config, output: Path | None, source: Path | None) -> int:
     make_room(place, named=output is not None)
     with claimed(place):
         prepare_environment()  # Monarch reads it when it is imported
-        with interrupt_kept():
-            from composer_mesh.services.partial_runs.command import partial_run_command
+        signals.hold()
+        from composer_mesh.services.partial_runs.command import partial_run_command
 
-        return partial_run_command(config, place, source)
+        signals.check()
+        return partial_run_command(config, place, source, signals)
 
 
 def make_room(output: Path, named: bool) -> None:
@@ -91,7 +92,7 @@ def make_room(output: Path, named: bool) -> None:
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
 
 
-def ablate(arguments: argparse.Namespace) -> int:
+def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept every run of the ablation, train what has not finished, then print the table."""
     plan = plan_ablation(
         arguments.config,
@@ -111,18 +112,30 @@ def ablate(arguments: argparse.Namespace) -> int:
     output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
     refuse_other_runs(plan, output)
     with claimed(output):
+        signals.hold()
         from composer_mesh.services.ablation.command import ablate_command
 
-        return ablate_command(plan, output, start)
+        def one(config: Config, place: Path) -> int:
+            """Train one run; a signal that came when it was done ends the ablation too."""
+            return signals.status or start(config, place, signals) or signals.status
+
+        return ablate_command(plan, output, one)
 
 
-def start(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
+def start(
+    config: Config,
+    output: Path,
+    signals: CommandSignals,
+    resumed: Sequence[Change] | None = None,
+) -> int:
     """Start a run; imports torch and Monarch.
 
-    `resumed` are the config changes of a resumed run.
+    `resumed` are the config changes of a resumed run. From here on no signal raises, because an
+    import may swallow a KeyboardInterrupt.
     """
     prepare_environment()  # Monarch reads it when it is imported
-    with interrupt_kept():
-        from composer_mesh.services.run.assembly import train_command
+    signals.hold()
+    from composer_mesh.services.run.assembly import train_command
 
-    return int(train_command(config, output, resumed))
+    signals.check()
+    return int(train_command(config, output, signals, resumed))

@@ -5,11 +5,10 @@ Selection, queries, votes and filters are those of a training run; no mesh is st
 
 import asyncio
 import os
-import signal
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ from rich.console import Console
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Task
@@ -46,12 +46,15 @@ from composer_mesh.services.offline.session import opened_panel, priced_teachers
 from composer_mesh.services.offline.teacher_client import TeacherClient
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.offline.view import ReplayView
+from composer_mesh.services.schedule.signals import NUMBERS, CommandSignals
+from composer_mesh.services.schedule.stopping import Stopping, until_interrupted
 
-NOBODY_ANSWERED, SHORT_OF_BUDGET, SIGNALLED = 1, 3, 128
+NOBODY_ANSWERED, SHORT_OF_BUDGET = 1, 3
 
 
 def replay_command(
     options: ReplayOptions,
+    signals: CommandSignals,
     *,
     environ: Mapping[str, str] = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
@@ -65,11 +68,13 @@ def replay_command(
     index = index_traces(options.traces)
     config = offline_config(index, options.teachers, options.overrides, options.max_usd)
     work = _Work(options, index, config, make_task(config), Console(), environ, transport)
+    signals.hold()
     if options.dry_run:
-        return work.price()
+        return asyncio.run(until_interrupted(work.price(), signals))
     assert options.out is not None, "the options refuse a replay without a place"
     with ReplayOutput.open(options.out, job_of(config, index.mark)) as output:
-        return asyncio.run(work.replay(output))
+        replay = work.replay(output, signals)
+        return asyncio.run(until_interrupted(replay, signals, work.stopping, None, NUMBERS))
 
 
 @dataclass
@@ -83,11 +88,12 @@ class _Work:
     console: Console
     environ: Mapping[str, str]
     transport: httpx.AsyncBaseTransport | None
+    stopping: Stopping = field(default_factory=Stopping)
 
-    def price(self) -> int:
+    async def price(self) -> int:
         """Print the price of the job."""
-        teachers = asyncio.run(
-            priced_teachers(self.config, environ=self.environ, transport=self.transport)
+        teachers = await priced_teachers(
+            self.config, environ=self.environ, transport=self.transport
         )
         plan = self._plan(teachers)
         if self.options.report is not None:
@@ -95,7 +101,7 @@ class _Work:
         self.console.print(plan_page(plan, self.config.replay.budget.usd))
         return 0
 
-    async def replay(self, output: ReplayOutput) -> int:
+    async def replay(self, output: ReplayOutput, signals: CommandSignals) -> int:
         """Query the teachers, write pairs and report. Waits for the teachers."""
         async with self._panel(output) as panel:
             plan = self._plan(panel.teachers)
@@ -104,7 +110,7 @@ class _Work:
             )
             with ReplayView(plan, self.config.replay.budget.usd, self.console) as view:
                 job = OfflineJob(self.config, teacher_client, self.options.concurrency, view.tell)
-                ending = _Ending(teacher_client, view)
+                ending = _Ending(teacher_client, view, self.stopping)
                 try:
                     await ending.of(job.run(self.index.groups(), self.options.limit))
                 finally:
@@ -112,7 +118,7 @@ class _Work:
             report = await self._report(job, plan, panel, ending)
         output.write_report(report, self.options.report)
         self._tell(output, report)
-        return ending.status or _status(report)
+        return signals.status if ending.early else _status(report)
 
     def _panel(self, output: ReplayOutput) -> AbstractAsyncContextManager[TeacherPanel]:
         return opened_panel(
@@ -134,7 +140,7 @@ class _Work:
         state = OUT_OF_BUDGET if job.figures.short_of_budget else FINISHED
         money = Money.of(await panel.report(), self.config.replay.budget.usd)
         seconds = time.monotonic() - ending.began
-        return replay_report(job.figures, plan, money, STOPPED if ending.status else state, seconds)
+        return replay_report(job.figures, plan, money, STOPPED if ending.early else state, seconds)
 
     def _tell(self, output: ReplayOutput, report: dict[str, Any]) -> None:
         self.console.print(report_page(report))
@@ -156,41 +162,33 @@ class _Ending:
     """Runs the job until it ends or a signal stops it.
 
     After the first SIGINT or SIGTERM no new query is sent, but queries in flight are awaited,
-    because they are paid for; the second signal cancels them. `status` is then the signal's.
+    because they are paid for; the second signal cancels them. The result is reported either way.
     """
 
-    def __init__(self, teacher_client: TeacherClient, view: ReplayView) -> None:
-        self._teacher_client, self._view = teacher_client, view
-        self._work: asyncio.Task[bool] | None = None
-        self.status = 0
+    def __init__(self, teacher_client: TeacherClient, view: ReplayView, stopping: Stopping) -> None:
+        self._teacher_client, self._view, self._stopping = teacher_client, view, stopping
         self.began = time.monotonic()
+
+    @property
+    def early(self) -> bool:
+        """Whether a signal ended it."""
+        return self._stopping.asked or self._stopping.stopped
 
     async def of(self, work: Coroutine[Any, Any, bool]) -> None:
         """Wait for the job; raise its exception."""
-        self._work = asyncio.create_task(work)
-        with self._signals():
-            await asyncio.wait([self._work])
-        if not self._work.cancelled():
-            self._work.result()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self._interrupt, number)
+        job, asked = asyncio.create_task(work), asyncio.create_task(self._stop_asking())
+        self._stopping.cancels(job)
+        self._stopping.heeded = True
         try:
-            yield
+            await asyncio.wait([job])
         finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            self._stopping.take_down()
+            await cancel_and_wait([job, asked])
+        if not job.cancelled():
+            job.result()
 
-    def _interrupt(self, number: int) -> None:
-        if self.status:
-            if self._work is not None:
-                self._work.cancel()
-            return
-        self.status = SIGNALLED + number
+    async def _stop_asking(self) -> None:
+        await self._stopping.until_asked()
         self._teacher_client.stop()
         self._view.say(
             "stopping: waiting for the answers under way, which are paid; again: drop them"

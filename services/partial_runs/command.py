@@ -39,6 +39,7 @@ from composer_mesh.services.run.assembly import FAILED, Run
 from composer_mesh.services.run.mesh import Half, RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.steps.advantages import make_advantages
@@ -50,7 +51,9 @@ from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerant
 from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
 
 
-def partial_run_command(config: Config, output: Path, source: Path | None) -> int:
+def partial_run_command(
+    config: Config, output: Path, source: Path | None, signals: CommandSignals
+) -> int:
     """Replay the rollouts of a run, or sample where `source` is None; exits as train does."""
     shown = RunView(config.run.name, config.run.steps)
     with ExitStack() as stack:
@@ -60,7 +63,7 @@ def partial_run_command(config: Config, output: Path, source: Path | None) -> in
         run: PartialRun = SamplingRun(config, store, view)
         if source is not None and reader is not None:
             run = TrainFromTracesRun(config, store, view, source=reader, root=source)
-        code = asyncio.run(until_interrupted(run.live(), run.stopping))
+        code = asyncio.run(until_interrupted(run.live(), signals, run.stopping))
     Console().print(Text(f"{config.run.name}: {run.told}"), soft_wrap=True)
     if code == FAILED:
         sys.stderr.write(f"composer-mesh: {run.failure}\n")

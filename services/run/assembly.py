@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from composer_mesh.services.run.resume_loader import Past, load_resume_state
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.run.weight_transport import settled
 from composer_mesh.services.schedule.metrics import replay_metrics
+from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import STOPPED, Stopping, grace_s, until_interrupted
 from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
@@ -63,17 +64,24 @@ ONE_LINE = (
 """Errors that say all there is to know, and what to do about it."""
 
 
-def train_command(config: Config, output: Path, resumed: Sequence[Change] | None = None) -> int:
+def train_command(
+    config: Config,
+    output: Path,
+    signals: CommandSignals,
+    resumed: Sequence[Change] | None = None,
+    make_run: "Callable[..., Run] | None" = None,
+) -> int:
     """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
 
-    A run that goes on comes with the changes of its config, also where there are none.
+    A run that goes on comes with the changes of its config, also where there are none. However many
+    signals come, the run is taken down and its summary written.
     """
     began = time.monotonic()
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
-        run = Run(config, store, view, resumed)
-        live = until_interrupted(run.live(), run.stopping, grace_s(config))
+        run = (make_run or Run)(config, store, view, resumed)
+        live = until_interrupted(run.live(), signals, run.stopping, grace_s(config))
         code = asyncio.run(live)
     summary = write_summary(
         output,
@@ -147,8 +155,8 @@ class Run:
         state = "failed"
         try:
             await self._live_with_hosts(supervisor)
-            state = "stopped" if self.stopping.ended else "finished"
-            return STOPPED if self.stopping.ended else 0
+            state = "stopped" if self.stopping.stopped else "finished"
+            return STOPPED if self.stopping.stopped else 0
         except asyncio.CancelledError:
             state = "stopped"
             raise
@@ -191,17 +199,20 @@ class Run:
                 async with host, hosts.watched():
                     await self._live_on(host, supervisor, config, weights)
         finally:
+            self.stopping.take_down()
             await hosts.give_back()
 
     async def _live_on(
         self, host: MeshHost, supervisor: Supervisor, config: Config, weights: Transport
     ) -> None:
         self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
-        if self.resumed is not None:
-            await self._look_back(self.resumed)
+        supervisor.failure.add_done_callback(lambda _: self.stopping.take_down())
         try:
+            if self.resumed is not None:
+                await self._look_back(self.resumed)
             await supervisor.guard(self._run_on(host, config, weights))
         finally:
+            self.stopping.take_down()
             self.view.phase("stopping actors")
 
     async def _look_back(self, changes: Sequence[Change]) -> None:
@@ -231,7 +242,10 @@ class Run:
             self.event("actor_started", actor.name, f"process {actor.pid}")
         try:
             async with self._watch.over(mesh):
-                await self._train_on(mesh)
+                try:
+                    await self._train_on(mesh)
+                finally:
+                    self.stopping.take_down()
         finally:
             await mesh.close()
 

@@ -5,27 +5,26 @@
                its checkpoint is written, then the run is shut down in order
     stop now   everything is abandoned
 
-A run that has not started to train, or a partial run, has nothing to finish and ends at once. What
-a signal requests is done within a bounded time; SIGINT, or a second signal, ends the run at once.
+A run that has not started to train, or a partial run, has nothing to finish and ends at once. A
+signal's request is carried out within a bounded time; SIGINT, or a second signal, ends the run at
+once. The shutdown itself is never interrupted.
 """
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.services.schedule.signals import CommandSignals
 
 T = TypeVar("T")
 
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a run stopped by SIGTERM or by a command."""
 GRACE_S = 60.0
-"""Longest time from SIGTERM until the run stops waiting for a checkpoint."""
-ECHO_S = 2.0
-"""A repeated SIGTERM within this time is ignored: a batch system may signal several processes,
-which forward it."""
+"""Longest time from SIGTERM to the moment at which no checkpoint is waited for any more."""
 TAKE_DOWN_S = 30.0
 """Part of Slurm's grace period that is reserved for shutting the run down."""
 
@@ -49,7 +48,10 @@ class Stopping:
     """
 
     def __init__(self) -> None:
-        self.heeded, self.ended = False, False
+        self.heeded = False
+        self.stopped = False
+        """Whether the run ends because somebody wished it to."""
+        self._over = False
         self._asked = asyncio.Event()
         self._work: asyncio.Future[Any] | None = None
         self._left: list[asyncio.Future[Any]] = []
@@ -58,23 +60,34 @@ class Stopping:
     def asked(self) -> bool:
         return self._asked.is_set()
 
-    def over(self, work: asyncio.Future[Any]) -> None:
-        """Set the task that is cancelled where no training loop honours the request."""
+    def cancels(self, work: asyncio.Future[Any]) -> None:
+        """Know what to cancel where nobody heeds the wish."""
         self._work = work
 
     def ask(self, now: bool = False) -> bool:
-        """Request a stop; return whether a checkpoint will be written first."""
-        if self.heeded and not now and not self.ended:
+        """Let the run stop; whether a checkpoint is written before. Later wishes change nothing."""
+        if self._over:
+            return False
+        if self.heeded and not now:
             self._asked.set()
             return True
-        if not self.ended and self._work is not None:
+        self.left()
+        if self._work is not None:
             self._work.cancel()
-        self.ended = True
         return False
 
     def left(self) -> None:
-        """Mark the work as finished: later requests change nothing."""
-        self.ended = True
+        """What was under way is finished, or left, because somebody asked."""
+        self.stopped = True
+        self.take_down()
+
+    def take_down(self) -> None:
+        """The work is over, however it ended: who asks from now on changes nothing."""
+        self._over = True
+
+    async def until_asked(self) -> None:
+        """Wait until somebody lets the run stop."""
+        await self._asked.wait()
 
     def check(self) -> None:
         """Raise `StopAsked` if a stop was requested."""
@@ -87,7 +100,7 @@ class Stopping:
         Abandoned work keeps running until `close`: rollouts that are sampled together must not lose
         one of them, or the others would differ in their last digits from a run without the stop.
         """
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.until_asked())
         try:
             await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -104,31 +117,32 @@ class Stopping:
 
 
 async def until_interrupted(
-    work: Coroutine[Any, Any, int], stopping: Stopping | None = None, patience_s: float = GRACE_S
+    work: Coroutine[Any, Any, int],
+    signals: CommandSignals,
+    stopping: Stopping | None = None,
+    patience_s: float | None = GRACE_S,
+    patient: Collection[int] = (signal.SIGTERM,),
 ) -> int:
     """Run to the end, or until SIGINT or SIGTERM, then shut down in order; return the exit status.
 
-    Shutting down takes a bounded time, so further signals do not interrupt it.
+    The first signal, if it is a `patient` one, waits that long for what is under way. Signals that
+    came before are heard as soon as the work has begun, so that it tells of its end.
     """
-    wish, received, echo_until = stopping or Stopping(), list[int](), 0.0
+    wish = stopping or Stopping()
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
-    wish.over(task)
+    wish.cancels(task)
+    first: list[int] = []
 
     def interrupt(number: int) -> None:
-        nonlocal echo_until
-        if number == signal.SIGTERM and loop.time() < echo_until:
-            return
-        echo_until = loop.time() + ECHO_S
-        received.append(number)
-        patient = number == signal.SIGTERM and len(received) == 1
-        if wish.ask(now=not patient):
+        waits = wish.ask(now=number not in patient or bool(first))
+        first.append(number)
+        if waits and patience_s is not None:
             loop.call_later(patience_s, wish.ask, True)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not wish.ended:
-            raise
-        return 128 + received[0] if received else STOPPED
+    with signals.heard_by(interrupt):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not wish.stopped:
+                raise
+            return signals.status or STOPPED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,15 +111,27 @@ def test_sigterm_ends_cleanly(tmp_path: Path, policy_cache: Path) -> None:
     check_that_finished_work_is_on_disk(run)
 
 
-def test_ctrl_c_while_the_mesh_starts_ends_cleanly(tmp_path: Path, policy_cache: Path) -> None:
+MOMENTS: dict[str, Callable[[LiveRun], object]] = {
+    "first process of the mesh": lambda run: len(run.living()) > 1,
+    "word of the end": lambda run: "stopping actors" in run.stdout,
+    "last event": lambda run: run.events("run_stopped"),
+    "summary": lambda run: (run.root / "summary.json").exists(),
+    "reward curve": lambda run: (run.root / "reward.png").exists(),
+}
+
+
+def test_ctrl_c_from_the_start_of_the_mesh_to_the_last_line_ends_cleanly(
+    tmp_path: Path, policy_cache: Path
+) -> None:
     with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
-        run.until(lambda run: len(run.living()) > 1, "first process of the mesh")
-        run.signal_group(signal.SIGINT)
-        run.until(lambda run: "stopping actors" in run.stdout, "word of the end")
-        run.signal_group(signal.SIGINT)  # an impatient second time
+        for what, moment in MOMENTS.items():
+            run.until(moment, what)
+            run.signal_group(signal.SIGINT)
         assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
     assert run.stderr == ""
     assert run.summary()["steps"] == 0
+    assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "a resume goes on from the beginning" in run.stdout
     assert len(run.events("run_stopped")) == 1
 
 

@@ -208,13 +208,13 @@ async def stopped_after(moment: tuple[int, int], life: Life, resumed: bool, seed
 async def asked_after(moment: tuple[int, int], life: Life, resumed: bool, seed: int) -> bool:
     """Whether the run came to its end although it was asked to stop."""
     running = await at(moment, life, resumed, seed)
-    life.stopping.over(running)
+    life.stopping.cancels(running)
     life.stopping.ask()
     try:
         await running
     except asyncio.CancelledError:
         return False  # before anybody could heed it
-    return not life.stopping.ended
+    return not life.stopping.stopped
 
 
 @pytest.fixture

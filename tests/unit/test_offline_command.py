@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.offline.command import replay_command
 from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
+from composer_mesh.services.schedule.signals import CommandSignals
 
 STATES, QUESTIONS = 16, 48
+INT, TERM = signal.SIGINT, signal.SIGTERM
 WHOLE = QUESTIONS * COST
 
 
@@ -41,9 +45,13 @@ def options(tmp_path: Path, build_config: Any, toolbox: ToolboxTask) -> ReplayOp
 
 
 def run(
-    options: ReplayOptions, provider: ScriptedProvider, environ: dict[str, str] = ENVIRON
+    options: ReplayOptions,
+    provider: ScriptedProvider,
+    environ: dict[str, str] = ENVIRON,
+    signals: CommandSignals | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    status = replay_command(options, environ=environ, transport=provider.transport)
+    signals = signals or CommandSignals()
+    status = replay_command(options, signals, environ=environ, transport=provider.transport)
     assert options.report is not None
     return status, json.loads(options.report.read_text())
 
@@ -248,3 +256,29 @@ def test_contradicting_traces_are_refused_before_a_question_is_sent(
     with pytest.raises(TraceFileError, match="group 2 cannot be replayed"):
         run(replace(options, traces=file), provider)
     assert provider.requests == []
+
+
+@pytest.mark.parametrize("numbers", [(INT,), (TERM, INT), (INT, INT, TERM)])
+@pytest.mark.parametrize("first", [1, QUESTIONS // 2, QUESTIONS])
+def test_any_signals_leave_pairs_and_a_report_of_what_was_answered(
+    numbers: tuple[signal.Signals, ...], first: int, options: ReplayOptions, toolbox: ToolboxTask
+) -> None:
+    """From a certain question on each answer brings a signal; with the last one come all."""
+    signals, left = CommandSignals(clock=itertools.count(0, 10).__next__), list(numbers)
+    knows = knowing(toolbox)
+
+    def say(body: dict[str, Any]) -> httpx.Response:
+        if left and len(provider.requests) >= first:
+            signals(left.pop(0))
+        while left and len(provider.requests) == QUESTIONS:
+            signals(left.pop(0))
+        return json_response(body)
+
+    json_response = knows._say
+    assert json_response is not None
+    provider = ScriptedProvider(COST, say)
+    status, report = run(options, provider, signals=signals)
+    assert (status, report["state"]) == (128 + numbers[0], "stopped")
+    assert len(rows_of(options.out)) == report["pairs"]["kept"]
+    again, whole = run(options, knowing(toolbox))
+    assert (again, whole["state"]) == (0, "finished")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from typing import Any
 
 import pytest
 
-from composer_mesh.services.schedule import stopping
+from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import (
     GRACE_S,
     STOPPED,
@@ -27,6 +26,8 @@ class Work:
         self.stopping, self.gate = Stopping(), asyncio.Event()
         self.begun, self.asked = asyncio.Event(), asyncio.Event()
         self.heeds, self.saved = heeds, False
+        self.now = 0.0
+        self.signals = CommandSignals(clock=lambda: self.now)
 
     async def live(self) -> int:
         self.stopping.heeded = self.heeds
@@ -40,13 +41,18 @@ class Work:
         self.stopping.left()
         return STOPPED
 
-    async def signalled(self, *numbers: int, patience_s: float = GRACE_S) -> int:
-        """The exit status when signals come, one after the other."""
-        whole = until_interrupted(self.live(), self.stopping, patience_s)
+    async def started(self, patience_s: float = GRACE_S) -> asyncio.Future[int]:
+        whole = until_interrupted(self.live(), self.signals, self.stopping, patience_s)
         running = asyncio.ensure_future(whole)
         await self.begun.wait()
+        return running
+
+    async def signalled(self, *numbers: int, patience_s: float = GRACE_S) -> int:
+        """The exit status when signals come, one long after the other."""
+        running = await self.started(patience_s)
         for number in numbers:
-            os.kill(os.getpid(), number)
+            self.signals(number)
+            self.now += 10
             if number == signal.SIGTERM and self.heeds:
                 heard = asyncio.ensure_future(self.asked.wait())
                 await asyncio.wait([heard, running], return_when=asyncio.FIRST_COMPLETED)
@@ -62,10 +68,7 @@ async def test_sigterm_waits_for_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_does_not_wait_for_it(
-    second: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stopping, "ECHO_S", 0.0)
+async def test_a_second_signal_does_not_wait_for_it(second: int) -> None:
     work = Work()
     assert await work.signalled(signal.SIGTERM, second) == 143
     assert not work.saved
@@ -73,10 +76,9 @@ async def test_a_second_signal_does_not_wait_for_it(
 
 async def test_sigterm_again_at_once_is_the_same_wish() -> None:
     work = Work()
-    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
-    await work.begun.wait()
+    running = await work.started()
     for _ in range(2):
-        os.kill(os.getpid(), signal.SIGTERM)
+        work.signals(signal.SIGTERM)
         await work.asked.wait()
     work.gate.set()
     assert await running == 143
@@ -104,8 +106,7 @@ async def test_what_has_nothing_to_finish_ends_at_once() -> None:
 
 async def test_a_command_stops_as_a_signal_does_and_further_ones_change_nothing() -> None:
     work = Work()
-    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
-    await work.begun.wait()
+    running = await work.started()
     assert work.stopping.ask()
     work.gate.set()
     assert await running == STOPPED
@@ -115,8 +116,7 @@ async def test_a_command_stops_as_a_signal_does_and_further_ones_change_nothing(
 
 async def test_a_command_may_ask_for_the_end_at_once() -> None:
     work = Work()
-    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
-    await work.begun.wait()
+    running = await work.started()
     assert not work.stopping.ask(now=True)
     assert await running == STOPPED
     assert not work.asked.is_set()
@@ -124,8 +124,7 @@ async def test_a_command_may_ask_for_the_end_at_once() -> None:
 
 async def test_a_cancellation_that_nobody_asked_for_is_none_of_our_ends() -> None:
     work = Work()
-    running = asyncio.ensure_future(until_interrupted(work.live(), work.stopping))
-    await work.begun.wait()
+    running = await work.started()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
