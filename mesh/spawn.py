@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, monarch_name
+from composer_mesh.mesh.background import BackgroundTasks, recorded_by, told_to_loop
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost
@@ -61,7 +62,8 @@ class MeshHost:
         self._token = uuid.uuid4().hex[:12]
         self.here = LocalHost()
         self._hosts: dict[str, Host] = {}
-        self._killing: set[asyncio.Task[None]] = set()
+        self._watching = BackgroundTasks(self._task_failed)
+        self._killing = BackgroundTasks(self._task_failed)
         self._spawned: dict[str, SpawnedActor] = {}
         self._starting: set[str] = set()
         self._closing = False
@@ -111,11 +113,21 @@ class MeshHost:
         finally:
             self._starting.discard(name)
         self._spawned[name] = spawned
-        self._watches[name] = [asyncio.create_task(self._watch_process(spawned))]
+        self._watches[name] = [
+            self._watching.start(f"waiting for the end of {name}", self._watch_process(spawned))
+        ]
         if self.heartbeat is not None:
-            listening = asyncio.create_task(self._watch_answers(spawned, self.heartbeat))
-            self._watches[name].append(listening)
+            answers = self._watch_answers(spawned, self.heartbeat)
+            self._watches[name].append(self._watching.start(f"heartbeat of {name}", answers))
         return spawned
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        """Actors that nobody watches, or that cannot be killed, are no run: it ends."""
+        if self.supervisor is None:
+            told_to_loop(name, error)
+            return
+        recorded_by(self.supervisor.note)(name, error)
+        self.supervisor.fail(error)
 
     async def _watch_answers(self, spawned: SpawnedActor, rules: HeartbeatRules) -> None:
         """Kill an actor that does not answer, unless it is known to be dead."""
@@ -202,9 +214,7 @@ class MeshHost:
 
     def kill(self, spawned: SpawnedActor, reason: str) -> None:
         """Kill an unresponsive actor and its child processes; record `reason` as its death."""
-        killing = asyncio.ensure_future(spawned.host.kill([spawned.pid]))
-        self._killing.add(killing)
-        killing.add_done_callback(self._killing.discard)
+        self._killing.start(f"killing {spawned.name}", spawned.host.kill([spawned.pid]))
         self.lost(spawned, reason)
 
     async def stop(self, spawned: SpawnedActor) -> None:
@@ -234,7 +244,7 @@ class MeshHost:
         await asyncio.gather(*(self.stop(spawned) for spawned in self.actors))
         for host in (self.here, *self.hosts.values()):
             await self._kill(host, await host.born(self._token))
-        await asyncio.gather(*self._killing)
+        await self._killing.wait()
 
     async def _abandon(self, host: Host, name: str, procs: ProcMesh) -> None:
         """Clean up a process whose actor never answered, so that its pid is unknown.

@@ -199,7 +199,7 @@ class Supervisor:
         self._watched: dict[str, Watched] = {}
         self._expected: set[str] = set()
         self._seen: set[str] = set()
-        self.failure: asyncio.Future[ActorDied] = self._loop.create_future()
+        self.failure: asyncio.Future[BaseException] = self._loop.create_future()
         monarch.actor.unhandled_fault_hook = self._on_fault
 
     def watch(
@@ -224,7 +224,10 @@ class Supervisor:
         self._expected.add(actor)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` until it ends or an actor dies; then cancel it and raise `ActorDied`."""
+        """Run `work` until it ends or an actor dies; then cancel it and raise `ActorDied`.
+
+        What `fail` was told ends it too, and is raised.
+        """
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, self.failure]
         try:
@@ -237,6 +240,11 @@ class Supervisor:
             raise
         finally:
             await cancel_and_wait([task])
+
+    def fail(self, error: BaseException) -> None:
+        """End the guarded work with an error of what it cannot do without."""
+        if not self.failure.done():
+            self.failure.set_result(error)
 
     def note(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event about an actor, where there is a recorder."""
@@ -267,10 +275,8 @@ class Supervisor:
         about = {**watched.fields, "cause": died.reason, "class": INFRASTRUCTURE}
         fields = watched.fields if planned else about
         self.note("actor_stopped" if planned else "actor_died", died.actor, died.reason, **fields)
-        if planned or self.failure.done():
-            return
-        if watched.policy is FaultPolicy.ESCALATE:
-            self.failure.set_result(died)
+        if not planned and watched.policy is FaultPolicy.ESCALATE:
+            self.fail(died)
 
 
 def _succeeded(task: asyncio.Future[Any]) -> bool:

@@ -18,7 +18,9 @@ from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, attach_to_workers
 
 from composer_mesh.mesh.actor import monarch_name
+from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAbout, HostAgent
 from composer_mesh.mesh.hosts.host import is_lost, unless_lost
@@ -26,7 +28,6 @@ from composer_mesh.mesh.hosts.local import CHILD
 from composer_mesh.mesh.hosts.versions import differences, versions
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
-from composer_mesh.mesh.waiting import cancel_and_wait
 
 BEATS = 5
 """How often the controller beats in the time of a lease."""
@@ -60,7 +61,7 @@ class RemoteHost:
         self._mesh: HostMesh | None = None
         self._procs: ProcMesh | None = None
         self._agent: Any = None
-        self._beating: asyncio.Task[None] | None = None
+        self._beating = BackgroundTasks(self._lose_unwatched)
 
     @property
     def mesh(self) -> HostMesh:
@@ -92,7 +93,7 @@ class RemoteHost:
                 "worker running there, with the authority of this run, the same Monarch and a port "
                 "that this machine reaches?"
             ) from error
-        self._beating = asyncio.create_task(self._beat())
+        self._beating.start(f"beats to {self.name}", self._beat())
 
     async def _attach(self) -> None:
         await self._until_it_listens()
@@ -115,8 +116,7 @@ class RemoteHost:
 
     async def close(self, deadline_s: float) -> None:
         """Give the host back: its worker ends. Waits for its word, at most `deadline_s`."""
-        if self._beating is not None:
-            await cancel_and_wait([self._beating])
+        await self._beating.close()
         if self._agent is not None and self.lost is not None and not self.lost.done():
             with contextlib.suppress(MeshError):  # then its lease runs out
                 await self._ask("give_back", deadline_s=deadline_s)
@@ -203,6 +203,10 @@ class RemoteHost:
                 return
             await asyncio.sleep(max(0.0, every_s - (loop.time() - began)))
         self.lose(f"it gave no sign of life for {self._lease_s * MARGIN:g} s")
+
+    def _lose_unwatched(self, task: str, error: BaseException) -> None:
+        """Without beats its lease runs out, and it ends what it ran."""
+        self.lose(f"{task} failed: {cause_of(error)}")
 
     async def _until_it_listens(self) -> None:
         """Monarch gives an address up for good that it could not reach."""

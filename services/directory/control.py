@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.background import BackgroundTasks, Failed, told_to_loop
 from composer_mesh.services.directory.live import RunUnavailable
 
 CONTROL_FILE = "control.sock"
@@ -36,13 +36,16 @@ class Control:
     """Serves commands while its block runs: `async with Control(run, {"scale": scale}):`.
 
     A command that raises `ControlRefused` had no effect. A running command continues when the
-    client disconnects, and is cancelled when the block ends.
+    client disconnects, and is cancelled when the block ends. `failed` is called with errors that
+    reach no client.
     """
 
-    def __init__(self, run: Path, commands: Mapping[str, Command]) -> None:
+    def __init__(
+        self, run: Path, commands: Mapping[str, Command], failed: Failed = told_to_loop
+    ) -> None:
         self._path, self._commands = run / CONTROL_FILE, commands
         self._server: asyncio.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving = BackgroundTasks(failed)
 
     async def __aenter__(self) -> Self:
         self._path.unlink(missing_ok=True)  # left by a controller that was killed
@@ -53,21 +56,18 @@ class Control:
         assert self._server is not None
         self._server.close()
         self._path.unlink(missing_ok=True)
-        await cancel_and_wait(self._serving)
+        await self._serving.close()
 
     def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._serve(reader, writer))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._serving.start("serving a command", self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            reply = await self._reply(await reader.readline())
-            with contextlib.suppress(ConnectionError):  # the client may have disconnected
-                writer.write(_line(reply))
-                await writer.drain()
-        except ValueError:
-            pass  # a line without a newline is not a request
+            request = await reader.readline()
+            writer.write(_line(await self._reply(request)))
+            await writer.drain()
+        except (ConnectionError, ValueError):
+            pass  # the client disconnected, or sent a line without a newline
         finally:
             writer.close()
 

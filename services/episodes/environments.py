@@ -3,10 +3,10 @@
 The task implements what a session does; `retries` handles a rollout whose session is lost.
 """
 
-import asyncio
 from contextlib import suppress
 
-from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.mesh.background import BackgroundTasks, recorded_by
+from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.services.pool.sessions import Session
@@ -16,10 +16,10 @@ from composer_mesh.services.service import Service
 class MeshEnvironments:
     """Environment actors; a session is placed on the least loaded replica and is lost with it."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, record: Recorder) -> None:
         self._service = service
         self._sessions: dict[str, Session] = {}
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._forgetting = BackgroundTasks(recorded_by(record))
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a session. Waits for a replica, including one that is still starting."""
@@ -48,9 +48,7 @@ class MeshEnvironments:
         session.close()
         names = [replica.name for replica in self._service.replicas if replica.serving]
         if home in names:
-            telling = asyncio.create_task(self._forget(home, session_id))
-            self._forgetting.add(telling)
-            telling.add_done_callback(self._forgetting.discard)
+            self._forgetting.start(f"forgetting {session_id}", self._forget(home, session_id))
 
     async def _forget(self, home: str | None, session_id: str) -> None:
         with suppress(MeshError, StopIteration, IndexError):

@@ -74,12 +74,13 @@ class LockstepGeneration:
     async def _send_to(self, index: int, share: list[Waiting]) -> None:
         try:
             results = await self._results(index, [request for request, _ in share])
+            answered = list(zip(share, results, strict=True))
         except Exception as error:  # noqa: BLE001  every episode of the batch must get it
             for _, answer in share:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, answer), result in zip(share, results, strict=True):
+        for (_, answer), result in answered:
             if not answer.done():
                 answer.set_result(result)
 

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import cancel_and_wait, together
@@ -44,6 +45,7 @@ class Membership:
         self._last_death = ActorDied(spec.name, "it has no replica yet")
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._growth: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks(spec.task_failed)
         self._burials: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -124,7 +126,7 @@ class Membership:
         self._last_death = gone(replica)
         if replica.actor is not None:
             self._spec.host.lost(replica.actor, reason)
-        burial = asyncio.create_task(self._spec.stop(replica))
+        burial = self._tasks.start(f"stopping {replica.name}", self._spec.stop(replica))
         self._burials.add(burial)
         burial.add_done_callback(self._burials.discard)
         if self._healer is not None and self._closing is None and replica in self.members:
@@ -136,7 +138,7 @@ class Membership:
         """Refuse calls, give those in flight `drain_s`, stop every process. Waits for its end."""
         if self._closing is None:
             self.dispatch.close()
-            self._closing = asyncio.create_task(self._close(drain_s))
+            self._closing = self._tasks.start(f"closing {self._spec.name}", self._close(drain_s))
         await asyncio.shield(self._closing)
 
     @property
@@ -231,7 +233,7 @@ class Membership:
             self.lose(replica, death.result().reason)
 
     async def _growing(self, count: int, deadline_s: float) -> None:
-        self._growth = asyncio.create_task(self.grow(count, deadline_s))
+        self._growth = asyncio.create_task(self.grow(count, deadline_s))  # awaited here
         try:
             await self._growth
         except asyncio.CancelledError:
@@ -250,7 +252,8 @@ class Membership:
                 self._healer.stop(replica)
             if replica.serving:
                 replica.state = ReplicaState.DRAINING
-            self._drains[replica] = asyncio.create_task(self._drain(replica, drain_s))
+            drain = self._drain(replica, drain_s)
+            self._drains[replica] = self._tasks.start(f"draining {replica.name}", drain)
         self.dispatch.changed()
 
     async def _left(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.background import Failed, recorded_by, told_to_loop
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder
@@ -127,6 +128,11 @@ class ReplicaSpec:
     record: Recorder = unheard
     numbered: bool = True
     placement: PlacementOf | None = None
+
+    @property
+    def task_failed(self) -> Failed:
+        """What becomes of a background task of the service that raised."""
+        return told_to_loop if self.record is unheard else recorded_by(self.record)
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process at its current placement. Waits until its actor answers.

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
+from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of, classify
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.replicas import Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 
@@ -66,6 +66,7 @@ class RestartManager:
         self._spec, self._rules = spec, rules
         self._come, self._give_up = come, give_up
         self._budgets: dict[int, RestartBudget] = {}
+        self._tasks = BackgroundTasks(spec.task_failed)
         self._under_way: dict[Replica, asyncio.Task[None]] = {}
 
     @classmethod
@@ -79,7 +80,7 @@ class RestartManager:
 
     def begin(self, dead: Replica, burial: asyncio.Task[None]) -> asyncio.Task[None]:
         """Replace a replica; the task ends when its slot is served again or given up."""
-        task = asyncio.create_task(self._heal(dead, burial))
+        task = self._tasks.start(f"replacing {dead.name}", self._heal(dead, burial))
         self._under_way[dead] = task
         task.add_done_callback(partial(self._ended, dead))
         return task
@@ -91,7 +92,7 @@ class RestartManager:
 
     async def close(self) -> None:
         """Stop all replacements. Waits until those under way are cancelled."""
-        await cancel_and_wait(self._under_way.values())
+        await self._tasks.close()
 
     def _ended(self, dead: Replica, _: asyncio.Task[None]) -> None:
         self._under_way.pop(dead, None)

@@ -8,7 +8,7 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +17,13 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import enable_transport
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.background import BackgroundTasks, recorded_by
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
 from composer_mesh.mesh.hosts.host import is_lost
 from composer_mesh.mesh.hosts.remote import HostRefused, RemoteHost
-from composer_mesh.mesh.hosts.roster import ROSTER, read_roster
+from composer_mesh.mesh.hosts.roster import ROSTER, Record, read_roster
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
@@ -58,14 +60,19 @@ class RunHosts:
     mesh: MeshHost
     record: Recorder
     placements: ProcessPlacements | None = None
+    read: Callable[[Path], list[Record]] = read_roster
+    """Reads who has announced themselves."""
     shared_memory: bool = False
     """Whether weights travel in the memory of one host, so that no second one may join it."""
     _own: str = ""
     _all: list[RemoteHost] = field(default_factory=list)
     _attached: dict[str, RemoteHost] = field(default_factory=dict)
     _used: set[str] = field(default_factory=set)
-    _watching: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _watching: BackgroundTasks = field(init=False)
     _keys: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._watching = BackgroundTasks(recorded_by(self.record))
 
     @property
     def count(self) -> int | None:
@@ -106,11 +113,11 @@ class RunHosts:
         if not self.config.cluster.remote:
             yield
             return
-        looking = asyncio.create_task(self._look_for_others())
+        joining = self._watching.start("watching for hosts that join", self._watch_roster())
         try:
             yield
         finally:
-            await cancel_and_wait([looking])
+            await cancel_and_wait([joining])
 
     async def join(self, address: str) -> str:
         """Attach a further worker, for `composer-mesh join`; its name."""
@@ -130,7 +137,7 @@ class RunHosts:
 
     async def give_back(self) -> None:
         """End the workers. Call it once no process of the run is left on them."""
-        await cancel_and_wait(self._watching.values())
+        await self._watching.close()
         await asyncio.gather(*(one.close(GIVE_BACK_S) for one in self._all))
         for keys in self._keys:
             keys.cleanup()
@@ -168,7 +175,7 @@ class RunHosts:
         try:
             await host.attach(cluster.attach_s if self.placements is None else JOIN_S)
             await self._check_files(host)
-        except MeshError:
+        except (MeshError, OSError):
             await host.close(GIVE_BACK_S)
             raise
         self._attached[worker.name] = host
@@ -178,7 +185,7 @@ class RunHosts:
         about = host.known
         detail = f"{worker.address}, {about.hostname}, {about.machine.cores} cores"
         self.record("host_joined", "", f"{worker.name}: {detail}", host=worker.name)
-        self._watching[worker.name] = asyncio.create_task(self._until_lost(host))
+        self._watching.start(f"waiting for the end of {worker.name}", self._until_lost(host))
 
     async def _until_lost(self, host: RemoteHost) -> None:
         assert host.lost is not None
@@ -191,22 +198,38 @@ class RunHosts:
         if self.placements is not None and self._attached.get(host.name) is host:
             self.placements.lose(host.name)
 
-    async def _look_for_others(self) -> None:
-        """Attach workers that announce themselves while the run goes on."""
+    async def _watch_roster(self) -> None:
+        """Attach workers that announce themselves while the run goes on.
+
+        A roster that cannot be read is an event for each new reason, and is read again.
+        """
         refused: set[str] = set()
+        trouble = ""
         while True:
             await asyncio.sleep(LOOK_S)
-            for one in await asyncio.to_thread(read_roster, self.root / ROSTER):
-                if one.address in self._used or one.address in refused:
-                    continue
-                if (old := self._attached.get(one.name)) is not None:
-                    old.lose(f"a new worker has its name, at {one.address}")
-                    self._leave(old)
-                try:
-                    await self._attach(AttachedWorker(one.name, one.address))
-                except (MeshError, ValueError) as error:
-                    refused.add(one.address)
-                    self.record("host_refused", "", str(error), host=one.name)
+            try:
+                found = await asyncio.to_thread(self.read, self.root / ROSTER)
+            except OSError as error:
+                if cause_of(error) != trouble:
+                    trouble = cause_of(error)
+                    detail = f"hosts that join are not seen until it can be: {trouble}"
+                    self.record("roster_unreadable", "", detail)
+                continue
+            trouble = ""
+            for one in found:
+                if one.address not in self._used | refused:
+                    await self._attach_announced(one, refused)
+
+    async def _attach_announced(self, one: Record, refused: set[str]) -> None:
+        """Attach a worker in place of the one that had its name; note it where that is refused."""
+        if (old := self._attached.get(one.name)) is not None:
+            old.lose(f"a new worker has its name, at {one.address}")
+            self._leave(old)
+        try:
+            await self._attach(AttachedWorker(one.name, one.address))
+        except (MeshError, ValueError, OSError) as error:
+            refused.add(one.address)
+            self.record("host_refused", "", str(error), host=one.name)
 
     async def _workers(self) -> list[AttachedWorker]:
         """Those of the config, or all that are expected on the roster. Waits for them."""
@@ -218,7 +241,7 @@ class RunHosts:
         end = asyncio.get_running_loop().time() + cluster.attach_s
         roster = self.root / ROSTER
         while True:
-            found = {one.name: one for one in await asyncio.to_thread(read_roster, roster)}
+            found = {one.name: one for one in await asyncio.to_thread(self.read, roster)}
             missing = [name for name in names if name not in found]
             if not missing:
                 return [AttachedWorker(name, found[name].address) for name in names]

@@ -108,7 +108,7 @@ class RunParts:
         generation: Any = LockstepGeneration if closed else PooledGeneration
         retries = Retries(self.config.supervision, self.store.add_poisoned, self.event)
         retries.know(past.poisoned, past.sizes, self.config.schedule.group_size)
-        environments = MeshEnvironments(self.mesh.environments)
+        environments = MeshEnvironments(self.mesh.environments, self.event)
         return Rollouts(generation(self.mesh.generators), environments, self.chat, retries)
 
     def _pair_stream(self) -> PairStream | None:

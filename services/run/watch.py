@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.admin import TlsFiles, start_admin
+from composer_mesh.mesh.background import BackgroundTasks, recorded_by
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.telemetry import start_telemetry
-from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.directory.control import Command, Control
 from composer_mesh.services.directory.live import commands_for
 from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
@@ -31,7 +32,6 @@ from composer_mesh.services.run.scaling import Scaling
 from composer_mesh.services.service import Service
 
 STATUS_EVERY_S = 2.0
-Record = Callable[[str, str, str], None]
 
 
 class Inspectable(Protocol):
@@ -64,7 +64,7 @@ class RunWatch:
         root: Path,
         config: RunConfig,
         view: RunView,
-        record: Record,
+        record: Recorder,
         progress: Callable[[], tuple[int, int]],
         commands: Mapping[str, Command] | None = None,
     ) -> None:
@@ -91,14 +91,14 @@ class RunWatch:
     @asynccontextmanager
     async def over(self, mesh: Inspectable) -> AsyncIterator[None]:
         """Keep the status true and take commands while the block runs."""
-        watching = asyncio.create_task(self._watch(mesh))
-        watching.add_done_callback(self._watch_ended)
+        watching = BackgroundTasks(self._watch_failed)
+        watching.start("status", self._watch(mesh))
         try:
             async with AsyncExitStack() as open_while_it_runs:
                 await self._take_commands(mesh, open_while_it_runs)
                 yield
         finally:
-            await cancel_and_wait([watching])
+            await watching.close()
 
     def ended(self, state: str) -> None:
         """Leave the run's last state in its status file."""
@@ -111,7 +111,8 @@ class RunWatch:
         )
         commands = {"scale": scaling.scale, **self._commands}
         try:
-            await until.enter_async_context(Control(self._root, commands))
+            failed = recorded_by(self._record)
+            await until.enter_async_context(Control(self._root, commands, failed))
         except OSError as error:
             self._record("no_commands", "", f"there is no control socket: {error}")
 
@@ -127,9 +128,8 @@ class RunWatch:
         self._view.actors(actors)
         self._write(state="running", actors=tuple(actors))
 
-    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
-        if not watching.cancelled() and (error := watching.exception()) is not None:
-            self._record("status_stopped", "", f"{type(error).__name__}: {error}")
+    def _watch_failed(self, _task: str, error: BaseException) -> None:
+        self._record("status_stopped", "", cause_of(error))
 
     def _write(self, **changes: Any) -> None:
         self._known |= changes

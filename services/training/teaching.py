@@ -22,11 +22,12 @@ from typing import Any
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.background import BackgroundTasks, recorded_by
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder, RemoteError
-from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan
@@ -60,6 +61,7 @@ class SdpoTeachers:
         self._source: SpawnedActor | None = None
         self._published = asyncio.Event()
         self._syncing = asyncio.Lock()
+        self._tasks = BackgroundTasks(self._not_replaced)
         self._replacing: dict[int, asyncio.Task[None]] = {}
         rules = RestartRules.of(config.supervision, config.run.seed)
         self._budgets = [RestartBudget(rules, name) for name in self._names]
@@ -78,7 +80,7 @@ class SdpoTeachers:
 
     async def close(self) -> None:
         """End replacements under way."""
-        await cancel_and_wait(self._replacing.values())
+        await self._tasks.close()
 
     async def pull(self, handle: WeightsHandle, source: SpawnedActor | None = None) -> list[int]:
         """Let every living teacher follow to a version; returns what they serve.
@@ -233,7 +235,8 @@ class SdpoTeachers:
         """Start another process for a dead teacher, once."""
         if self._teachers[place] is dead:
             self._teachers[place] = None
-            self._replacing[place] = asyncio.create_task(self._replacement(place, dead))
+            bringing = self._replacement(place, dead)
+            self._replacing[place] = self._tasks.start(f"replacing {dead.name}", bringing)
         return self._replacing[place]
 
     async def _replacement(self, place: int, dead: SpawnedActor) -> None:
@@ -244,6 +247,10 @@ class SdpoTeachers:
         except GivenUp as end:
             self._record("actor_given_up", dead.name, str(end), **end.fields)
             raise ActorDied(dead.name, str(end)) from end.__cause__
+
+    def _not_replaced(self, name: str, error: BaseException) -> None:
+        if not isinstance(error, ActorDied):  # which is told as actor_given_up
+            recorded_by(self._record)(name, error)
 
     async def _bring(self, place: int, name: str) -> None:
         """Start a teacher and bring it to where the others are; only then it serves."""

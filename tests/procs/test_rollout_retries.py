@@ -108,7 +108,7 @@ async def played(
     )
     told: list[str] = []
     task = make_task(config)
-    expert = Expert(task, MeshEnvironments(pool), pool, kills)
+    expert = Expert(task, MeshEnvironments(pool, lambda *_, **__: None), pool, kills)
     retries = Retries(SupervisionConfig(), lambda _: None, lambda kind, *_, **__: told.append(kind))
     chat: Any = Letters()
     rollouts = Rollouts(expert, expert, chat, retries)

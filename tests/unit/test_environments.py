@@ -23,7 +23,7 @@ async def environments(host: FakeHost, n: int = 2) -> tuple[MeshEnvironments, Se
     pool = await service.spawn(
         EnvironmentActor, n=n, host=cast(MeshHost, host), name="e", attempts=2
     )
-    return MeshEnvironments(pool), pool
+    return MeshEnvironments(pool, lambda *_, **__: None), pool
 
 
 def heard(actor: FakeActor) -> list[tuple[Any, ...]]:

@@ -11,7 +11,7 @@ import pytest
 
 from composer_mesh.mesh.hosts.agent import HostAbout
 from composer_mesh.mesh.hosts.remote import HostRefused
-from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce
+from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce, read_roster
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.run import hosts as run_hosts
@@ -198,6 +198,70 @@ async def test_who_announces_itself_later_joins_also_under_the_name_of_another(
     assert old.lost.result() == f"a new worker has its name, at {again}"
     assert hosts.mesh.hosts["gpu-1"] is new  # type: ignore[comparison-overlap]
     assert [kind for kind, _ in events].count("host_joined") == 3
+    await hosts.give_back()
+
+
+class FailingRoster:
+    """A folder on a file system that has trouble a few times; a bug comes after all of it."""
+
+    def __init__(self, *troubles: Exception | None) -> None:
+        self.troubles = list(troubles)
+
+    def __call__(self, folder: Path) -> list[Record]:
+        trouble = self.troubles.pop(0) if self.troubles else None
+        if trouble is not None:
+            raise trouble
+        return read_roster(folder)
+
+
+STALE, BROKEN = OSError(116, "Stale file handle"), OSError(5, "Input/output error")
+
+
+async def test_a_roster_that_cannot_be_read_is_an_event_and_is_read_again(
+    build: Build, tmp_path: Path, events: Events
+) -> None:
+    hosts = build(described(), kind="slurm")
+    announce(tmp_path / ROSTER, record("gpu-0", A))
+    announce(tmp_path / ROSTER, record("gpu-1", B))
+    await hosts.attach()
+    hosts.place()
+    hosts.read = FailingRoster(STALE, STALE, BROKEN)
+    async with hosts.watched():
+        announce(tmp_path / ROSTER, record("gpu-2", "tcp://10.0.0.7:1"))
+        await events.until("host_joined", 3)
+    told = [detail for kind, detail in events if kind == "roster_unreadable"]
+    assert [detail.rpartition("] ")[2] for detail in told] == [STALE.strerror, BROKEN.strerror]
+    await hosts.give_back()
+
+
+async def test_a_host_whose_probe_cannot_be_written_is_refused_and_others_still_join(
+    build: Build, tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unprobed(FakeRemote):
+        async def sees(self, path: Path) -> str | None:
+            if self.address == B:
+                raise OSError(28, "No space left on device")
+            return await super().sees(path)
+
+    monkeypatch.setattr(run_hosts, "RemoteHost", Unprobed)
+    hosts = build(kind="slurm", attach_s=60.0)
+    async with hosts.watched():
+        announce(tmp_path / ROSTER, record("gpu-0", B))
+        await events.until("host_refused")
+        announce(tmp_path / ROSTER, record("gpu-1", A))
+        await events.until("host_joined")
+    assert [one.closed for one in FakeRemote.all] == [True, False]
+    await hosts.give_back()
+
+
+async def test_a_bug_in_the_watcher_for_joining_hosts_is_an_event(
+    build: Build, events: Events
+) -> None:
+    hosts = build(described(), kind="slurm")
+    hosts.read = FailingRoster(TypeError("a bug"))
+    async with hosts.watched():
+        await events.until("task_failed")
+    assert events == [("task_failed", "watching for hosts that join: TypeError: a bug")]
     await hosts.give_back()
 
 

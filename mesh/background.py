@@ -1,0 +1,67 @@
+"""Tasks that run beside everything else and that nobody awaits: one owner, who hears how they end.
+
+A task that returns or is cancelled has ended as planned. One that raises is told to its owner at
+once, so that no work stops in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from composer_mesh.mesh.failures import cause_of, classify
+from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.mesh.waiting import cancel_and_wait
+
+T = TypeVar("T")
+Failed = Callable[[str, BaseException], None]
+"""What becomes of a task that raised: its name and its error."""
+
+
+class BackgroundTasks:
+    """The background tasks of one owner; `failed` is told of each that raises."""
+
+    def __init__(self, failed: Failed) -> None:
+        self._failed = failed
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(
+        self, name: str, work: Coroutine[Any, Any, T], failed: Failed | None = None
+    ) -> asyncio.Task[T]:
+        """Run `work` beside everything else; `failed` is told in place of the owner's."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._ended, failed or self._failed))
+        return task
+
+    async def wait(self) -> None:
+        """Wait until each task has ended; none is cancelled."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Cancel every task. Waits until each has ended."""
+        await cancel_and_wait(self._tasks)
+
+    def _ended(self, failed: Failed, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failed(task.get_name(), error)
+
+
+def told_to_loop(name: str, error: BaseException) -> None:
+    """Tell the loop's exception handler, which logs it, where nobody keeps records."""
+    about = {"message": f"{name} failed", "exception": error}
+    asyncio.get_running_loop().call_exception_handler(about)
+
+
+def recorded_by(record: Recorder) -> Failed:
+    """Record a task that raised as the event `task_failed`; the run goes on."""
+
+    def failed(name: str, error: BaseException) -> None:
+        about = {"cause": cause_of(error), "class": classify(error).value}
+        record("task_failed", "", f"{name}: {cause_of(error)}", **about)
+
+    return failed
