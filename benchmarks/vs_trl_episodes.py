@@ -39,21 +39,22 @@ class Player:
 
     def __init__(self, config: Config, task: Task, chat: ChatFormat) -> None:
         self._task, self._chat = task, chat
-        self._room = config.policy.max_context - config.generator.max_new_tokens
+        self._context = config.policy.max_context
 
     def play(self, episodes: Sequence[Episode], sample: Sample) -> list[Played]:
         """Play every episode to its end."""
         sessions = [self._task.session(episode) for episode in episodes]
         played = [Played(self._chat.first_prompt(session.messages)) for session in sessions]
         live = list(range(len(episodes)))
-        while live := [place for place in live if len(played[place].context) <= self._room]:
+        while live := [place for place in live if len(played[place].context) < self._context]:
             answers = sample([played[place].context for place in live])
             turns = zip(live, answers, strict=True)
             live = [p for p, answer in turns if self._turn(sessions[p], played[p], answer)]
         return played
 
     def _turn(self, session: Session, played: Played, answer: list[int]) -> bool:
-        """Apply one answer; return whether the episode continues."""
+        """Apply one answer, up to the context limit; return whether the episode continues."""
+        answer = answer[: self._context - len(played.context)]
         played.add(answer, sampled=True)
         step = session.step(self._chat.action_text(answer))
         if step.done:

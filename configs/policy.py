@@ -118,7 +118,7 @@ class PolicyConfig(Section):
     """Size of the built-in tokenizer's vocabulary, including special tokens (built-in model)."""
 
     max_context: Annotated[int, Field(ge=16)] = 384
-    """Maximum tokens of a conversation, prompt and all turns together."""
+    """Maximum tokens of a conversation, prompt and all turns together; a full one ends."""
 
     cache_dir: FilePath = Path(".cache/composer-mesh")
     """Cache of warm-started models, shared by runs."""

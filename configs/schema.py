@@ -204,13 +204,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _conversations_fit(self) -> Self:
-        turns, tokens = self.environment.max_turns, self.generator.max_new_tokens
-        context = self.policy.max_context
-        if tokens * turns >= context:
+        tokens, context = self.generator.max_new_tokens, self.policy.max_context
+        if tokens >= context:
             raise ValueError(
-                f"generator.max_new_tokens is {tokens} and environment.max_turns is {turns}, so an "
-                f"episode may write {tokens * turns} tokens, but policy.max_context is {context} "
-                "and holds the prompt too: raise policy.max_context or lower one of the others"
+                f"generator.max_new_tokens is {tokens} but policy.max_context is {context}, and "
+                "one answer must fit beside the prompt: raise policy.max_context or lower "
+                "generator.max_new_tokens"
             )
         if self.trainer.microbatch_tokens < context:
             raise ValueError(

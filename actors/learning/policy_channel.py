@@ -88,7 +88,8 @@ class PolicyChannel:
 
     def __init__(self, config: Config, reference: LanguageModel | None) -> None:
         self._loss, self._temperature = config.loss, config.generator.temperature
-        self._longest = config.environment.max_turns * config.generator.max_new_tokens
+        written = config.environment.max_turns * config.generator.max_new_tokens
+        self._longest = min(written, config.policy.max_context)
         self._reference = reference if config.loss.needs_reference else None
         if config.loss.needs_reference and reference is None:
             raise ValueError(f"loss {config.loss.type!r} needs a reference model: load one")

@@ -133,7 +133,8 @@ class Rollouts:
     async def run(self, sample: Sample, session: str) -> Trace:
         """Run one attempt at a sample, in its own environment session. Waits for its last turn.
 
-        An episode whose context is full ends there without success.
+        The last answer that fits is as long as there is room; an episode whose context is full ends
+        there without success.
         """
         try:
             return await self._run(sample, session)
@@ -146,8 +147,8 @@ class Rollouts:
         messages = await self._environments.begin(session, sample.episode)
         growing.read(self._chat.first_prompt(messages))
         _check_room(sample.trace_id, len(growing.ids), sampling)
-        while len(growing.ids) + sampling.max_new_tokens <= sampling.max_context:
-            result = await self._generation.generate(self._request(sample, growing))
+        while (room := sampling.max_context - len(growing.ids)) > 0:
+            result = await self._generation.generate(self._request(sample, growing, room))
             growing.act(result)
             text = self._chat.action_text(result.token_ids)
             step = await self._environments.step(session, text)
@@ -158,13 +159,13 @@ class Rollouts:
         conversation = await self._environments.finish(session)
         return _trace(sample, growing, conversation)
 
-    def _request(self, sample: Sample, growing: _Growing) -> GenerationRequest:
+    def _request(self, sample: Sample, growing: _Growing, room: int) -> GenerationRequest:
         sampling = sample.sampling
         request_id = f"{sample.trace_id}-{len(growing.turns):02d}"
         return GenerationRequest(
             request_id,
             list(growing.ids),
-            sampling.max_new_tokens,
+            min(sampling.max_new_tokens, room),
             sampling.temperature,
             seed_of(sampling.seed, request_id),
             [self._chat.stop_id],

@@ -161,9 +161,9 @@ BROKEN = {
     ),
     "odd head": (["policy.head_dim=33"], ["head_dim is 33", "even", "set it to 34"]),
     "tiny vocabulary": (["policy.vocab_size=100"], ["is 100", "at least 300", "raise it to 300"]),
-    "turns beyond the context": (
-        ["generator.max_new_tokens=200"],
-        ["max_new_tokens is 200", "policy.max_context is 384", "raise policy.max_context"],
+    "an answer as long as the context": (
+        ["generator.max_new_tokens=384"],
+        ["max_new_tokens is 384", "policy.max_context is 384", "raise policy.max_context"],
     ),
     "context beyond a microbatch": (
         ["trainer.microbatch_tokens=100"],

@@ -251,22 +251,38 @@ async def test_a_trace_is_the_conversation_token_for_token(
         assert whole.rstrip("\n") == text
 
 
-def sample_of(world: World, max_context: int) -> Sample:
+def sample_of(world: World, max_context: int, answer: int = 64) -> Sample:
     """A sample of the first episode, greedy, in a context of so many tokens beyond its prompt."""
     episode = world.task.episode("train", 0)
     opening = len(world.chat.first_prompt(world.task.session(episode).messages))
-    return Sample(episode, 0, 0, Sampling(0.0, 64, opening + max_context, 0))
+    return Sample(episode, 0, 0, Sampling(0.0, answer, opening + max_context, 0))
 
 
-async def test_an_episode_whose_context_is_full_ends_without_success(
+async def test_an_episode_fills_its_context_and_ends_there_without_success(
     make_world: MakeWorld, config: Config
 ) -> None:
-    world = make_world(seed=13)
-    sample = sample_of(world, 64)
-    trace = await rollouts_of(world, config).run(sample, sample.trace_id)
-    assert len(trace.turns) == 1
-    assert (trace.success, trace.reward) == (False, 0.0)
-    assert world.sessions == {}
+    """Whatever the context is, no request and no trace is longer, and no answer is lost for it."""
+    endless = sample_of(make_world(seed=13), 10_000)
+    whole = await rollouts_of(make_world(seed=13), config).run(endless, endless.trace_id)
+    opening, needed = len(whole.prompt_ids(0)), len(whole.token_ids())
+    assert (len(whole.turns) > 1, whole.success) == (True, True)
+    answer = max(len(turn.action_ids) for turn in whole.turns)
+    last = []
+    for room in range(
+        answer, needed - opening - 1
+    ):  # whoever lacks only the stop token has said all
+        world = make_world(seed=13)
+        sample = sample_of(world, room, answer)
+        trace = await rollouts_of(world, config).run(sample, sample.trace_id)
+        assert len(trace.token_ids()) <= opening + room
+        assert trace.token_ids() == whole.token_ids()[: len(trace.token_ids())]
+        assert (trace.success, trace.reward) == (False, 0.0)
+        assert world.sessions == {}
+        cut = trace.turns[-1].stop_reason == "length"
+        assert not cut or len(trace.token_ids()) == opening + room
+        last.append((len(trace.turns), cut))
+    assert {cut for _, cut in last} == {True, False}
+    assert {turns for turns, _ in last} == set(range(last[0][0], len(whole.turns) + 1))
 
 
 async def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused_with_the_repair(

@@ -20,6 +20,7 @@ from composer_mesh.planning.memory import (
     total,
     training_parts,
 )
+from composer_mesh.planning.memory_estimate import Memory, memory_of
 from composer_mesh.planning.model_sizes import adapter_parameters, parameter_count
 
 SIZES: dict[str, Any] = {
@@ -141,3 +142,22 @@ def test_a_sum_is_written_with_its_terms_and_nothing_is_lost_in_it() -> None:
     parts = (Part("weights", 2 * GB), Part("tiny", GB // 1000), Part("none", 0), Part("small", 9))
     assert in_words(parts) == "weights 2.00 + others 0.00 = 2.00 GB"
     assert total(parts) == 2 * GB + GB // 1000 + 9
+
+
+@pytest.mark.parametrize("kind", ["trainer", "generator", "sdpo_teacher", "reference"])
+def test_many_long_turns_in_one_context_need_no_more_memory_than_few(
+    kind: str, build_config: Any
+) -> None:
+    """Fifty turns of 2,048 tokens are an ordinary agent; the context bounds what an episode is."""
+
+    def needed(turns: int, answer: int) -> Memory:
+        config = build_config(
+            environment={"max_turns": turns},
+            generator={"max_new_tokens": answer},
+            policy={"max_context": 65_536},
+            trainer={"microbatch_tokens": 65_536},
+            sdpo={"alpha": 1.0},
+        )
+        return memory_of(kind, config, SMALL)
+
+    assert needed(50, 2_048) == needed(2, 64)

@@ -21,7 +21,7 @@ async def test_episodes_played_at_once_are_those_of_a_run(
     tokenizer: Any, toolbox: ToolboxTask, build_config: Any, max_context: int
 ) -> None:
     config = build_config(
-        generator={"max_new_tokens": 20}, policy={"max_context": max_context, "vocab_size": 400}
+        generator={"max_new_tokens": 60}, policy={"max_context": max_context, "vocab_size": 400}
     )
     chat = ChatFormat(tokenizer, toolbox.tools)
     world = World(toolbox, chat, seed=1, error_rate=0.5)

@@ -23,7 +23,7 @@ from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode, Session, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.rollouts.traces import Message, StopReason, Trace
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import Retries
@@ -153,12 +153,14 @@ class World:
         ids = self.chat.action(
             self._policy(request, (self.sessions | self.ghosts)[session_id].messages)
         )
+        reason: StopReason = "stop" if len(ids) <= request.max_new_tokens else "length"
+        ids = ids[: request.max_new_tokens]
         for _ in ids:
             versions.append(self.newest if request.seed % 2 else self.served)
             if self.rng.random() < 0.05:
                 await self.pause("generation")
         await self.pause("generation", session_id)
-        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), versions, "stop")
+        return GenerationResult(request.request_id, ids, [-0.5] * len(ids), versions, reason)
 
     def _policy(self, request: GenerationRequest, messages: list[Message]) -> str:
         rng = random.Random(request.seed)
