@@ -118,7 +118,7 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     episodes: Count = 200
-    """Number of held-out episodes per evaluation."""
+    """Number of distinct held-out episodes per evaluation; all of them where the data has fewer."""
 
     temperature: NotNegative = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""

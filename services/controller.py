@@ -259,11 +259,11 @@ class Controller:
     async def _evaluate(self, step: int) -> None:
         """Measure the held-out success of the served version, over the episodes that could be run.
 
-        Waits for every episode.
+        No episode counts twice. Waits for every one.
         """
         self.ports.watch.phase(f"evaluating after step {step}")
-        asked = self.config.eval.episodes
-        traces = await self.stopping.unless(self._groups.evaluate(asked))
+        traces = await self.stopping.unless(self._groups.evaluate())
+        asked = len(self._groups.heldout)
         self.ports.rollouts.retries.check_evaluation(step, len(traces), asked)
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))

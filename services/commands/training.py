@@ -17,6 +17,8 @@ from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.planning.mesh_layout import plan_mesh
+from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
+from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
 from composer_mesh.services.checks.accepting import (
     UsageError,
@@ -42,6 +44,9 @@ def check(arguments: argparse.Namespace) -> int:
         check_vllm_installed(config)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
+    episodes = config.eval.episodes
+    if fewer := fewer_episodes(heldout_indices(make_task(config), episodes), episodes):
+        Console().print(fewer, markup=False, highlight=False, soft_wrap=True)
     print_placement(placements, Console())
     return 0
 

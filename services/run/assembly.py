@@ -34,6 +34,7 @@ from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -253,7 +254,9 @@ class Run:
         return await RunMesh.start(config, host, self.event, placements=self._hosts.place())
 
     async def _train_on(self, mesh: RunMesh) -> None:
-        task = make_task(self.config)
+        task, episodes = make_task(self.config), self.config.eval.episodes
+        if fewer := fewer_episodes(heldout_indices(task, episodes), episodes):
+            self.event("evaluation_smaller", "", fewer)
         self.view.phase("preparing the policy")
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))

@@ -9,10 +9,12 @@ enter is decided by the rollout window, what they are used for by the controller
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.episodes.rollout import Rollouts, Sampling
@@ -69,12 +71,15 @@ class Groups:
             self.running.popleft()
         return groups
 
-    async def evaluate(self, episodes: int) -> list[Trace]:
-        """Run held-out episodes; return the traces of those that could be run. Waits for all of
-        them."""
+    @cached_property
+    def heldout(self) -> list[int]:
+        """Indices of the distinct held-out episodes of an evaluation."""
+        return heldout_indices(self._task, self._config.eval.episodes)
+
+    async def evaluate(self) -> list[Trace]:
+        """Run held-out episodes; return the traces of those that could be run. Waits for all."""
         sampling = Sampling.evaluation(self._config)
-        indices = range(episodes)
-        started = [task for index in indices for task in self._start("heldout", index, sampling)]
+        started = [s for index in self.heldout for s in self._start("heldout", index, sampling)]
         return await gather_or_cancel(started)
 
     async def close(self) -> None:
