@@ -1,7 +1,7 @@
 """Tasks that run beside everything else and that nobody awaits: one owner, who hears how they end.
 
 A task that returns or is cancelled has ended as planned. One that raises is told to its owner at
-once, so that no work stops in silence.
+once, so that no work stops in silence. Knows no actors and no Monarch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from composer_mesh.mesh.failures import cause_of, classify
-from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 T = TypeVar("T")
@@ -55,13 +53,3 @@ def told_to_loop(name: str, error: BaseException) -> None:
     """Tell the loop's exception handler, which logs it, where nobody keeps records."""
     about = {"message": f"{name} failed", "exception": error}
     asyncio.get_running_loop().call_exception_handler(about)
-
-
-def recorded_by(record: Recorder) -> Failed:
-    """Record a task that raised as the event `task_failed`; the run goes on."""
-
-    def failed(name: str, error: BaseException) -> None:
-        about = {"cause": cause_of(error), "class": classify(error).value}
-        record("task_failed", "", f"{name}: {cause_of(error)}", **about)
-
-    return failed

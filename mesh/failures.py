@@ -14,7 +14,8 @@ from __future__ import annotations
 import errno
 from enum import Enum
 
-from composer_mesh.mesh.supervision import MeshError, RemoteError
+from composer_mesh.mesh.background import Failed
+from composer_mesh.mesh.supervision import MeshError, Recorder, RemoteError
 
 LONGEST_KEY = 500
 """Characters by which errors are compared; a message may contain model-written text."""
@@ -73,3 +74,13 @@ def error_key(error: BaseException) -> str:
 def cause_of(error: BaseException) -> str:
     """Return an error in one line, for an event."""
     return " ".join(error_key(error).split())
+
+
+def recorded_by(record: Recorder) -> Failed:
+    """Record a task that raised as the event `task_failed`; the run goes on."""
+
+    def failed(name: str, error: BaseException) -> None:
+        about = {"cause": cause_of(error), "class": classify(error).value}
+        record("task_failed", "", f"{name}: {cause_of(error)}", **about)
+
+    return failed

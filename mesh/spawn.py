@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, monarch_name
-from composer_mesh.mesh.background import BackgroundTasks, recorded_by, told_to_loop
+from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost

@@ -5,7 +5,8 @@ The task implements what a session does; `retries` handles a rollout whose sessi
 
 from contextlib import suppress
 
-from composer_mesh.mesh.background import BackgroundTasks, recorded_by
+from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.traces import Message

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.background import Failed, recorded_by, told_to_loop
+from composer_mesh.mesh.background import Failed, told_to_loop
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder

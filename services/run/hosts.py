@@ -17,8 +17,8 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import enable_transport
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.background import BackgroundTasks, recorded_by
-from composer_mesh.mesh.failures import cause_of
+from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
 from composer_mesh.mesh.hosts.host import is_lost

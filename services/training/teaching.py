@@ -22,8 +22,8 @@ from typing import Any
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.background import BackgroundTasks, recorded_by
-from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
+from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic, recorded_by
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder, RemoteError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.background import BackgroundTasks, recorded_by, told_to_loop
+from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.supervision import Supervisor
 from composer_mesh.services.episodes.generation import LockstepGeneration
 
