@@ -54,7 +54,10 @@ class Attempts:
             await self._repair(lambda: mend(found), before)  # noqa: B023  awaited at once
 
     async def repair(self, mend: Mend) -> None:
-        """Mend what nobody may have met yet. Waits for a repair under way."""
+        """Mend what nobody may have met yet. Waits for a repair under way.
+
+        Raises what an earlier repair has failed with: it is why nothing can be mended any more.
+        """
         await self._repair(mend, None)
 
     async def interrupt(self) -> None:
@@ -66,6 +69,8 @@ class Attempts:
     async def _repair(self, mend: Mend, before: int | None) -> None:
         """Mend, unless there was a repair since there had been `before` of them."""
         async with self._alone:
+            if self._failure is not None:
+                raise self._failure
             if before is not None and before != self._repairs:
                 return
             try:

@@ -38,11 +38,16 @@ class TrainerRanks:
     """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
 
     def __init__(
-        self, config: Config, host: MeshHost, placement: PlacementOf, look_s: float = LOOK_S
+        self,
+        config: Config,
+        host: MeshHost,
+        placement: PlacementOf,
+        look_s: float = LOOK_S,
+        news_s: float = NEWS_S,
     ) -> None:
         size = config.trainer.ranks
         self._config, self._host, self._placement = config, host, placement
-        self._look_s = look_s
+        self._look_s, self._news_s = look_s, news_s
         self._meet = size > 1 or config.trainer.sharded
         self._placements: list[ProcessPlacement] = []
         self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
@@ -51,6 +56,7 @@ class TrainerRanks:
         self._generation = 0
         self._current = self._names
         self.all: list[SpawnedActor] = []
+        self._started = asyncio.Event()
 
     @property
     def first(self) -> SpawnedActor:
@@ -74,6 +80,7 @@ class TrainerRanks:
             started = [one for one in self._host.actors if one.name in self._current]
             await asyncio.gather(*(self._host.stop(one) for one in started))
             raise
+        self._started.set()
 
     async def prepare(self) -> Path:
         """The folder of the initial policy. Waits for a warm start where none is cached."""
@@ -107,15 +114,23 @@ class TrainerRanks:
         """New processes in place of all ranks, at a checkpoint; returns its version.
 
         One rank alone cannot come back: what the others hold is a process group that has broken.
+        Where they cannot all start none is left, and none of them counts as a death.
         """
         assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
         await asyncio.gather(*(self._host.stop(one) for one in self.all))
         self.all = []
+        self._started.clear()
         await self.start()
         return await self.load(self._folder, checkpoint)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something that needs all ranks; ends with `ActorDied` when one of them dies."""
+        """Do something that needs all ranks; ends with `ActorDied` when one of them dies.
+
+        Nothing is done where one is dead already.
+        """
+        if (dead := self.died()) is not None:
+            work.close()
+            raise dead
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, *self._deaths()]
         try:
@@ -138,11 +153,12 @@ class TrainerRanks:
             return self.died() or error
         deaths = self._deaths()
         if deaths:
-            await asyncio.wait(deaths, timeout=NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(deaths, timeout=self._news_s, return_when=asyncio.FIRST_COMPLETED)
         return self.died() or error
 
     async def until_one_dies(self) -> None:
-        """Wait for the end of a rank."""
+        """Wait for the end of a rank, and first for the start of all where none runs."""
+        await self._started.wait()
         await asyncio.wait(self._deaths(), return_when=asyncio.FIRST_COMPLETED)
 
     def died(self) -> ActorDied | None:

@@ -17,6 +17,7 @@ import hinted
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.checkpoints.manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.ports import MayTrain
 from composer_mesh.services.steps.recomputation_check import Trained
@@ -84,7 +85,11 @@ class World:
     async def begin_again(self, checkpoint: Path | None) -> int:
         self.generation += 1
         self.dead = None
-        self._try("begin")
+        try:
+            self._try("begin")
+        except Exception:
+            self.dead = None  # none was started, so none is dead
+            raise
         self.version, self.weight = 0, 0.0
         if checkpoint is not None:
             version, weight = (checkpoint / STATE_FILE).read_text().split()
@@ -108,9 +113,18 @@ class World:
         if self.dead is not None:
             work.close()
             raise self.dead
-        return await work
+        task, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.until_one_dies())
+        try:
+            await asyncio.wait([task, dying], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self.dead is not None:
+                raise self.dead
+            return await task
+        finally:
+            await cancel_and_wait([task, dying])
 
     async def cause_of(self, error: Exception) -> Exception:
+        if isinstance(error, ActorDied) and error.actor in self.names() and self.dead is None:
+            self.kill(error)
         return self.dead or error
 
     # --- a step, teachers, weights

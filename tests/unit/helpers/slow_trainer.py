@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fake_trainer
 
@@ -21,8 +20,6 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.steps.ports import MayTrain
 
-T = TypeVar("T")
-
 
 class SlowWorld(fake_trainer.World):
     """Every part of a step and of a sync takes some turns of the loop, by chance."""
@@ -32,7 +29,6 @@ class SlowWorld(fake_trainer.World):
         self.rng, self.longest = random.Random(seed), longest
         self.teaches = seed % 2 == 0
         """Whether a step waits for teachers in processes of their own."""
-        self.death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
         self.free = asyncio.Event()
         self.free.set()
         self.gate: asyncio.Event | None = None
@@ -56,29 +52,11 @@ class SlowWorld(fake_trainer.World):
             self.struck.append((self.training > 0, self.syncing > 0))
             self.kill(ActorDied(self.names()[0], "killed by signal 9"))
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task, self.death], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise self.death.result()
-            return await task
-        finally:
-            await cancel_and_wait([task])
-
     async def begin_again(self, checkpoint: Path | None) -> int:
         assert (self.training, self.syncing) == (0, 0)
         await self.pause()
         self.free.set()
-        self.death = asyncio.get_running_loop().create_future()
         return await super().begin_again(checkpoint)
-
-    async def until_one_dies(self) -> None:
-        await asyncio.wait([self.death])
-
-    def kill(self, died: ActorDied) -> None:
-        self.dead = died
-        self.death.set_result(died)
 
     async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
         self.training += 1
