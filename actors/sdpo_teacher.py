@@ -23,6 +23,7 @@ from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
 from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
+    Layout,
     StepOver,
     TeacherOutputHandle,
     pack,
@@ -34,6 +35,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.mesh.weights.choice import choose
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
@@ -48,6 +50,8 @@ SLOTS = 2
 class SDPOTeacherActor(MeshActor):
     """One process with the teacher's weights; several share the tokens of a step.
 
+    Whatever reads or copies the weights does so in a thread, one after the other.
+
     controller -- HintedView --> SDPOTeacherActor == signals by RDMA ==> trainer
     """
 
@@ -59,10 +63,9 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
         """Load the policy as version 0 and register the buffers that signals leave by."""
-        budget, self._folder = config.trainer.microbatch_tokens, folder
+        self._folder = folder
         self._kept: dict[str, Tensor] = {}
-        model = await asyncio.to_thread(load_model, folder)
-        self._teacher = TeacherModel(model.to(own_device()), config.sdpo, budget)
+        self._teacher = await in_thread(_teacher_of, config, folder)
         self._receiver = WeightReceiver()
         self._transport = choose(config.weights)
         self._publishers: list[WeightPublisher] = []
@@ -79,7 +82,7 @@ class SDPOTeacherActor(MeshActor):
         self._receiver.abandon()
         async with self._order:
             staged = await self._receiver.receive(handle)
-            self._teacher.absorb(handle.version, staged.apply)
+            await in_thread(self._teacher.absorb, handle.version, staged.apply)
             self.policy_version = handle.version
             return handle.version
 
@@ -101,7 +104,7 @@ class SDPOTeacherActor(MeshActor):
                 began = time.perf_counter()
                 tensors = await asyncio.to_thread(self._teacher.teacher_output, views, asked)
                 took = time.perf_counter() - began
-                layout, packed = pack(tensors)
+                layout, packed = await in_thread(pack, tensors)
                 buffer = await self._slots.write(ticket, packed)
                 self.activity = "idle"
                 version = self._teacher.version
@@ -126,9 +129,12 @@ class SDPOTeacherActor(MeshActor):
     async def keep(self) -> int:
         """Take a copy of the average, for `write`; returns its version. Waits for a pull."""
         async with self._order:
-            average = self._teacher.average()
-            self._kept = {name: one.to("cpu", copy=True) for name, one in average.items()}
+            self._kept = await in_thread(self._copied_average)
             return self._teacher.version
+
+    def _copied_average(self) -> dict[str, Tensor]:
+        average = self._teacher.average()
+        return {name: one.to("cpu", copy=True) for name, one in average.items()}
 
     @concurrent_endpoint
     async def write(self, draft: Path) -> list[Written]:
@@ -142,10 +148,12 @@ class SDPOTeacherActor(MeshActor):
         Raises `UnreadableCheckpoint`.
         """
         async with self._order:
-            kept = await asyncio.to_thread(self._average_at, file)
-            self._teacher.restore(version, kept)
+            await in_thread(self._restore, version, file)
             self.policy_version = version
             return version
+
+    def _restore(self, version: int, file: Path | None) -> None:
+        self._teacher.restore(version, self._average_at(file))
 
     def _average_at(self, file: Path | None) -> WholeTensors:
         if file is not None:
@@ -156,13 +164,16 @@ class SDPOTeacherActor(MeshActor):
     async def head(self) -> HeadHandle:
         """The head that belongs to hidden states of this version. Good until the next version."""
         async with self._order:
-            head = self._teacher.head()
-            tensors: dict[str, Tensor] = {"weight": head.weight}
-            if head.bias is not None:
-                tensors["bias"] = head.bias
-            layout, packed = pack(tensors)
+            layout, packed = await in_thread(self._packed_head)
             buffer = await self._head_buffer.write(packed)
             return HeadHandle(self._teacher.version, layout, buffer)
+
+    def _packed_head(self) -> tuple[tuple[Layout, ...], Tensor]:
+        head = self._teacher.head()
+        tensors: dict[str, Tensor] = {"weight": head.weight}
+        if head.bias is not None:
+            tensors["bias"] = head.bias
+        return pack(tensors)
 
     @concurrent_endpoint
     async def state(self) -> list[WeightsHandle]:
@@ -183,6 +194,12 @@ class SDPOTeacherActor(MeshActor):
         async with self._order:
             for model, handle in zip(self._teacher.models, handles, strict=True):
                 staged = await self._receiver.receive(handle)
-                staged.apply(model)
+                await in_thread(staged.apply, model)
             self._teacher.version = self.policy_version = handles[0].version
             return handles[0].version
+
+
+def _teacher_of(config: Config, folder: Path) -> TeacherModel:
+    """The teacher that a run begins with, on this process's device."""
+    model = load_model(folder).to(own_device())
+    return TeacherModel(model, config.sdpo, config.trainer.microbatch_tokens)

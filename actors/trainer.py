@@ -138,10 +138,10 @@ class TrainerActor(MeshActor):
         if not (self._config.on and batch.views):
             return None
         if self._learner.teaches_itself:
-            return self._learner.own_teacher_outputs(batch)
+            return await asyncio.to_thread(self._learner.own_teacher_outputs, batch)
         if not teachers:
             return LostSource()
-        plan = self._learner.step.plan(batch)
+        plan = await asyncio.to_thread(self._learner.step.plan, batch)
         await self._teacher_outputs.begin(batch, plan, teachers, self._learner.version)
         return self._teacher_outputs
 

@@ -19,6 +19,7 @@ from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning, get_rdma_backend
 from torch import Tensor
 
 from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.waiting import in_thread
 
 Payload: TypeAlias = "Tensor | bytes | bytearray | memoryview"
 
@@ -67,11 +68,11 @@ class SendBuffer:
 
     async def write(self, data: Payload) -> BufferHandle:
         """Copy data into the buffer; return its handle. Grows and re-registers if needed."""
-        tensor = _as_tensor(data)
+        tensor = await in_thread(_as_tensor, data)
         async with self._lock:
             if tensor.nbytes > self.capacity_bytes:
                 await self._grow(tensor.nbytes)
-            self.bytes[: tensor.nbytes].copy_(_flat_bytes(tensor))
+            await in_thread(self.bytes[: tensor.nbytes].copy_, _flat_bytes(tensor))
             buffer = await self._region(tensor.nbytes) if tensor.nbytes else None
             self._handle = BufferHandle(buffer, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
         return self._handle
@@ -148,7 +149,7 @@ async def read(handle: BufferHandle, out: Tensor | None = None) -> Tensor:
     memory = torch.empty(span, dtype=torch.uint8)
     await handle.buffer.read_into(memory, timeout=READ_TIMEOUT_S)
     tensor = memory[: handle.nbytes].view(handle.dtype).view(handle.shape)
-    return tensor if out is None else out.copy_(tensor)
+    return tensor if out is None else await in_thread(out.copy_, tensor)
 
 
 def _check_fits(handle: BufferHandle, out: Tensor) -> None:

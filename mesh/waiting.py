@@ -1,8 +1,10 @@
 """Waits for several tasks, so that none is left running whatever happens."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -20,6 +22,19 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     for task in done:
         task.result()
     return [task.result() for task in tasks]
+
+
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Do long work in a thread, so that the event loop goes on. Waits for its end.
+
+    A thread cannot be stopped: whoever is cancelled while it waits here waits for the end too, so
+    that a lock around the call is held as long as the work needs it.
+    """
+    working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(working)
+    finally:
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -172,7 +172,7 @@ class Run:
             return FAILED
         finally:
             self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
-            self._watch.ended(state)
+            await self._watch.ended(state)
 
     async def stop(self, now: bool = False) -> bool:
         """Let the run end; whether a checkpoint is written before. Does not wait for it."""
@@ -274,7 +274,7 @@ class Run:
         )
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
         trainer = self._trainer = parts.trainer(resumed_from)
-        controller = self.controller = parts.controller(trainer, self.view, past)
+        controller = self.controller = await parts.controller(trainer, self.view, past)
         controller.stopping = self.stopping
         self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))

@@ -10,6 +10,7 @@ from typing import Any
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.controller import Controller, Ports
@@ -67,13 +68,15 @@ class RunParts:
         step_builder = self._step_builder()
         return trained_steps(self.store.reading, self.config, step_builder, first, until)
 
-    def controller(self, trainer: FaultTolerantTrainer, watch: Watcher, past: Past) -> Controller:
-        """The controller of a run that has a past, or an empty one.
+    async def controller(
+        self, trainer: FaultTolerantTrainer, watch: Watcher, past: Past
+    ) -> Controller:
+        """The controller of a run that has a past, or an empty one. Waits until that is composed.
 
         Teachers are asked from here on about what they were not asked before.
         """
         step_builder, stream = self._step_builder(), self._pair_stream()
-        resume_state = resume_state_of(past, step_builder)
+        resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
             restore_teacher_queries(
                 past, stream, self.store.reading, self._first_in_window(resume_state)

@@ -17,6 +17,7 @@ from typing import Any
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -88,12 +89,15 @@ class _Lost(Exception):
 async def load_resume_state(store: RunStore, config: Config, record: Recorder) -> Past:
     """What a claimed run directory holds; sets aside what is damaged, which `record` is told.
 
+    Reads every byte of the newest checkpoint, and all groups that are needed, in a thread: hosts
+    that are attached hold a silent event loop for a lost controller.
+
     Raises RunDirectoryError where store and checkpoints are not of one run.
     """
-    checkpoint = newest_undamaged(store.root.absolute(), record)
+    checkpoint = await newest_undamaged(store.root.absolute(), record)
     while True:
         try:
-            return _read(store.reading, config, checkpoint)
+            return await in_thread(_read, store.reading, config, checkpoint)
         except _Lost as lost:
             if lost.group_id is not None:
                 await store.quarantine(lost.group_id, lost.why)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -73,6 +74,7 @@ class RunWatch:
         self._commands = dict(commands or {})
         self._known: dict[str, Any] = {}
         self._hosts: Hosts | None = None
+        self._writer = ThreadPoolExecutor(1, "run-status")
 
     async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
         """Start the servers, before the first actor, and say by which commands to look."""
@@ -100,10 +102,17 @@ class RunWatch:
         finally:
             await watching.close()
 
-    def ended(self, state: str) -> None:
-        """Leave the run's last state in its status file."""
-        if self._known:
-            self._write(state=state, actors=())
+    async def ended(self, state: str) -> None:
+        """Leave the run's last state in its status file. Waits until it is there.
+
+        It comes also where nobody waits for it any more; a disk that does not take it is told.
+        """
+        if not self._known:
+            return
+        try:
+            await asyncio.shield(self._write(state=state, actors=()))
+        except OSError as error:
+            self._cannot_tell(error)
 
     async def _take_commands(self, mesh: Inspectable, until: AsyncExitStack) -> None:
         scaling = Scaling(
@@ -121,17 +130,21 @@ class RunWatch:
         while True:
             with suppress(MeshError):  # a dead actor ends the run through the supervisor
                 shown = census(await mesh.describe(), mesh.pools, shown)
-                self._show(shown)
+                await self._show(shown)
             await asyncio.sleep(STATUS_EVERY_S)
 
-    def _show(self, actors: Sequence[ActorStatus]) -> None:
+    async def _show(self, actors: Sequence[ActorStatus]) -> None:
         self._view.actors(actors)
-        self._write(state="running", actors=tuple(actors))
+        await self._write(state="running", actors=tuple(actors))
 
     def _watch_failed(self, _task: str, error: BaseException) -> None:
+        self._cannot_tell(error)
+
+    def _cannot_tell(self, error: BaseException) -> None:
         self._record("status_stopped", "", cause_of(error))
 
-    def _write(self, **changes: Any) -> None:
+    def _write(self, **changes: Any) -> asyncio.Future[None]:
+        """Have the status written after those before it, by a thread: the disk may be a server."""
         self._known |= changes
         step, restarts = self._progress()
         status = RunStatus(
@@ -145,4 +158,5 @@ class RunWatch:
             hosts=dict(self._hosts.names) if self._hosts else {},
             **self._known,
         )
-        write_status(self._root, status)
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._writer, write_status, self._root, status)

@@ -24,7 +24,7 @@ from composer_mesh.actors.checkpoints.folder import (
 )
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.waiting import together
+from composer_mesh.mesh.waiting import in_thread, together
 from composer_mesh.services.training.teaching import Record
 
 FAILURES = 2
@@ -83,8 +83,7 @@ class CheckpointWrites:
         None is left where there is no other.
         """
         if self.newest is not None:
-            looking = asyncio.to_thread(newest_undamaged, self._root.absolute(), self._record)
-            self.newest = await looking
+            self.newest = await newest_undamaged(self._root.absolute(), self._record)
 
     async def begin(self, step: int) -> None:
         """Waits until the state of a step is copied; its checkpoint is under way then."""
@@ -160,12 +159,12 @@ class CheckpointWrites:
         self._record("checkpoint_failed", "trainer", str(told))
 
 
-def newest_undamaged(root: Path, record: Record) -> Checkpoint | None:
+async def newest_undamaged(root: Path, record: Record) -> Checkpoint | None:
     """The newest whole checkpoint of a run; newer ones go to its quarantine, and `record` is told.
 
-    Raises `EarlierCheckpoint`.
+    Every byte is read, in a thread. Raises `EarlierCheckpoint`.
     """
-    found, aside = newest_whole(root)
+    found, aside = await in_thread(newest_whole, root)
     for one in aside:
         where = one.moved_to.relative_to(root)
         name = f"checkpoint of step {one.checkpoint.step}"

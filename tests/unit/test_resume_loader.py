@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_pipe import SlowFile
 
-from composer_mesh.actors.checkpoints.folder import folder_of
-from composer_mesh.actors.checkpoints.manifest import write_manifest, written
+from composer_mesh.actors.checkpoints.folder import Draft, folder_of
+from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, write_manifest, written
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.pairs import PreferencePair
@@ -260,3 +262,22 @@ async def test_a_done_step_whose_rollouts_are_damaged_is_not_made_again(
         with pytest.raises(RunDirectoryError, match=r"step 2 cannot be trained again .*--resume"):
             trained_steps(store.reading, config, step_builder, 0, 3)
         assert len(trained_steps(store.reading, config, step_builder, 2, 3)) == 1
+
+
+async def test_the_event_loop_goes_on_while_a_checkpoint_is_checked(
+    tmp_path: Path, config: Config
+) -> None:
+    """A silent controller would lose the hosts that it has attached."""
+    with opened(tmp_path, config) as store:
+        await filled(store)
+    draft = Draft(tmp_path, DONE)
+    (draft.folder / "state").write_bytes(b"weights")
+    checkpoint = draft.commit(written(draft.folder, [draft.folder / "state"]))
+    file = SlowFile(checkpoint.folder / MANIFEST_FILE)
+    looking = asyncio.create_task(looked(tmp_path, config))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(file.turned)
+    past, _ = await looking
+    assert past.checkpoint == checkpoint
+    assert not file.late

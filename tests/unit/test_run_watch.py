@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefused
 from composer_mesh.services.directory.live import commands_for
-from composer_mesh.services.directory.status import ActorStatus, read_status
+from composer_mesh.services.directory.status import STATUS_FILE, ActorStatus, read_status
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.scale_command import scale
@@ -78,17 +80,21 @@ def world(tmp_path: Path) -> World:
     return world
 
 
-async def shown(mesh: FakeMesh) -> None:
-    """Wait until what the mesh said was written: there is no waiting in between."""
+async def shown(mesh: FakeMesh, root: Path) -> None:
+    """Wait until what the mesh said was written."""
     await mesh.asked.wait()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await until(lambda: read_status(root) is not None)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110  another thread makes it true
+        await asyncio.sleep(0.001)
 
 
 async def test_the_status_has_every_actor_and_how_far_the_run_is(world: World) -> None:
     mesh = FakeMesh()
     async with world.watch.over(mesh):
-        await shown(mesh)
+        await shown(mesh, world.root)
         status = read_status(world.root)
     assert status is not None
     assert [actor.name for actor in status.actors] == ["trainer", "generator-0", "generator-0.2"]
@@ -113,11 +119,11 @@ async def test_a_dead_actor_does_not_end_the_watch_and_an_error_of_it_does_not_e
 ) -> None:
     mesh = FakeMesh(ActorDied("generator-0", "gone"))
     async with world.watch.over(mesh):
-        await shown(mesh)
+        await mesh.asked.wait()
         assert world.events == []
     mesh = FakeMesh(OSError("no space"))
     async with world.watch.over(mesh):
-        await shown(mesh)
+        await until(lambda: bool(world.events))
         assert world.events == [("status_stopped", "", "OSError: no space")]
 
 
@@ -131,14 +137,43 @@ async def test_a_run_without_a_control_socket_goes_on_and_says_so(world: World) 
 async def test_the_last_state_stays_and_names_no_actor(world: World) -> None:
     async with world.watch.over(FakeMesh()):
         pass
-    world.watch.ended("failed")
+    await world.watch.ended("failed")
     status = read_status(world.root)
     assert status is not None
     assert (status.state, status.actors, status.live) == ("failed", (), False)
 
 
+@pytest.mark.timeout(60)
+async def test_the_loop_goes_on_while_a_disk_takes_the_status_and_the_last_state_comes_last(
+    world: World,
+) -> None:
+    """The file is a pipe here, so a write ends when somebody reads it."""
+    pipe = world.root / f".{STATUS_FILE}.{os.getpid()}"
+    os.mkfifo(pipe)
+    mesh = FakeMesh()
+    async with world.watch.over(mesh):
+        await mesh.asked.wait()
+        running = await asyncio.to_thread(pipe.read_text)
+    ending = asyncio.create_task(world.watch.ended("finished"))
+    await ending
+    assert json.loads(running)["state"] == "running"
+    last = read_status(world.root)
+    assert last is not None
+    assert last.state == "finished"
+
+
+async def test_a_disk_that_does_not_take_the_last_state_is_told_and_ends_nothing(
+    world: World,
+) -> None:
+    (world.root / f".{STATUS_FILE}.{os.getpid()}").mkdir()
+    await world.watch.ended("failed")
+    (event,) = world.events
+    assert event[0] == "status_stopped"
+    assert "IsADirectoryError" in event[2]
+
+
 def test_a_run_that_never_opened_leaves_no_status(tmp_path: Path) -> None:
-    World(tmp_path).watch.ended("failed")
+    asyncio.run(World(tmp_path).watch.ended("failed"))
     assert list(tmp_path.iterdir()) == []
 
 
