@@ -26,6 +26,7 @@ from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.rollouts.task_choice import make_task
 
 Source = InlineSource | MeshSource | LostSource
@@ -117,13 +118,14 @@ class TrainerActor(MeshActor):
         self._details = {"sharding": sharding, "device": str(self._ranks.device)}
 
     @concurrent_endpoint
-    async def train(self, batch: StepBatch, teachers: int = 0) -> TrainReply:
+    async def train(self, packed: PackedBatch, teachers: int = 0) -> TrainReply:
         """One optimizer step: version v becomes v + 1. Waits for signals and for other ranks.
 
         Steps run one at a time, in the order of the calls. The signals of a step come by
         `take_teacher_output` from so many teachers, before or after this call.
         """
         async with self._order:
+            batch = await asyncio.to_thread(packed.unpack)
             self.activity = f"training step {batch.step + 1}"
             source = await self._source(batch, teachers)
             metrics = await asyncio.to_thread(self._learner.train, batch, source, self._held.wait)

@@ -16,6 +16,7 @@ from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.rollouts.step_plan import plan_step
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.ranks import WRITE_DEADLINE_S
@@ -44,8 +45,9 @@ class MeshTraining:
         ranks, alive = self._ranks(), list[SpawnedActor]()
         if self._teachers is not None and batch.views and teacher_outputs:
             alive = await self._teachers.ready(batch.step)
+        packed = await PackedBatch.of(batch)
         work: list[Coroutine[Any, Any, Any]] = [
-            rank.call("train", batch, len(alive), deadline_s=self._deadline_s) for rank in ranks
+            rank.call("train", packed, len(alive), deadline_s=self._deadline_s) for rank in ranks
         ]
         if self._teachers is not None and alive:
             trainer = self._trainer

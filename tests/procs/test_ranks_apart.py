@@ -16,6 +16,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rendezvous import open_store
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.ranks import TrainerRanks
 
@@ -53,7 +54,8 @@ async def test_ranks_of_two_hosts_take_the_step_that_one_rank_takes(
     assert await ranks.load(tmp_path / "policy") == 0
     alone = learning.five_steps(learning.config(), tmp_path / "policy", Ranks(), steps)
     for batch, expected in zip(steps, alone["metrics"], strict=True):
-        replies = await asyncio.gather(*(one.call("train", batch) for one in ranks.all))
+        packed = await PackedBatch.of(batch)
+        replies = await asyncio.gather(*(one.call("train", packed) for one in ranks.all))
         for reply in replies:
             for name in ("loss/total", "policy/grad_norm"):
                 assert reply.metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)

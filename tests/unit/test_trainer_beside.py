@@ -16,6 +16,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.packed_batch import PackedBatch
 
 LONG_ENOUGH_S = 0.05
 """What something that should wait, and does not, is given to show it."""
@@ -90,8 +91,8 @@ async def trainer(build_config: Any) -> AsyncIterator[ScriptedTrainer]:
     trainer.script.disk.set()
 
 
-def batch() -> StepBatch:
-    return StepBatch(VERSION, [], [], [])
+async def batch() -> PackedBatch:
+    return await PackedBatch.of(StepBatch(VERSION, [], [], []))
 
 
 async def waits(task: asyncio.Task[Any]) -> bool:
@@ -104,7 +105,7 @@ async def test_a_step_computes_beside_the_copy_of_its_version_and_updates_after_
 ) -> None:
     script = trainer.script
     assert await trainer.ask("hold") == VERSION
-    training = trainer.ask("train", batch())
+    training = trainer.ask("train", await batch())
     publishing = trainer.ask("publish")
     await asyncio.to_thread(script.began.wait)
     assert await waits(training)
@@ -122,7 +123,7 @@ async def test_a_version_that_is_held_is_published_however_late_it_is_asked_for(
     script = trainer.script
     script.may_copy.set()
     await trainer.ask("hold")
-    training = trainer.ask("train", batch())
+    training = trainer.ask("train", await batch())
     assert await waits(training)
     assert await trainer.ask("publish") == f"handle of {VERSION}"
     await training
@@ -135,7 +136,7 @@ async def test_without_a_hold_a_version_is_published_between_two_steps(
     script = trainer.script
     script.may_copy.set()
     script.backward.clear()
-    training = trainer.ask("train", batch())
+    training = trainer.ask("train", await batch())
     await asyncio.to_thread(script.began.wait)
     publishing, holding = trainer.ask("publish"), trainer.ask("hold")
     assert await waits(publishing)
@@ -164,7 +165,7 @@ async def test_a_step_is_trained_beside_the_write_of_a_checkpoint(
     script.disk.clear()
     await trainer.ask("save", Path("step-3"), True)
     writing = trainer.ask("saved")
-    await trainer.ask("train", batch())
+    await trainer.ask("train", await batch())
     assert not writing.done()
     script.disk.set()
     assert await writing == await trainer.ask("saved") == [Written("True", 1, 2)]

@@ -25,6 +25,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.step import MeshTraining
 from composer_mesh.services.training.teaching import SdpoTeachers
@@ -152,8 +153,8 @@ class FakeRank(FakeActor):
         self.error: Exception | None = None
         self._moved = asyncio.Event()
 
-    async def train(self, batch: StepBatch, teachers: int) -> TrainReply:
-        self.log.append(("train", self.name, batch.step, teachers))
+    async def train(self, packed: PackedBatch, teachers: int) -> TrainReply:
+        self.log.append(("train", self.name, packed.unpack().step, teachers))
         while teachers and len(self.taken) < self.expects and not self.lost:
             self._moved.clear()
             await self._moved.wait()
