@@ -177,16 +177,28 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def state(self) -> list[WeightsHandle]:
-        """All the teacher's weights, for a replacement to adopt. Good until the next call."""
+        """All the teacher's weights, for a replacement to adopt. Good until `release_state`.
+
+        That gives back the memory of a whole copy, so it follows however the adoption ends.
+        """
         async with self._order:
             version = self._teacher.version
-            for publisher in self._publishers:
-                await publisher.close()
+            await self._close_publishers()
             self._publishers = [
                 WeightPublisher(model.state_dict, transport=self._transport)
                 for model in self._teacher.models
             ]
             return [await publisher.publish(version) for publisher in self._publishers]
+
+    @concurrent_endpoint
+    async def release_state(self) -> None:
+        """Nobody reads what `state` has offered any more: its memory is given back."""
+        async with self._order:
+            await self._close_publishers()
+
+    async def _close_publishers(self) -> None:
+        while self._publishers:
+            await self._publishers.pop().close()
 
     @concurrent_endpoint
     async def adopt(self, handles: list[WeightsHandle]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -104,10 +104,12 @@ class WeightPublisher:
         memory = self._transport_sender.memory(slot)
         unstamp(memory)
         views = list(shape.layout.views(shape.manifest, memory))
-        for piece, place in views:
-            place.copy_(rows[piece.entry].local, non_blocking=on_gpu)
+        copies = [(place, rows[piece.entry].local) for piece, place in views]
         if on_gpu:
-            torch.cuda.synchronize()
+            _copy_from_gpu(copies)
+        else:
+            for place, local in copies:
+                place.copy_(local)
         found = tuple(checksum(flat(place)) for _, place in views) if self._checksums else None
         stamp(memory, version, serial)
         return shape, found
@@ -129,3 +131,19 @@ class WeightPublisher:
             )
         self._shape = shape
         return shape
+
+
+def _copy_from_gpu(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors to pinned memory after the work that is queued now. Waits for the copies only.
+
+    They have a stream of their own: a step that is queued meanwhile neither waits nor is awaited.
+    """
+    device = next(local.device for _, local in copies if local.is_cuda)
+    ready = torch.cuda.current_stream(device).record_event()
+    own = torch.cuda.Stream(device)
+    with torch.cuda.stream(own):
+        own.wait_event(ready)
+        for place, local in copies:
+            place.copy_(local, non_blocking=True)
+        done = own.record_event()
+    done.synchronize()

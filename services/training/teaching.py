@@ -286,8 +286,16 @@ class SdpoTeachers:
             return f"at version {version}"
         others = self.alive()
         if others:
-            state = await others[0].call("state", deadline_s=self._deadline_s)
-            await teacher.call("adopt", state, deadline_s=self._deadline_s)
+            await self._adopt_from(others[0], teacher)
             return f"at version {version}, its average taken from {others[0].name}"
         await teacher.call("adopt", [self._latest], deadline_s=self._deadline_s)
         return f"at version {version}, its average begins again there"
+
+    async def _adopt_from(self, donor: SpawnedActor, teacher: SpawnedActor) -> None:
+        """Give a teacher all that another one has, whose copy of it is freed in any case."""
+        try:
+            state = await donor.call("state", deadline_s=self._deadline_s)
+            await teacher.call("adopt", state, deadline_s=self._deadline_s)
+        finally:
+            with contextlib.suppress(ActorDied):  # its memory has gone with it
+                await donor.call("release_state", deadline_s=self._deadline_s)

@@ -178,6 +178,26 @@ async def test_an_average_is_taken_over_from_a_teacher_that_lives(build_config: 
     assert ring.of("state") == [("state", "sdpo_teacher-1")]
     assert ring.of("adopt") == [("adopt", "sdpo_teacher-0", 4)]
     assert "its average taken from sdpo_teacher-1" in ring.events[0][2]
+    adopted = ring.log.index(("adopt", "sdpo_teacher-0", 4))
+    assert ring.log.index(("release_state", "sdpo_teacher-1")) > adopted
+    assert ring.of("release_state") == [("release_state", "sdpo_teacher-1")]
+
+
+async def test_a_copy_of_an_average_is_freed_when_its_receiver_dies(build_config: Any) -> None:
+    ring = Ring(config(build_config, teacher="ema", replicas=2))
+    await ring.begin()
+    ring.host.prepare = lambda teacher: teacher.gates.update(adopt=asyncio.Event())
+    await ring.sdpo.pull(weights(4))
+    ring.host.started[0].die()
+    await ring.sdpo.ready(4)
+    await ring.settle()
+    assert len(ring.of("state")) == 1
+    assert ring.of("release_state") == []
+    ring.host.prepare = lambda _: None
+    ring.host.started[2].die()
+    await ring.settle()
+    assert len(ring.of("release_state")) == 2
+    assert len(ring.of("adopt")) == 1
 
 
 async def test_an_average_that_nobody_has_begins_again_and_that_is_told(build_config: Any) -> None:

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
+from composer_mesh.mesh.weights.choice import Transport
+from composer_mesh.mesh.weights.errors import PublisherGone
+from composer_mesh.mesh.weights.receiver import WeightReceiver
 
 LONG_ENOUGH_S = 0.05
 """What something that should wait, and does not, is given to show it."""
@@ -130,3 +133,15 @@ async def test_a_copy_that_nobody_waits_for_any_more_still_keeps_forwards_out(
     with pytest.raises(LookupError):
         await reading
     assert script.log == ["copying", "copied", "forward"]
+
+
+async def test_a_published_average_is_gone_once_its_state_is_released() -> None:
+    script = Script()
+    script.models = [torch.nn.Linear(2, 2)]  # type: ignore[list-item]
+    teacher = ScriptedTeacher(script)
+    teacher._publishers, teacher._transport = [], Transport("shm")
+    (handle,) = await teacher.ask("state")
+    assert await WeightReceiver().receive(handle)
+    await teacher.ask("release_state")
+    with pytest.raises(PublisherGone):
+        await WeightReceiver().receive(handle)

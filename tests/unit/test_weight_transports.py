@@ -184,6 +184,21 @@ async def test_a_publisher_stays_with_its_tensors() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+async def test_a_publish_does_not_wait_for_kernels_of_other_streams() -> None:
+    """A second of other work is queued on the device; the copy ends before it."""
+    source = Source(Transport("shm"))
+    source.state = {key: tensor.cuda() for key, tensor in source.state.items()}
+    await source.publish(1)
+    training = torch.cuda.Stream()
+    with torch.cuda.stream(training):
+        torch.cuda._sleep(2_000_000_000)
+    handle = await source.publish(2)
+    assert not training.query()
+    assert numbers(await WeightReceiver().receive(handle)) == {2}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("name", ["shm", "disk"])
 async def test_weights_of_a_gpu_arrive_through_pinned_memory(name: Any, tmp_path: Path) -> None:
     source = Source(Transport(name, folder=tmp_path), dtype=torch.bfloat16)

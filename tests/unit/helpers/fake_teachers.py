@@ -134,7 +134,11 @@ class FakeTeacher(FakeActor):
         self.log.append(("state", self.name))
         return [weights(self.version)]
 
+    async def release_state(self) -> None:
+        self.log.append(("release_state", self.name))
+
     async def adopt(self, handles: list[WeightsHandle]) -> int:
+        await self.pass_gate("adopt")
         self.log.append(("adopt", self.name, handles[0].version))
         self.version = handles[0].version
         return self.version
