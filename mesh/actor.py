@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.processes import resident_bytes
 
 
@@ -27,7 +28,11 @@ class MeshActor(Actor):
 
     @concurrent_endpoint
     async def describe(self) -> dict[str, Any]:
-        """Return the actor's status. Answers immediately."""
+        """Return the actor's status. Answers immediately.
+
+        It is the first call to every actor: from here on its event loop is watched.
+        """
+        watch_this_loop(self.kind)
         return {
             "kind": self.kind,
             "pid": os.getpid(),

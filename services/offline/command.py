@@ -17,6 +17,7 @@ from rich.console import Console
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.task_choice import make_task
@@ -103,6 +104,7 @@ class _Work:
 
     async def replay(self, output: ReplayOutput, signals: CommandSignals) -> int:
         """Query the teachers, write pairs and report. Waits for the teachers."""
+        watch_this_loop("controller")
         async with self._panel(output) as panel:
             plan = self._plan(panel.teachers)
             teacher_client = TeacherClient(

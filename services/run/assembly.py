@@ -26,6 +26,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
@@ -152,6 +153,7 @@ class Run:
 
     async def live(self) -> int:
         """Start the mesh, run the controller, stop the mesh; returns the exit status."""
+        watch_this_loop("controller")
         supervisor = Supervisor(self.event)
         state = "failed"
         try:

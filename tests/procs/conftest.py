@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.mesh.loop_watchdog import REPORTS
 
 prepare_environment()
+LOOP_REPORTS = tempfile.TemporaryDirectory(prefix="loops-")
+os.environ[REPORTS] = LOOP_REPORTS.name  # before the first run of a fixture, whatever its scope
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+
+import loop_reports  # noqa: E402
 
 from composer_mesh.mesh.processes import is_alive  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
@@ -28,6 +34,14 @@ Events = list[tuple[str, str, str]]
 def events() -> Events:
     """What the supervisor of a test has recorded."""
     return []
+
+
+@pytest.fixture(autouse=True)
+def no_event_loop_stands_still() -> Iterator[None]:
+    """Fail a test in which the loop of a controller or an actor was blocked for half a second."""
+    yield
+    found = loop_reports.taken()
+    assert not found, f"blocked event loops:\n{loop_reports.told(found)}"
 
 
 @pytest.fixture

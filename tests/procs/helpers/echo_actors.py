@@ -62,6 +62,11 @@ class EchoActor(MeshActor):
         await asyncio.to_thread(time.sleep, seconds)
 
     @concurrent_endpoint
+    async def block(self, seconds: float) -> None:
+        """Wait as no actor should: on its event loop."""
+        time.sleep(seconds)  # noqa: ASYNC251
+
+    @concurrent_endpoint
     async def release(self) -> None:
         self.gate.set()
 

@@ -1,0 +1,27 @@
+"""The harness that every process test has: an actor whose event loop stands still is found."""
+
+from __future__ import annotations
+
+import asyncio
+
+import loop_reports
+from echo_actors import EchoActor
+from live_run import wait_until
+
+from composer_mesh.mesh.spawn import MeshHost
+
+NEWS_S = 30.0
+"""How long a report may take to be written, on a machine that is busy with other things."""
+
+
+async def test_an_actor_that_blocks_its_event_loop_is_reported_with_the_place(
+    host: MeshHost,
+) -> None:
+    actor = await host.spawn("echo", EchoActor)
+    await actor.call("spin", 3.0)
+    assert loop_reports.taken() == []
+    await actor.call("block", 3.0)
+    (found,) = await asyncio.to_thread(wait_until, loop_reports.taken, "report", NEWS_S)
+    assert found["event"] == "event_loop_blocked"
+    assert (found["process"], found["seconds"] > 0.5) == ("echo", True)
+    assert "in block" in found["stack"]

@@ -1,0 +1,93 @@
+"""What counts as a loop that stands still: what its thread does, and not what the machine does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from composer_mesh.mesh.loop_watchdog import LoopWatchdog, SilentTime, ThreadTimes
+
+PERIOD_S = 0.05
+
+
+def silent(*slices: tuple[float, float, float]) -> float:
+    """The seconds of a silence from its slices: elapsed, computed in it, queued in it."""
+    computed = queued = 0.0
+    counted = SilentTime(PERIOD_S, ThreadTimes(0.0, 0.0))
+    for elapsed, computing, queueing in slices:
+        computed, queued = computed + computing, queued + queueing
+        counted.add(elapsed, ThreadTimes(computed, queued))
+    return counted.seconds
+
+
+def test_a_thread_that_waits_for_a_disk_is_silent_all_the_time() -> None:
+    assert silent(*[(PERIOD_S, 0.0, 0.0)] * 20) == pytest.approx(1.0)
+
+
+def test_time_in_which_the_machine_gave_no_core_is_not_counted() -> None:
+    assert silent(*[(PERIOD_S, 0.01, 0.04)] * 20) == pytest.approx(0.2)
+
+
+def test_time_in_which_the_whole_process_stood_still_is_not_counted() -> None:
+    assert silent((30.0, 0.0, 0.0)) == pytest.approx(PERIOD_S)
+
+
+def test_what_the_thread_computed_counts_although_nobody_could_look_meanwhile() -> None:
+    """As where a call into C holds the interpreter: the measuring thread stands still with it."""
+    assert silent((2.0, 1.9, 0.1)) == pytest.approx(1.9)
+
+
+@pytest.fixture
+def reports() -> list[tuple[float, str]]:
+    return []
+
+
+@pytest.fixture
+def told() -> Iterator[threading.Event]:
+    told = threading.Event()
+    yield told
+    told.set()
+
+
+async def test_a_loop_that_waits_in_a_callback_is_reported_with_its_stack(
+    reports: list[tuple[float, str]], told: threading.Event
+) -> None:
+    def report(seconds: float, stack: str) -> None:
+        reports.append((seconds, stack))
+        told.set()
+
+    watchdog = LoopWatchdog(limit_s=0.2, report=report, period_s=0.01)
+    watchdog.start()
+    stand_still(told)
+    await asyncio.to_thread(told.wait)
+    watchdog.stop()
+    seconds, stack = reports[0]
+    assert seconds > 0.2
+    assert "in stand_still" in stack
+
+
+def stand_still(told: threading.Event) -> None:
+    """Until long after the watchdog must have noticed: nobody tells before the loop goes on."""
+    told.wait(3.0)
+
+
+async def test_a_loop_that_only_waits_for_events_is_not_reported(
+    reports: list[tuple[float, str]],
+) -> None:
+    asked = threading.Event()
+    watchdog = LoopWatchdog(0.2, lambda *report: reports.append(report), period_s=0.01)
+    watchdog.start()
+    await asyncio.to_thread(asked.wait, 0.5)
+    watchdog.stop()
+    assert reports == []
+
+
+def test_a_limit_below_the_period_is_refused() -> None:
+    async def make() -> None:
+        LoopWatchdog(0.01, lambda *_: None)
+
+    with pytest.raises(ValueError, match="raise limit_s"):
+        asyncio.run(make())
