@@ -9,6 +9,7 @@ thread has computed always is. Off unless `COMPOSER_MESH_LOOP_REPORTS` names a f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -39,6 +40,10 @@ class ThreadTimes:
 
     computed_s: float
     queued_s: float
+
+
+class _ThreadEnded(Exception):
+    """The loop's thread is gone, whether or not its loop was closed before."""
 
 
 class SilentTime:
@@ -84,14 +89,19 @@ class LoopWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more. Waits for the thread's end."""
+        """Ask no more. Waits for the watching thread's end."""
         self._stopped.set()
+        self.ended()
+
+    def ended(self) -> None:
+        """Wait until nothing is watched any more."""
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.is_set() and self._ask():
-            self._count()
-            self._stopped.wait(self._period_s)
+        with contextlib.suppress(_ThreadEnded):
+            while not self._stopped.is_set() and self._ask():
+                self._count()
+                self._stopped.wait(self._period_s)
 
     def _ask(self) -> bool:
         """Ask the loop for an answer; whether there still is a loop."""
@@ -123,7 +133,11 @@ class LoopWatchdog:
             self._report(silent.seconds, stack or "not seen: the interpreter was held all the time")
 
     def _times(self) -> ThreadTimes:
-        return ThreadTimes(time.clock_gettime(self._clock), _queued_s(self._task))
+        try:
+            computed_s = time.clock_gettime(self._clock)
+        except OSError:
+            raise _ThreadEnded from None
+        return ThreadTimes(computed_s, _queued_s(self._task))
 
     def _stack(self) -> str:
         frame: FrameType | None = sys._current_frames().get(self._ident)

@@ -75,7 +75,8 @@ class RunParts:
 
         Teachers are asked from here on about what they were not asked before.
         """
-        step_builder, stream = self._step_builder(), self._pair_stream()
+        # Seconds, for filters import what finds near duplicates.
+        step_builder, stream = self._step_builder(), await in_thread(self._pair_stream)
         resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
             restore_teacher_queries(

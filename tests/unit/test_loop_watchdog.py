@@ -85,6 +85,23 @@ async def test_a_loop_that_only_waits_for_events_is_not_reported(
     assert reports == []
 
 
+def test_the_watch_ends_with_the_thread_of_its_loop(reports: list[tuple[float, str]]) -> None:
+    """Also where nobody has closed the loop; an error in the watching thread fails this test."""
+    watchdogs: list[LoopWatchdog] = []
+
+    async def watched() -> None:
+        watchdogs.append(LoopWatchdog(0.2, lambda *report: reports.append(report)))
+        watchdogs[0].start()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=[watched()])
+    thread.start()
+    thread.join()
+    watchdogs[0].ended()
+    loop.close()
+    assert reports == []
+
+
 def test_a_limit_below_the_period_is_refused() -> None:
     async def make() -> None:
         LoopWatchdog(0.01, lambda *_: None)
