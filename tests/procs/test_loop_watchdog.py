@@ -20,8 +20,8 @@ async def test_an_actor_that_blocks_its_event_loop_is_reported_with_the_place(
     actor = await host.spawn("echo", EchoActor)
     await actor.call("spin", 3.0)
     assert loop_reports.taken() == []
-    await actor.call("block", 3.0)
+    await actor.call("sleep_on_loop", 3.0)
     (found,) = await asyncio.to_thread(wait_until, loop_reports.taken, "report", NEWS_S)
     assert found["event"] == "event_loop_blocked"
     assert (found["process"], found["seconds"] > 0.5) == ("echo", True)
-    assert "in block" in found["stack"]
+    assert "in sleep_on_loop" in found["stack"]

@@ -62,7 +62,7 @@ class EchoActor(MeshActor):
         await asyncio.to_thread(time.sleep, seconds)
 
     @concurrent_endpoint
-    async def block(self, seconds: float) -> None:
+    async def sleep_on_loop(self, seconds: float) -> None:
         """Wait as no actor should: on its event loop."""
         time.sleep(seconds)  # noqa: ASYNC251
 

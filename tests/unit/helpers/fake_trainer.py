@@ -184,6 +184,8 @@ class World:
     async def sync(self, on_snapshot: MayTrain | None = None) -> int:
         self._try("sync")
         self.teach(self.version, self.weight)
+        if on_snapshot is not None:
+            on_snapshot()
         self.served.append((self.version, self.weight))
         return self.version
 

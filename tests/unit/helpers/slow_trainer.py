@@ -81,7 +81,7 @@ class SlowWorld(fake_trainer.World):
             version, weight = await self._published(None if self.teaches else on_snapshot)
             await self.pause()
             self.teach(version, weight)
-            if on_snapshot is not None:
+            if self.teaches and on_snapshot is not None:
                 on_snapshot()
             await self._received()
             self.served.append((version, weight))
