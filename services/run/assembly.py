@@ -256,10 +256,12 @@ class Run:
         return await RunMesh.start(config, host, self.event, placements=self._hosts.place())
 
     async def _train_on(self, mesh: RunMesh) -> None:
-        task, episodes = make_task(self.config), self.config.eval.episodes
-        if fewer := fewer_episodes(heldout_indices(task, episodes), episodes):
-            self.event("evaluation_smaller", "", fewer)
         self.view.phase("preparing the policy")
+        task = await asyncio.to_thread(make_task, self.config)  # it may read a large file
+        episodes = self.config.eval.episodes
+        heldout = await asyncio.to_thread(heldout_indices, task, episodes)
+        if fewer := fewer_episodes(heldout, episodes):
+            self.event("evaluation_smaller", "", fewer)
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
