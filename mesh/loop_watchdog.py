@@ -1,9 +1,10 @@
 """A watchdog of an event loop: reports each time that the loop does not answer for too long.
 
-A thread asks the loop, and counts the seconds without an answer. Time in which the loop's thread
-was ready to run and the machine gave it no core, and time in which this process as a whole stood
-still or another thread held the interpreter, is not the loop's, and is not counted. What the loop's
-thread has computed always is. Off unless `COMPOSER_MESH_LOOP_REPORTS` names a folder.
+A thread asks the loop, and counts the seconds without an answer. What the loop's thread computes is
+counted, and what it waits for in a callback, but not the machine's part in it: time in which a
+thread of this process was ready to run and had no core, in which the process as a whole stood still
+or another thread held the interpreter, or in which the loop waited for its next event. Off unless
+`COMPOSER_MESH_LOOP_REPORTS` names a folder.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import asyncio
 import contextlib
 import json
 import os
+import selectors
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from weakref import WeakSet
@@ -31,15 +32,8 @@ DEEPEST = 12
 """Frames of a reported stack, the innermost of all."""
 
 Report = Callable[[float, str], None]
+_SELECT = selectors.DefaultSelector.select.__code__
 _watched: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-
-
-@dataclass(frozen=True)
-class ThreadTimes:
-    """Seconds that a thread has computed, and that it has waited for a core while it could."""
-
-    computed_s: float
-    queued_s: float
 
 
 class _ThreadEnded(Exception):
@@ -49,24 +43,22 @@ class _ThreadEnded(Exception):
 class SilentTime:
     """The seconds of one silence that are the loop's own, slice by slice. Knows no clock."""
 
-    def __init__(self, period_s: float, at: ThreadTimes) -> None:
-        self._period_s, self._last = period_s, at
+    def __init__(self, period_s: float, computed_s: float) -> None:
+        self._period_s, self._computed_s = period_s, computed_s
         self.seconds = 0.0
 
-    def add(self, elapsed_s: float, now: ThreadTimes) -> None:
-        """A slice in which the loop did not answer.
+    def add(self, elapsed_s: float, computed_s: float, machine_s: float) -> None:
+        """A slice without an answer, of which so many seconds were the machine's part.
 
-        Who measures is in the same process: that a slice took longer than its period says that the
-        process, or whoever measures, stood still too.
+        `computed_s` is what the loop's thread has computed in all. Who measures is in the same
+        process: that a slice took longer than its period says that this process stood still too.
         """
-        computed = now.computed_s - self._last.computed_s
-        queued = now.queued_s - self._last.queued_s
-        self._last = now
-        self.seconds += max(computed, min(elapsed_s, self._period_s) - queued, 0.0)
+        computed, self._computed_s = computed_s - self._computed_s, computed_s
+        self.seconds += max(computed, min(elapsed_s, self._period_s) - machine_s, 0.0)
 
     def end(self, computed_s: float) -> None:
         """The answer has come; by then the thread had computed so many seconds in all."""
-        self.seconds += max(computed_s - self._last.computed_s, 0.0)
+        self.seconds += max(computed_s - self._computed_s, 0.0)
 
 
 class LoopWatchdog:
@@ -79,7 +71,7 @@ class LoopWatchdog:
             )
         self._limit_s, self._report, self._period_s = limit_s, report, period_s
         self._loop = asyncio.get_running_loop()
-        self._ident, self._task = threading.get_ident(), threading.get_native_id()
+        self._ident = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._ident)
         self._stopped, self._answered = threading.Event(), threading.Event()
         self._at_answer = 0.0
@@ -118,13 +110,15 @@ class LoopWatchdog:
 
     def _count(self) -> None:
         """Count until the loop answers; report once a silence is over the limit, with its stack."""
-        silent, stack, before = SilentTime(self._period_s, self._times()), "", time.monotonic()
+        silent, stack = SilentTime(self._period_s, self._computed_s()), ""
+        before, queued = time.monotonic(), queued_by_thread()
         while not self._answered.wait(self._period_s) and not self._stopped.is_set():
             if self._loop.is_closed():
                 return
-            now = time.monotonic()
-            silent.add(now - before, self._times())
-            before = now
+            now, queues = time.monotonic(), queued_by_thread()
+            machine_s = now - before if self._is_idle() else longest_wait(queued, queues)
+            silent.add(now - before, self._computed_s(), machine_s)
+            before, queued = now, queues
             if silent.seconds > self._limit_s / 2:
                 stack = self._stack() or stack
         if self._answered.is_set():
@@ -132,27 +126,42 @@ class LoopWatchdog:
         if silent.seconds > self._limit_s:
             self._report(silent.seconds, stack or "not seen: the interpreter was held all the time")
 
-    def _times(self) -> ThreadTimes:
+    def _computed_s(self) -> float:
         try:
-            computed_s = time.clock_gettime(self._clock)
+            return time.clock_gettime(self._clock)
         except OSError:
             raise _ThreadEnded from None
-        return ThreadTimes(computed_s, _queued_s(self._task))
+
+    def _is_idle(self) -> bool:
+        """Whether the loop waits for events, or for the interpreter after one has come."""
+        frame = self._frame()
+        return frame is not None and frame.f_code is _SELECT
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._ident)
 
     def _stack(self) -> str:
-        frame: FrameType | None = sys._current_frames().get(self._ident)
+        frame = self._frame()
         if frame is None:
             return ""
         return "".join(traceback.format_list(traceback.extract_stack(frame)[-DEEPEST:]))
 
 
-def _queued_s(task: int) -> float:
-    """Seconds that a thread of this process has waited for a core; 0 where Linux does not tell."""
-    try:
-        found = Path(f"/proc/self/task/{task}/schedstat").read_text()
-    except OSError:
-        return 0.0
-    return int(found.split()[1]) / 1e9
+def queued_by_thread() -> dict[str, float]:
+    """Seconds that each thread of this process has waited for a core; empty but on Linux."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
+            found[task.parent.name] = int(task.read_text().split()[1]) / 1e9
+    return found
+
+
+def longest_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """The longest that one thread has waited for a core between two looks.
+
+    The loop's thread may wait for another one, which waits for the core.
+    """
+    return max((waited - before.get(task, 0.0) for task, waited in after.items()), default=0.0)
 
 
 def watch_this_loop(name: str) -> None:

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_mesh.mesh.loop_watchdog import LoopWatchdog, SilentTime, ThreadTimes
+from composer_mesh.mesh.loop_watchdog import LoopWatchdog, SilentTime, longest_wait
 
 PERIOD_S = 0.05
 
 
 def silent(*slices: tuple[float, float, float]) -> float:
-    """The seconds of a silence from its slices: elapsed, computed in it, queued in it."""
-    computed = queued = 0.0
-    counted = SilentTime(PERIOD_S, ThreadTimes(0.0, 0.0))
-    for elapsed, computing, queueing in slices:
-        computed, queued = computed + computing, queued + queueing
-        counted.add(elapsed, ThreadTimes(computed, queued))
+    """The seconds of a silence from its slices: elapsed, computed, the machine's part."""
+    computed = 0.0
+    counted = SilentTime(PERIOD_S, computed)
+    for elapsed, computing, machine in slices:
+        computed += computing
+        counted.add(elapsed, computed, machine)
     return counted.seconds
 
 
@@ -38,6 +38,12 @@ def test_time_in_which_the_whole_process_stood_still_is_not_counted() -> None:
 def test_what_the_thread_computed_counts_although_nobody_could_look_meanwhile() -> None:
     """As where a call into C holds the interpreter: the measuring thread stands still with it."""
     assert silent((2.0, 1.9, 0.1)) == pytest.approx(1.9)
+
+
+def test_the_wait_of_any_thread_for_a_core_is_the_machines_part() -> None:
+    """A thread that has just begun counts from its beginning."""
+    assert longest_wait({"1": 5.0, "2": 1.0}, {"1": 5.1, "2": 1.4, "3": 0.2}) == pytest.approx(0.4)
+    assert longest_wait({}, {}) == 0.0
 
 
 @pytest.fixture
