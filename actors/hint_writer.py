@@ -4,6 +4,7 @@ Prompts are in `rollouts.hint_prompts`; cache, budget and requests in `hints.hin
 a hint may be shown is decided elsewhere. Neither this module nor what it imports loads torch.
 """
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,10 +58,11 @@ class HintWriterActor(MeshActor):
         requests and dollars are gone.
         """
         writer = replace(writer, concurrency=config.max_concurrent)
-        client = ProviderClient(Timeouts(total_s=config.timeout_s), ONCE, PATIENCE)
+        timeouts = Timeouts(total_s=config.timeout_s)
+        client = await asyncio.to_thread(ProviderClient, timeouts, ONCE, PATIENCE)
         client.check(writer)
         meter = open_meter(writer, config, sent, spent_usd)
-        hint_service = HintService(client, writer, HintCache(cache), meter)
+        hint_service = HintService(client, writer, await asyncio.to_thread(HintCache, cache), meter)
         await self._close_service()
         self._hint_service = hint_service
 

@@ -79,7 +79,9 @@ class TeacherPanel:
         cannot be used. Waits for the list of prices where one has to be read.
         """
         async with AsyncExitStack() as opened:
-            client = ProviderClient(
+            # Beside the loop: it reads the certificates of all authorities, half a second of work.
+            client = await asyncio.to_thread(
+                ProviderClient,
                 settings.timeouts,
                 settings.retries,
                 settings.breaker,
