@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     signals = CommandSignals()
     try:
-        if status := _refusing(lambda: refuse_retired(words)):
-            return status
+        if retired := _refusing(lambda: _checked(words)):
+            return retired
         arguments = make_parser().parse_args(words)
         if arguments.command not in LONG_COMMANDS:
             return _refusing(lambda: _short(arguments, words))
@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _refusing(lambda: LONG_COMMANDS[arguments.command](arguments, signals))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _checked(words: Sequence[str]) -> int:
+    refuse_retired(words)
+    return 0
 
 
 def _short(arguments: Namespace, words: Sequence[str]) -> int:
