@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from controller_world import World, finished
+from repository import ROOT
 
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.gsm8k import Gsm8kTask
@@ -63,7 +64,7 @@ async def test_the_interval_of_an_evaluation_counts_each_problem_once(
 def test_check_says_that_there_are_fewer_held_out_episodes(
     problems: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Path(__file__).resolve().parents[2] / "configs" / "gsm8k.toml"
+    config = ROOT / "configs" / "gsm8k.toml"
     said = "eval.episodes is {} but the data has 3 different held-out episodes"
     for episodes, told in ((3, False), (8, True)):
         settings = [f"data.path={problems}", f"eval.episodes={episodes}"]

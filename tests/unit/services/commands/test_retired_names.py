@@ -1,12 +1,11 @@
 """Commands, options and config keys that were renamed are refused with their new names."""
 
-from pathlib import Path
-
 import pytest
+from repository import ROOT
 
 from composer_mesh.services.cli import main
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 @pytest.mark.parametrize(

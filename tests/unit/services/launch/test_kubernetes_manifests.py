@@ -2,7 +2,7 @@
 
 The golden files show a run on four hosts. After a change that is meant, renew them with
 
-    RENEW_GOLDEN=1 pytest tests/unit/test_kubernetes_manifests.py
+    RENEW_GOLDEN=1 pytest tests/unit/services/launch/test_kubernetes_manifests.py
 """
 
 from __future__ import annotations
