@@ -17,7 +17,8 @@ from simulated_time import SimulatedLoop
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import Split, Trace, Turn
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.ports import MayTrain
@@ -142,11 +143,11 @@ class World:
 
     # --- the task, its rollouts and their batches
 
-    def episode(self, split: str, index: int) -> tuple[str, int]:
-        return split, index
+    def episode(self, split: Split, index: int) -> Episode:
+        return Episode("async", split, index, {"number": index})
 
     def start(self, episode: Any, group: int, size: int, _: Any) -> list[asyncio.Task[Trace]]:
-        rollouts = (self._rollout(episode[0], group, number) for number in range(size))
+        rollouts = (self._rollout(episode.split, group, number) for number in range(size))
         return [asyncio.create_task(rollout) for rollout in rollouts]
 
     async def _rollout(self, split: Any, group: int, number: int) -> Trace:

@@ -44,9 +44,9 @@ class Script:
         self.copy()
         return {}
 
-    def signal(self, *_: Any) -> dict[str, torch.Tensor]:
+    def teacher_output(self, *_: Any) -> dict[str, torch.Tensor]:
         self.log.append("forward")
-        raise LookupError("no signal is needed here")
+        raise LookupError("no teacher_output is needed here")
 
     async def receive(self, _handle: Any) -> Script:
         return self
@@ -107,7 +107,7 @@ async def test_weights_are_copied_beside_the_loop_and_a_forward_waits_for_all_of
     teacher = ScriptedTeacher(script)
     copying = teacher.ask(endpoint, *args)
     await asyncio.to_thread(script.copying.wait)
-    reading = teacher.ask("signal", 0, [])
+    reading = teacher.ask("teacher_output", 0, [])
     await asyncio.wait([reading], timeout=LONG_ENOUGH_S)
     assert script.log == ["copying"]
     script.may_end.set()
@@ -124,7 +124,7 @@ async def test_a_copy_that_nobody_waits_for_any_more_still_keeps_forwards_out(
     copying = teacher.ask("pull", Handle())
     await asyncio.to_thread(script.copying.wait)
     copying.cancel()
-    reading = teacher.ask("signal", 0, [])
+    reading = teacher.ask("teacher_output", 0, [])
     await asyncio.wait([reading], timeout=LONG_ENOUGH_S)
     assert script.log == ["copying"]
     script.may_end.set()

@@ -100,13 +100,13 @@ BROKEN = {
         ["replay.loss=ipo", "replay.label_smoothing=0.1"],
         ["label_smoothing is 0.1", "'ipo'", "set loss to 'dpo'"],
     ),
-    "gate without its wrapper": (
+    "gate without its objective": (
         ["sdpo.entropy_opd_h_max=2.0"],
-        ["entropy_opd_h_max is 2.0", "wrapper is 'none'", "remove it"],
+        ["entropy_opd_h_max is 2.0", "objective is 'none'", "remove it"],
     ),
-    "wrapper without distributions": (
+    "objective without distributions": (
         ["sdpo.objective=taid", "sdpo.teacher_output=topk"],
-        ["wrapper is 'taid'", "signal is 'topk'", "'hidden' or 'full'"],
+        ["objective is 'taid'", "teacher_output is 'topk'", "'hidden' or 'full'"],
     ),
     "many inline teachers": (
         ["sdpo.placement=inline", "sdpo.replicas=2"],

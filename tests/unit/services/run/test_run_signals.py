@@ -123,7 +123,7 @@ class FakeWatch:
     async def over(self, _mesh: object) -> AsyncIterator[None]:
         yield
 
-    def ended(self, state: str) -> None:
+    async def ended(self, state: str) -> None:
         self.state = state
 
 
