@@ -1,10 +1,10 @@
-"""What lives in a process. An actor never holds another actor's handle.
+"""The actors and the code that runs in their processes.
 
     trainer, generator, sdpo_teacher, teacher_replay,
     environment, expert_server, hint_writer, reference    the kinds of actors, a file each
-    learning, signals, checkpoints, models                what trainer and teachers work with
-    engines                                               what samples
-    panel, provider, hints, experts                       teachers behind HTTP, and their money
+    learning, teacher_outputs, checkpoints, models        training and SDPO teachers
+    engines                                               sampling
+    panel, provider, hints, experts                       teachers over HTTP, and their costs
 
-Who may import whom stands in pyproject.toml.
+An actor never holds another actor's handle. The allowed imports are listed in pyproject.toml.
 """

@@ -1,6 +1,6 @@
 """The environment actor: holds the sessions of running episodes and steps them.
 
-What an action does is the task's business. Tool results are computed here, away from the models.
+The task defines what an action does; its tool calls run here, in a process without models.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from composer_mesh.rollouts.traces import Message
 
 
 class UnknownSession(KeyError):
-    """No session of this name runs here: it was never opened, or it was finished."""
+    """No session of this name is open: it was never begun, or it was finished."""
 
 
 class EnvironmentActor(MeshActor):
@@ -24,7 +24,7 @@ class EnvironmentActor(MeshActor):
 
     controller -- action text --> EnvironmentActor -- messages, reward, error site --> controller
 
-    The task works in threads, one call of a session at a time, so that the actor answers meanwhile.
+    The task runs in threads, one call per session at a time, so the actor stays responsive.
     """
 
     kind: ClassVar[str] = "environment"
@@ -34,12 +34,12 @@ class EnvironmentActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config) -> None:
-        """Read the task's data."""
+        """Load the task's data."""
         self._task: Task = await asyncio.to_thread(make_task, config)
 
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        """Open a fresh session; returns what the agent sees first."""
+        """Open a new session; return the initial messages."""
         session = await asyncio.to_thread(self._task.session, episode)
         self._sessions[session_id] = session
         self._count()
@@ -47,24 +47,24 @@ class EnvironmentActor(MeshActor):
 
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
-        """Take an action."""
+        """Execute an action."""
         return await asyncio.to_thread(self._session(session_id).step, text)
 
     @concurrent_endpoint
     async def state(self, session_id: str, turn: int) -> list[Message]:
-        """Exactly what the agent saw when it acted at `turn`."""
+        """Return exactly the messages that the agent saw when it acted at `turn`."""
         return self._session(session_id).state(turn)
 
     @concurrent_endpoint
     async def finish(self, session_id: str) -> list[Message]:
-        """Forget a session, ended or not; returns its whole conversation."""
+        """Close a session, ended or not; return its complete conversation."""
         messages = self._session(session_id).messages
         self._drop(session_id)
         return messages
 
     @concurrent_endpoint
     async def forget(self, session_id: str) -> None:
-        """Let go of a session that nobody will go on with; nothing happens where none is open."""
+        """Drop an abandoned session; does nothing if it is not open."""
         self._drop(session_id)
 
     def _drop(self, session_id: str) -> None:

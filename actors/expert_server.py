@@ -1,6 +1,6 @@
-"""The expert-server actor: keeps the HTTP server of the builtin teachers alive in its process.
+"""The expert-server actor: runs the HTTP server of the builtin teachers in its process.
 
-The protocol is `experts.http`, the experts are `experts.panel`; here is only their life.
+The protocol is in `experts.http`, the experts are in `experts.panel`.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from composer_mesh.rollouts.task_choice import make_task
 
 
 class ExpertServerActor(MeshActor):
-    """One per run, and only where a run has builtin teachers or the builtin hint writer.
+    """One per run, only if the run has builtin teachers or the builtin hint writer.
 
     controller -- load --> ExpertServerActor <== HTTP == TeacherReplayActors
 
-    It listens on 127.0.0.1, or where other hosts reach this one where the run has any.
+    It listens on 127.0.0.1, or on the cluster address if the run has other hosts.
     """
 
     kind: ClassVar[str] = "expert_server"
@@ -31,10 +31,10 @@ class ExpertServerActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, experts: list[Expert], token: str, port: int = 0) -> str:
-        """Serve these experts on the run's task; returns the base_url.
+        """Serve these experts on the run's task; return the base_url.
 
-        Waits until the task is read and the port is bound, any that is free where it is 0. Replaces
-        what an earlier `load` began.
+        Waits until the task is loaded and the port is bound; port 0 picks a free one. Replaces the
+        server of an earlier `load`.
         """
         task = await asyncio.to_thread(make_task, config)
         hints = config.sdpo.on and config.sdpo.hints.has_builtin_writer
@@ -48,7 +48,7 @@ class ExpertServerActor(MeshActor):
 
     @concurrent_endpoint
     async def aclose(self) -> None:
-        """Stop serving. Waits until no connection is left; `load` serves again."""
+        """Stop serving. Waits until all connections are closed; `load` serves again."""
         await self._close_server()
 
     def details(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The generator actor: many requests at once, batched by the engine as they come.
+"""The generator actor: serves many concurrent requests, continuously batched by its engine.
 
-Decoding is the engine's work and when it steps the loop's; this file adds messages: who asks, whose
-weights are pulled, and what becomes of them when the engine fails.
+The engine decodes and `EngineLoop` decides when it steps; the actor adds requests, weight pulls and
+the handling of engine failures.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 CLOSE_S = 2.0
-"""How long an engine may take to end in order: Monarch gives an actor's clean-up three seconds."""
+"""Seconds an engine may take to close: Monarch gives an actor's clean-up three seconds."""
 
 
 class GeneratorActor(MeshActor):
@@ -38,7 +38,7 @@ class GeneratorActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy as version 0 and begin to serve."""
+        """Load the policy as version 0 and start serving."""
         engine = await self._thread.run(make_engine, config, folder)
         self._loop, self._receiver = EngineLoop(engine, self._thread), WeightReceiver()
         self.policy_version = 0
@@ -46,24 +46,24 @@ class GeneratorActor(MeshActor):
 
     @concurrent_endpoint
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample one continuation. Waits for its last token; others decode beside it."""
+        """Sample one continuation. Waits for its last token; others decode concurrently."""
         return await self._ask(request)
 
     @concurrent_endpoint
     async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
-        """Sample a closed batch; all of it is admitted before the first token.
+        """Sample a closed batch; all requests are admitted before the first token.
 
-        The same batch on an idle generator gives the same answers to the last bit.
+        The same batch on an idle generator gives bit-identical results.
         """
         return await asyncio.gather(*[self._ask(request) for request in requests])
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
-        """Take a published version over between two decode steps; returns it.
+        """Switch to a published version between two decode steps; return it.
 
-        Requests under way go on with the new weights, and with the old ones until then. Waits for
-        the transfer and one decode step; a transfer that an earlier pull still waits for is given
-        up, because its publisher may be gone.
+        Running requests continue with the new weights. Waits for the transfer and one decode step;
+        a transfer that an earlier pull still waits for is abandoned, because its publisher may be
+        gone.
         """
         self._receiver.abandon()
         async with self._pulls:
@@ -80,7 +80,7 @@ class GeneratorActor(MeshActor):
         return {"activity": activity, "outstanding": waiting, "tokens": self._loop.tokens}
 
     async def __cleanup__(self, _: Exception | None) -> None:
-        """End the engine, which may hold processes and shared memory. Waits for its step."""
+        """Close the engine, which may hold processes and shared memory. Waits for its current step."""
         if self._loop is not None:
             self._serving.cancel()
             closing = asyncio.ensure_future(self._loop.close())
@@ -97,13 +97,13 @@ class GeneratorActor(MeshActor):
         return self._loop
 
     async def _serve(self, loop: EngineLoop) -> None:
-        """Serve; a fault of the engine is the actor's end.
+        """Run the engine loop; an engine failure ends the actor.
 
-        Who waits then hears of its death, and may ask another generator the same.
+        Waiting callers then see the actor's death and may retry on another generator.
         """
         try:
             await loop.serve()
-        except Exception as error:  # supervision boundary: nobody may wait for a dead engine
+        except Exception as error:  # supervision boundary: no caller may wait for a dead engine
             why = f"its engine stopped: {type(error).__name__}: {error}"
             context().actor_instance.abort(why)
             raise

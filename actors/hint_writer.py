@@ -1,7 +1,7 @@
-"""The hint-writer actor: error sites' data goes to a language model, a sentence comes back.
+"""The hint-writer actor: has a language model write hints for error sites.
 
 Prompts are in `rollouts.hint_prompts`; cache, budget and requests in `hints.hint_service`. Whether
-a hint may be shown is decided elsewhere. Neither this module nor what it imports loads torch.
+a hint may be used is decided elsewhere. Neither this module nor its imports load torch.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
 
 ONCE = Retries(attempts=1)
-"""A hint is not worth a second try: a template stands ready."""
+"""Hints are not retried: a template is the fallback."""
 PATIENCE = BreakerRules(failures=4, rest_s=30.0)
 
 
 class HintWriterActor(MeshActor):
-    """One per run, and only where writer = "llm".
+    """One per run, only with writer = "llm".
 
     controller -- HintRequests --> HintWriterActor == HTTP ==> one model
                <-- HintReplies --
@@ -52,10 +52,10 @@ class HintWriterActor(MeshActor):
         sent: int = 0,
         spent_usd: float = 0.0,
     ) -> None:
-        """Open the cache and the connections; raises where the key, address or file is unusable.
+        """Open cache and connections; raises if the key, address or file is unusable.
 
-        Asks nothing. Replaces what an earlier `load` opened, its budget included, of which so many
-        requests and dollars are gone.
+        Sends no request. Replaces what an earlier `load` opened, including its budget, of which
+        `sent` requests and `spent_usd` dollars are already used.
         """
         writer = replace(writer, concurrency=config.max_concurrent)
         timeouts = Timeouts(total_s=config.timeout_s)
@@ -68,7 +68,7 @@ class HintWriterActor(MeshActor):
 
     @concurrent_endpoint
     async def write(self, requests: list[HintRequest]) -> list[HintReply]:
-        """One reply for each request, in order. Waits at most `timeout_s` for all of them."""
+        """Return one reply per request, in order. Waits at most `timeout_s` for all of them."""
         if self._hint_service is None:
             raise RuntimeError("no writer is loaded: call load first")
         self._running += len(requests)
@@ -81,7 +81,7 @@ class HintWriterActor(MeshActor):
 
     @concurrent_endpoint
     async def aclose(self) -> None:
-        """Close the connections and the cache. Requests under way fail; `load` opens new ones."""
+        """Close connections and cache. Running requests fail; `load` opens new ones."""
         await self._close_service()
 
     def details(self) -> dict[str, Any]:

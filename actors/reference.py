@@ -1,7 +1,6 @@
-"""The reference actor: the frozen initial policy, which says how likely a pair's answers were.
+"""The reference actor: scores preference pairs with the frozen initial policy.
 
-Off the trainer's path: it works while the trainer steps, and each pair is scored once. It never
-learns and pulls no weights.
+It runs concurrently with the trainer and scores each pair once. It never pulls weights.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ Scores = tuple[float, float]
 
 
 class ReferenceActor(MeshActor):
-    """One per run, and only where the preference loss has a reference.
+    """One per run, only if the preference loss has a reference.
 
     controller -- PairSamples --> ReferenceActor -- log-probs --> controller
     """
@@ -41,14 +40,14 @@ class ReferenceActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
-        """Load the initial policy, frozen."""
+        """Load the frozen initial policy."""
         model = await asyncio.to_thread(load_model, folder)
         self._model = LanguageModel(model.requires_grad_(False).to(own_device()))
         self._budget, self._ld_alpha = config.trainer.microbatch_tokens, config.replay.ld_alpha
 
     @concurrent_endpoint
     async def score(self, pairs: list[PairSample]) -> list[Scores]:
-        """The scores of some pairs, in their order. Calls are worked off one after another."""
+        """Return the scores of some pairs, in order. Calls are processed one at a time."""
         if self._model is None:
             raise RuntimeError("no policy is loaded: call load first")
         async with self._order:
@@ -68,7 +67,7 @@ class ReferenceActor(MeshActor):
 def score_pairs(
     model: LanguageModel, pairs: Sequence[PairSample], budget: int, ld_alpha: float | None = None
 ) -> list[Scores]:
-    """The model's scores of some pairs, in batches of at most `budget` padded tokens."""
+    """Return the model's scores of some pairs, in batches of at most `budget` padded tokens."""
     longest = [pair_tokens(pair) for pair in pairs]
     scores: dict[int, Scores] = {}
     for indices in microbatches(longest, max([budget, *longest])):

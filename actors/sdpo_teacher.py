@@ -1,7 +1,7 @@
-"""The SDPO teacher actor: the policy, shown a hint, says how it would have answered.
+"""The SDPO teacher actor: the policy's outputs on hinted contexts, as distillation targets.
 
-It runs forwards only. Where hints go is `rollouts.alignment`; whose weights they are, `teaching`;
-the loss is the trainer's.
+It runs forwards only. `rollouts.alignment` places the hints, `teaching` holds the teacher's
+weights, and the trainer computes the loss.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ from composer_mesh.rollouts.alignment import HintedView
 
 FIRST_CAPACITY = 1 << 20
 SLOTS = 2
-"""Signals that may wait to be read: one is computed while the one before travels."""
+"""Teacher outputs that may wait to be read: one is computed while the previous one transfers."""
 
 
 class SDPOTeacherActor(MeshActor):
     """One process with the teacher's weights; several share the tokens of a step.
 
-    Whatever reads or copies the weights does so in a thread, one after the other.
+    Code that reads or copies the weights runs in a thread, one at a time.
 
-    controller -- HintedView --> SDPOTeacherActor == signals by RDMA ==> trainer
+    controller -- HintedView --> SDPOTeacherActor == teacher outputs by RDMA ==> trainer
     """
 
     kind: ClassVar[str] = "sdpo_teacher"
@@ -62,7 +62,7 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy as version 0 and register the buffers that signals leave by."""
+        """Load the policy as version 0 and register the buffers for teacher outputs."""
         self._folder = folder
         self._kept: dict[str, Tensor] = {}
         self._teacher = await in_thread(_teacher_of, config, folder)
@@ -75,9 +75,9 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
-        """Follow the trainer to a published version; returns it. Waits for a signal under way.
+        """Follow the trainer to a published version; return it. Waits for a running forward.
 
-        A transfer that an earlier pull still waits for is given up: its publisher may be gone.
+        A transfer that an earlier pull still waits for is abandoned: its publisher may be gone.
         """
         self._receiver.abandon()
         async with self._order:
@@ -90,10 +90,10 @@ class SDPOTeacherActor(MeshActor):
     async def teacher_output(
         self, step: int, views: list[HintedView], choice: BufferHandle | None = None
     ) -> TeacherOutputHandle:
-        """The configured signal for each target of the views, in their order.
+        """Return the configured output for each target of the views, in their order.
 
-        `choice` is where the student's top k ids lie, for signals that need them. Waits for a free
-        buffer: the handle is good until `release`, or until a later step begins. Requests are
+        `choice` refers to the student's top k ids, for outputs that need them. Waits for a free
+        buffer: the handle is valid until `release`, or until a later step begins. Requests are
         served one at a time, in order.
         """
         ticket = await self._slots.acquire(step)
@@ -117,17 +117,17 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def release(self, ticket: int) -> None:
-        """The signal was read; its memory may be written again."""
+        """Free the memory of a teacher output that was read."""
         await self._slots.release(ticket)
 
     @concurrent_endpoint
     async def forget(self) -> None:
-        """The trainer begins again: signals that it did not read are void, any step may come."""
+        """Invalidate unread teacher outputs as the trainer restarts; any step may come next."""
         await self._slots.forget()
 
     @concurrent_endpoint
     async def keep(self) -> int:
-        """Take a copy of the average, for `write`; returns its version. Waits for a pull."""
+        """Copy the moving average for `write`; return its version. Waits for a pull."""
         async with self._order:
             self._kept = await in_thread(self._copied_average)
             return self._teacher.version
@@ -138,12 +138,12 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def write(self, draft: Path) -> list[Written]:
-        """Write the copy into the draft of a checkpoint. Waits until it is on disk."""
+        """Write the copy into a checkpoint draft. Waits until it is on disk."""
         return await asyncio.to_thread(write_average, draft, self._kept)
 
     @concurrent_endpoint
     async def restore(self, version: int, file: Path | None) -> int:
-        """Let the average be that of a checkpoint again, or the initial policy; returns `version`.
+        """Restore the average of a checkpoint, or else of the initial policy; return `version`.
 
         Raises `UnreadableCheckpoint`.
         """
@@ -162,7 +162,7 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def head(self) -> HeadHandle:
-        """The head that belongs to hidden states of this version. Good until the next version."""
+        """Return the head for this version's hidden states. Valid until the next version."""
         async with self._order:
             layout, packed = await in_thread(self._packed_head)
             buffer = await self._head_buffer.write(packed)
@@ -177,9 +177,9 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def state(self) -> list[WeightsHandle]:
-        """All the teacher's weights, for a replacement to adopt. Good until `release_state`.
+        """Return all the teacher's weights, for a replacement to adopt.
 
-        That gives back the memory of a whole copy, so it follows however the adoption ends.
+        Valid until `release_state`, which frees the copy and is called however the adoption ends.
         """
         async with self._order:
             version = self._teacher.version
@@ -192,7 +192,7 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def release_state(self) -> None:
-        """Nobody reads what `state` has offered any more: its memory is given back."""
+        """Free the copy of the weights that `state` published."""
         async with self._order:
             await self._close_publishers()
 
@@ -202,7 +202,7 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def adopt(self, handles: list[WeightsHandle]) -> int:
-        """Become what another teacher is; returns the version."""
+        """Adopt another teacher's weights; return the version."""
         async with self._order:
             for model, handle in zip(self._teacher.models, handles, strict=True):
                 staged = await self._receiver.receive(handle)

@@ -1,8 +1,7 @@
-"""A SQLite file that several processes of one machine share: made private, checked, locked.
+"""A SQLite file that several processes of one machine share: private, checked, locked.
 
-Each change is one transaction that took the write lock at its start, so what it read cannot
-change under it. Files of a network file system are not meant: SQLite's log needs shared memory.
-What the tables hold is their owner's business.
+Each change is one transaction that takes the write lock at its start, so the data it read cannot
+change meanwhile. Network file systems are not supported: SQLite's log needs shared memory.
 """
 
 import os
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 BUSY_S = 30.0
-"""How long a process waits for the others' transactions; each lasts milliseconds."""
+"""Seconds a process waits for others' transactions; each lasts milliseconds."""
 
-# Closing any descriptor of a file gives up this process's locks on it, those of other
-# connections too, so no file is made while another thread opens it.
+# Closing any descriptor of a file releases all this process's locks on it, also those of other
+# connections, so no file is created while another thread opens it.
 _OPENING = threading.Lock()
 
 
 class StoreError(Exception):
-    """A file cannot do what it is for."""
+    """A file cannot be used for its purpose."""
 
     def __init__(self, path: str, purpose: str, reason: str, repair: str) -> None:
         super().__init__(path, purpose, reason, repair)
@@ -37,11 +36,11 @@ class StoreError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """What a file is for, how it is recognised, and what to do where it cannot be used.
+    """The purpose of a file, its identification, and the repair if it cannot be used.
 
-    FULL writes each transaction through to the disk; NORMAL may lose the last ones, but never
-    the file, when the power fails. `migrations` has, by version, what makes a file of it one of
-    the next.
+    FULL syncs each transaction to disk; NORMAL may lose the last ones, but never the file, on a
+    power failure. `migrations` maps a version to the statements that upgrade a file to the next
+    one.
     """
 
     purpose: str
@@ -54,9 +53,9 @@ class FileKind:
 
 
 class SqliteFile:
-    """Safe to use from several threads; None is a database in memory, for this object alone.
+    """A SQLite connection for several threads; the path None is a private in-memory database.
 
-    A file that is opened `read_only` must be there, of this version, and is left as it is.
+    A file opened `read_only` must exist, have this version, and is not changed.
     """
 
     def __init__(self, path: Path | None, kind: FileKind, read_only: bool = False) -> None:
@@ -75,7 +74,7 @@ class SqliteFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, after waiting for other processes; joins one that this thread is in."""
+        """Run an atomic transaction; waits for other processes; joins this thread's open one."""
         with self._lock, self._errors_named():
             if self._rows.in_transaction:
                 yield self._rows
@@ -90,7 +89,7 @@ class SqliteFile:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """For single statements that change nothing; waits for nobody."""
+        """Yield a connection for single read-only statements; waits for no other process."""
         with self._lock, self._errors_named():
             yield self._rows
 
@@ -99,7 +98,7 @@ class SqliteFile:
             self._rows.close()
 
     def error(self, reason: str) -> StoreError:
-        """What is wrong with this file, with the repair."""
+        """Return the error for a problem with this file, with the repair."""
         return StoreError(self._name, self._kind.purpose, reason, self._kind.repair)
 
     @contextmanager
@@ -114,7 +113,7 @@ class SqliteFile:
             self._rows.execute("ROLLBACK")
 
     def check(self) -> None:
-        """Raise StoreError where the file's structure is damaged. Reads all of it."""
+        """Raise StoreError if the file's structure is damaged. Reads the complete file."""
         with self.reading() as rows:
             found = _value(rows, "PRAGMA quick_check(1)")
         if found != "ok":
@@ -128,7 +127,7 @@ class SqliteFile:
             self._migrate()
         self._recognise()
         self.check()
-        if not in_memory:  # only now: a file of another kind is left as it is
+        if not in_memory:  # only now: a file of another kind stays unmodified
             _write_ahead(self._rows)
             self._rows.execute(f"PRAGMA synchronous = {self._kind.synchronous}")
 
@@ -139,7 +138,7 @@ class SqliteFile:
             rows.execute(table)
 
     def _migrate(self) -> None:
-        """Bring an older file to this version, step by step: all the way, or not at all."""
+        """Upgrade an older file to this version, step by step, in one transaction."""
         with self.transaction() as rows:
             for version in range(self._version(), self._kind.version):
                 for statement in self._kind.migrations.get(version, ()):
@@ -148,7 +147,7 @@ class SqliteFile:
                     rows.execute(f"PRAGMA user_version = {version + 1}")
 
     def _version(self) -> int:
-        """The version of the file; raises StoreError where it is of another kind."""
+        """Return the version of the file; raises StoreError for a file of another kind."""
         if _value(self._rows, "PRAGMA application_id") != self._kind.application_id:
             raise self.error("it is a database of another kind")
         return int(_value(self._rows, "PRAGMA user_version"))
@@ -159,7 +158,7 @@ class SqliteFile:
 
 
 def _connected(path: Path | None) -> sqlite3.Connection:
-    """A connection without implicit transactions; a new file is readable by its owner only."""
+    """Return a connection without implicit transactions; a new file is private to its owner."""
     with _OPENING:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,12 +167,12 @@ def _connected(path: Path | None) -> sqlite3.Connection:
 
 
 def _reading(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, beside the writers of the file."""
+    """Return a read-only connection, usable concurrently with writers of the file."""
     place = f"{path.absolute().as_uri()}?mode=ro"
     rows = _opened(place)
     try:
         rows.execute("PRAGMA schema_version")
-    except sqlite3.OperationalError:  # beside a log it needs a file of its own, or no log
+    except sqlite3.OperationalError:  # reading beside a log needs a -shm file
         rows.close()
         log = path.with_name(f"{path.name}-wal")
         if log.exists() and log.stat().st_size:
@@ -192,12 +191,12 @@ def _opened(place: str) -> sqlite3.Connection:
 
 
 def _text(value: bytes) -> str:
-    """A text of which no byte is lost, also where a damaged one is no UTF-8."""
+    """Decode text without loss, even if a damaged value is not UTF-8."""
     return value.decode("utf-8", "surrogateescape")
 
 
 def checksum_of(*values: object) -> int:
-    """The CRC-32 of a row's values; in SQL it is the function `seal_of`."""
+    """Return the CRC-32 of a row's values; in SQL it is the function `seal_of`."""
     crc = 0
     for value in values:
         content = value if isinstance(value, bytes) else repr(value).encode()
@@ -206,7 +205,7 @@ def checksum_of(*values: object) -> int:
 
 
 def damage_of(path: Path) -> str:
-    """What is wrong with the structure of a SQLite file, whatever it holds; empty where nothing."""
+    """Return structural damage of any SQLite file; empty if there is none."""
     try:
         with closing(_reading(path)) as rows:
             found = str(_value(rows, "PRAGMA integrity_check(1)"))
@@ -223,7 +222,7 @@ def _make_private(path: Path) -> None:
 
 
 def _write_ahead(rows: sqlite3.Connection) -> None:
-    """Let readers go on beside a writer. SQLite does not wait for others here, so this does."""
+    """Enable WAL so that readers and a writer can work concurrently; retries, as SQLite does not."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:

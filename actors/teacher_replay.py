@@ -1,8 +1,7 @@
-"""The teacher-replay actor: a frozen state goes out to several teachers, their actions come back.
+"""The teacher-replay actor: sends frozen states to several teachers and returns their answers.
 
-It is a process around `panel.panel`, which asks, pays and remembers. It does not choose states,
-count votes or make pairs; `rollouts.consensus` does. Neither this module nor what it imports
-loads torch.
+It is a process around `panel.panel`, which sends, pays and caches. States are chosen, votes counted
+and pairs made in `rollouts.consensus`. Neither this module nor its imports load torch.
 """
 
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 
 
 class TeacherReplayActor(MeshActor):
-    """One of a pool of actors, each with its own connections to the teachers, under one ledger.
+    """One replica of a pool, with its own connections to the teachers and a shared ledger.
 
     controller -- FrozenState --> TeacherReplayActor == HTTP ==> N teachers
                <-- answers and failures --
@@ -30,9 +29,9 @@ class TeacherReplayActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, settings: PanelSettings) -> None:
-        """Open connections, ledger and cache; raises where a teacher or a file cannot be used.
+        """Open connections, ledger and cache; raises if a teacher or a file cannot be used.
 
-        Asks no question; a provider's list of prices is read where the settings name none.
+        Sends no completion request; a provider's price list is read if the settings name no prices.
         Replaces what an earlier `load` opened.
         """
         if settings.pays and settings.budget.usd > 0 and settings.ledger is None:
@@ -46,10 +45,10 @@ class TeacherReplayActor(MeshActor):
 
     @concurrent_endpoint
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        """Ask `n` teachers at once; which ones is settled by the state's seed, in turns.
+        """Query `n` teachers concurrently; the state's seed rotates which ones.
 
-        Waits until each has answered or failed, at most `timeouts.total_s`. A failure is a value
-        in the list, and counted; no teacher's failure takes another's answer away.
+        Waits until each has answered or failed, at most `timeouts.total_s`. A failure is returned
+        as a value in the list, and counted; it does not affect other teachers' answers.
         """
         panel = self._loaded()
         self._running += 1
@@ -62,7 +61,7 @@ class TeacherReplayActor(MeshActor):
 
     @concurrent_endpoint
     async def aclose(self) -> None:
-        """Close connections and files. Queries under way are cancelled; `load` opens new ones."""
+        """Close connections and files. Running queries are cancelled; `load` opens new ones."""
         await self._close_panel()
 
     def details(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The trainer actor: owns the weights that learn, steps them, and publishes each version.
+"""The trainer actor: owns the trained weights, runs optimizer steps, publishes each version.
 
-Losses are in `learning.step`; who gets a version and when is the controller's decision.
+Losses are in `learning.step`; the controller decides who gets a version and when.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ Source = InlineSource | MeshSource | LostSource
 
 @dataclass(frozen=True)
 class TrainReply:
-    """The metrics of a step, which all ranks agree on, and this rank's own figures."""
+    """The metrics of a step, equal on all ranks, and this rank's own figures."""
 
     metrics: dict[str, Any]
     figures: dict[str, float]
 
 
 class TrainerActor(MeshActor):
-    """One rank: the model, its optimizer and, where a loss needs one, a frozen reference.
+    """One rank: the model, its optimizer and, if a loss needs one, a frozen reference.
 
-    controller -- StepBatch, SignalHandle --> TrainerActor -- WeightsHandle --> controller
+    controller -- StepBatch, TeacherOutputHandle --> TrainerActor -- WeightsHandle --> controller
     """
 
     kind: ClassVar[str] = "trainer"
@@ -58,7 +58,7 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def prepare(self, config: Config) -> Path:
-        """Make or find the initial policy; returns its folder. Waits for the warm start."""
+        """Create or find the initial policy; return its folder. Waits for the warm start."""
 
         def report(step: int, loss: float) -> None:
             total = config.policy.warm_start.steps
@@ -74,25 +74,25 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def open_rendezvous(self, deadline_s: float, apart: bool) -> Meeting:
-        """Listen for the others, before `connect`, at the port that is returned.
+        """Listen for the other ranks, before `connect`; return the address.
 
-        On loopback, but where ranks are `apart`, on other hosts.
+        Listens on loopback, or on the cluster address if ranks are `apart`, on other hosts.
         """
         rendezvous, self._store = await asyncio.to_thread(open_store, deadline_s, apart)
         return rendezvous
 
     @concurrent_endpoint
     async def connect(self, rank: int, size: int, rendezvous: Meeting, deadline_s: float) -> None:
-        """Become one of several ranks, before `load`. Waits for all the others."""
+        """Join the process group as one of several ranks, before `load`. Waits for all the others."""
         self._ranks = await asyncio.to_thread(
             Ranks.connect, rank, size, rendezvous, deadline_s, own_device(), self._store
         )
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path, checkpoint: Path | None = None) -> int:
-        """Load the initial policy, then go on from a checkpoint of it; returns its version.
+        """Load the initial policy, then optionally restore a checkpoint; return the version.
 
-        The initial policy is version 0. It is read in any case, by those who compare with it.
+        The initial policy is version 0. It is always loaded, as losses compare with it.
         """
         await asyncio.to_thread(self._build, config, folder)
         if checkpoint is not None:
@@ -119,10 +119,10 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def train(self, packed: PackedBatch, teachers: int = 0) -> TrainReply:
-        """One optimizer step: version v becomes v + 1. Waits for signals and for other ranks.
+        """Run an optimizer step from version v to v + 1; waits for teacher outputs and ranks.
 
-        Steps run one at a time, in the order of the calls. The signals of a step come by
-        `take_teacher_output` from so many teachers, before or after this call.
+        Steps run one at a time, in call order. The step's outputs of `teachers` SDPO teachers
+        arrive through `take_teacher_output`, before or after this call.
         """
         async with self._order:
             batch = await asyncio.to_thread(packed.unpack)
@@ -151,40 +151,40 @@ class TrainerActor(MeshActor):
     async def take_teacher_output(
         self, step: int, microbatch: int, part: int, handle: TeacherOutputHandle
     ) -> None:
-        """Read one teacher's part of a microbatch's signal. Waits until training comes near it.
+        """Read one teacher's part of a microbatch. Waits until training comes near it.
 
-        When this returns the teacher may write the signal's memory again.
+        On return the teacher may overwrite the output's memory.
         """
         await self._teacher_outputs.deliver(step, microbatch, part, handle)
 
     @concurrent_endpoint
     async def take_head(self, handle: HeadHandle) -> None:
-        """Read the head that the teachers' hidden states belong to."""
+        """Read the head for the teachers' hidden states."""
         await self._teacher_outputs.take_head(handle)
 
     @concurrent_endpoint
     async def student_choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
-        """Where the student's top k ids for one teacher's part lie. Waits for its forward."""
+        """Return a handle to the student's top k ids of one teacher's part. Waits for its forward."""
         return await self._teacher_outputs.choice(step, microbatch, part)
 
     @concurrent_endpoint
     async def lose_teacher_outputs(self, step: int, reason: str) -> None:
-        """No more signals of this step will come: it is trained without the SDPO channel."""
+        """Report that this step's outputs are lost: it is trained without the SDPO channel."""
         await self._teacher_outputs.lose(step, reason)
 
     @concurrent_endpoint
     async def hold(self) -> int:
-        """Keep the current version from being updated until `publish` has copied it; returns it.
+        """Block updates of the current version until `publish` has copied it; return the version.
 
-        Waits for a step under way. The next one may be asked for when this has answered.
+        Waits for a running step. The next step may be requested once this has returned.
         """
         return await self._hold()
 
     @concurrent_endpoint
     async def publish(self) -> WeightsHandle:
-        """Offer the version that is held, or else the current one, beside a step that comes next.
+        """Publish the held version, or else the current one, concurrently with the next step.
 
-        That step's update waits for the copy. The version before stays readable.
+        That step's update waits for the copy. The previous version stays readable.
         """
         if not self._held.held:
             await self._hold()
@@ -198,11 +198,11 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def save(self, draft: Path, export: bool) -> None:
-        """Begin to write a checkpoint into a folder; with `export` it becomes a model folder too.
+        """Start writing a checkpoint into a folder; with `export` also as a model folder.
 
-        All ranks are called together. Waits for a step, and for a copy, under way, and then until
-        the state is copied: what is written beside later steps is what was copied. One checkpoint
-        at a time: `saved` comes before the next call.
+        Collective over all ranks. Waits for a running step or weight copy, and until the state is
+        copied; the copy is then written concurrently with later steps. One checkpoint at a time:
+        call `saved` before the next `save`.
         """
         async with self._order:
             await asyncio.to_thread(self._held.wait)
@@ -213,9 +213,9 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def saved(self) -> list[Written]:
-        """The files that this rank has written since `save`. Waits until they are on disk.
+        """Return the files this rank has written since `save`. Waits until they are on disk.
 
-        Raises `CheckpointFailed` where they could not be written.
+        Raises `CheckpointFailed` if they could not be written.
         """
         if self._writing is None:
             raise RuntimeError("saved comes after save, and there was none")

@@ -1,1 +1,1 @@
-"""What training goes on from: what is in a checkpoint, which are whole, who writes them."""
+"""Checkpoints: their contents, their checks, and writing them."""

@@ -1,13 +1,12 @@
-"""Checkpoints as folders of a run: their names, which are whole, which may go.
+"""Checkpoint folders of a run: their names, which are intact, which may be removed.
 
-    checkpoints/step-20/          state/ (shards), training.json, manifest.json, beside a policy in
+    checkpoints/step-20/          state/ (shards), training.json, manifest.json, and the policy in
                                   Hugging Face format
-    checkpoints/.step-30.7-1/     a draft; the name without the dot exists only for a whole one
-    checkpoints/.step-20.former   what a draft replaces, for the moment between two renames
-    quarantine/step-20            one that is damaged
+    checkpoints/.step-30.7-1/     a draft; renamed without the dot once it is complete
+    checkpoints/.step-20.former   what a draft replaces, between the two renames
+    quarantine/step-20            a damaged checkpoint
 
-Paths and bytes only: what is in a checkpoint is `state`'s business, and nothing here loads
-torch.
+Handles paths and bytes only and does not load torch; the contents are in `state`.
 """
 
 import itertools
@@ -29,14 +28,14 @@ from composer_mesh.actors.checkpoints.quarantine import quarantine
 
 FOLDER = "checkpoints"
 EARLIER_STATE_FILE = "training_state.pt"
-"""What checkpoints of earlier versions have in place of shards and a manifest."""
+"""File that checkpoints of earlier versions have instead of shards and a manifest."""
 _NAME = re.compile(r"step-(\d+)")
 _FORMER = re.compile(r"\.step-(\d+)\.former")
 _count = itertools.count()
 
 
 class UnreadableCheckpoint(RuntimeError):
-    """A checkpoint that training cannot go on from."""
+    """A checkpoint that training cannot resume from."""
 
     def __init__(self, folder: str, reason: str) -> None:
         super().__init__(folder, reason)
@@ -49,7 +48,7 @@ class UnreadableCheckpoint(RuntimeError):
 
 
 class EarlierCheckpoint(RuntimeError):
-    """A checkpoint of a version of this program that kept other things in it."""
+    """A checkpoint of an earlier program version with another format."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
@@ -77,7 +76,7 @@ class CheckpointFailed(RuntimeError):
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """A checkpoint that was whole once: the policy after `step` optimizer steps."""
+    """A checkpoint that was completely written: the policy after `step` optimizer steps."""
 
     step: int
     folder: Path
@@ -85,7 +84,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SetAside:
-    """A damaged checkpoint, where it was moved, and what is wrong with it."""
+    """A quarantined checkpoint, its new path, and its damage."""
 
     checkpoint: Checkpoint
     moved_to: Path
@@ -93,12 +92,12 @@ class SetAside:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+    """Return the folder of a step's checkpoint."""
     return root / FOLDER / f"step-{step}"
 
 
 def checkpoints_of(root: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first; their bytes are not looked at."""
+    """Return a run's checkpoints, oldest first, without checking their contents."""
     found: dict[int, Path] = {}
     for manifest in (root / FOLDER).glob(f"*step-*/{MANIFEST_FILE}"):
         folder = manifest.parent
@@ -110,9 +109,9 @@ def checkpoints_of(root: Path) -> list[Checkpoint]:
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run, None where it has none; its bytes are not looked at.
+    """Return a run's newest checkpoint, None if there is none, without checking its contents.
 
-    Raises `EarlierCheckpoint` where there are only those of an earlier version.
+    Raises `EarlierCheckpoint` if there are only checkpoints of an earlier version.
     """
     found = max(checkpoints_of(root), default=None)
     if found is None:
@@ -122,9 +121,9 @@ def newest(root: Path) -> Checkpoint | None:
 
 
 def newest_whole(root: Path) -> tuple[Checkpoint | None, list[SetAside]]:
-    """The newest checkpoint of a run whose every byte is as it was written.
+    """Return a run's newest intact checkpoint, and the quarantined ones.
 
-    Damaged ones that are newer are moved to the run's quarantine, and told. Raises as `newest`.
+    Damaged checkpoints that are newer are moved to the run's quarantine. Raises as `newest` does.
     """
     aside: list[SetAside] = []
     while (found := newest(root)) is not None:
@@ -136,9 +135,9 @@ def newest_whole(root: Path) -> tuple[Checkpoint | None, list[SetAside]]:
 
 
 def prune(root: Path, keep: int, every: int = 0) -> None:
-    """Remove all but the newest `keep` checkpoints and, where `every` is not 0, its multiples.
+    """Remove all checkpoints but the newest `keep` and, if `every` is not 0, multiples of `every`.
 
-    A folder that this module did not make stays.
+    Folders that are not checkpoints of this module stay.
     """
     for checkpoint in checkpoints_of(root)[:-keep]:
         if not every or checkpoint.step % every:
@@ -147,10 +146,10 @@ def prune(root: Path, keep: int, every: int = 0) -> None:
 
 
 class Draft:
-    """A checkpoint that is being written into `folder`, and is none before `commit`."""
+    """A checkpoint being written into `folder`; it counts only after `commit`."""
 
     def __init__(self, root: Path, step: int) -> None:
-        """Make an empty folder. Drafts that a killed process left are removed."""
+        """Create an empty folder; remove drafts that a killed process left."""
         self.step, self._place = step, folder_of(root, step)
         self._place.parent.mkdir(parents=True, exist_ok=True)
         for left in self._place.parent.glob(".step-*"):
@@ -160,7 +159,7 @@ class Draft:
         self.folder.mkdir()
 
     def commit(self, files: Iterable[Written]) -> Checkpoint:
-        """Make it the checkpoint of its step; `files` are all that belong to it, on disk."""
+        """Turn the draft into its step's checkpoint; `files` are all its files, already on disk."""
         for folder in [path for path in self.folder.rglob("*") if path.is_dir()]:
             to_disk(folder)
         write_manifest(self.folder, self.step, files)
@@ -170,11 +169,11 @@ class Draft:
         return Checkpoint(self.step, self._place)
 
     def discard(self) -> None:
-        """Remove what was written of it."""
+        """Remove the draft."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _take_the_place(self) -> None:
-        """A kill between the renames leaves the former, which counts until this name is taken."""
+        """Replace the former checkpoint; if killed in between, the `.former` folder still counts."""
         former = self._place.with_name(f".{self._place.name}.former")
         if self._place.exists():
             shutil.rmtree(former, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: every file that belongs to it, with its size and its CRC-32.
+"""The manifest of a checkpoint: each of its files with size and CRC-32.
 
-Who writes a file puts it on disk and notes it; the notes of all writers make the manifest, which
-comes last. So a folder with a manifest was whole once, and `damage` tells whether it still is.
-What is in the files is not known here, and nothing here loads torch.
+Every writer syncs its files to disk and records them; the manifest of all records is written last.
+So a folder with a manifest was complete once, and `damage` checks whether it still is. Does not
+load torch.
 """
 
 import json
@@ -19,7 +19,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, order=True)
 class Written:
-    """A file that is on disk: its path below the checkpoint's folder, its bytes, their CRC-32."""
+    """A file on disk: its path relative to the checkpoint's folder, its size and its CRC-32."""
 
     path: str
     bytes: int
@@ -27,7 +27,7 @@ class Written:
 
 
 def written(folder: Path, paths: Iterable[Path]) -> list[Written]:
-    """Bring files below a folder to the disk, and note them. Waits for the disk."""
+    """Sync files of a folder to disk and return their records. Blocks on the disk."""
     return [_noted(folder, path) for path in sorted(paths)]
 
 
@@ -37,7 +37,7 @@ def _noted(folder: Path, path: Path) -> Written:
 
 
 def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
-    """Write the manifest of a step's checkpoint; it is on disk when this returns."""
+    """Write the manifest of a step's checkpoint; it is on disk on return."""
     noted = {
         one.path: {"bytes": one.bytes, "crc32": f"{one.crc32:08x}"} for one in sorted(set(files))
     }
@@ -48,9 +48,9 @@ def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
 
 
 def damage(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint's files, a line each; reads every byte of them.
+    """Return the damage of a checkpoint's files, a line each; reads every byte.
 
-    Files that the manifest does not name are nobody's business.
+    Files that are not in the manifest are ignored.
     """
     try:
         files = _read(folder / MANIFEST_FILE)
@@ -70,7 +70,7 @@ def _read(path: Path) -> list[Written]:
 
 
 def _wrong(folder: Path, one: Written) -> str:
-    """What is wrong with one file; empty where nothing is."""
+    """Return what is wrong with one file, or an empty string."""
     path = folder / one.path
     try:
         size = path.stat().st_size
@@ -87,7 +87,7 @@ def _wrong(folder: Path, one: Written) -> str:
 
 
 def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's contents."""
     found = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -96,7 +96,7 @@ def crc32_of(path: Path) -> int:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

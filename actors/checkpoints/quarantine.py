@@ -1,4 +1,4 @@
-"""Damaged files and folders of a run are moved into its `quarantine/`, and never deleted."""
+"""Moves damaged files and folders of a run into its `quarantine/`; never deletes them."""
 
 import itertools
 from pathlib import Path
@@ -9,7 +9,7 @@ FOLDER = "quarantine"
 
 
 def quarantine(root: Path, path: Path, name: str = "") -> Path:
-    """Move a file or folder of a run away, under its name or another; returns its new place."""
+    """Move a file or folder into quarantine, optionally renamed; return its new path."""
     folder = root / FOLDER
     folder.mkdir(exist_ok=True)
     names = (f"{name or path.name}{f'.{n}' if n else ''}" for n in itertools.count())

@@ -1,7 +1,7 @@
-"""Where a process stands in its random numbers, as JSON: Python's, NumPy's, torch's.
+"""Random-number-generator states of a process as JSON: Python's, NumPy's and torch's.
 
-The losses here draw none; dropout of adapters and custom functions do. NumPy's is that of its
-global functions; a generator that a custom function made for itself is its own business.
+Dropout of adapters and custom functions draw random numbers; the losses here do not. For NumPy this
+covers the global functions, not generators that a custom function creates.
 """
 
 import base64
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Where everything stands now, on the CPU and on one device."""
+    """Return the current RNG states of the CPU and one device."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
@@ -26,7 +26,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Go on from what `random_states` gave; a device that it had not keeps its own."""
+    """Restore the result of `random_states`; a device without a saved state keeps its own."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = states["numpy"]

@@ -1,12 +1,12 @@
-"""What training goes on from: tensors in shards of `torch.distributed.checkpoint`, figures in JSON.
+"""The training state: tensors in `torch.distributed.checkpoint` shards, other values in JSON.
 
-    state/__0_0.distcp ...   what each rank has of every tensor
-    state/.metadata          whose tensors these are, and which rows lie where
-    training.json            version, TAID's position, random numbers of each rank
+    state/__0_0.distcp ...   each rank's part of every tensor
+    state/.metadata          names and layout of the tensors
+    training.json            version, TAID's position, RNG states of each rank
 
-A restart from it makes the same weights as no restart would have made. Any number of ranks, sharded
-or not, goes on from what any other number has written. Where checkpoints lie, and which of them is
-whole, is `folder`'s business; who writes them beside the steps, `writer`'s.
+A run resumed from it computes the same weights as an uninterrupted one. Any number of ranks,
+sharded or not, can resume from what any other number has written. Checkpoint folders are handled in
+`folder`, writing concurrently with training in `writer`.
 """
 
 import json
@@ -30,7 +30,7 @@ TRAINING_FILE = "training.json"
 FORMAT = 1
 
 WEIGHTS, MOMENTS, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
-"""What the names of tensors begin with, by what they are."""
+"""Prefixes of tensor names, by kind."""
 
 _METADATA = {
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -45,7 +45,7 @@ _TRUSTED = {
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }
-"""What torch's metadata may name, so that a folder from elsewhere runs no code."""
+"""Names that torch's metadata may reference, so that a foreign folder cannot run code."""
 
 UNREADABLE = (
     OSError,
@@ -58,15 +58,15 @@ UNREADABLE = (
     pickle.UnpicklingError,
     CheckpointException,
 )
-"""How files that are not what they should be show it."""
+"""Errors that unreadable or damaged files raise."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state of one trainer at a version.
 
-    `tensors` have names that begin with what they are; `figures` are the step's, and `rng` holds an
-    entry for each rank.
+    The names in `tensors` start with their kind; `figures` are the step's non-tensor state, and
+    `rng` has an entry for each rank.
     """
 
     version: int
@@ -75,7 +75,7 @@ class TrainingState:
     rng: list[dict[str, Any]] = field(default_factory=list)
 
     def write_figures(self, folder: Path) -> None:
-        """Write everything but the tensors."""
+        """Write everything except the tensors."""
         content = {"format": FORMAT, "version": self.version, "figures": self.figures}
         (folder / TRAINING_FILE).write_text(
             json.dumps({**content, "rng": self.rng}) + "\n", encoding="utf-8"
@@ -83,7 +83,7 @@ class TrainingState:
 
 
 class CheckpointReader:
-    """Reads a checkpoint. Raises `UnreadableCheckpoint`. Each rank has its own and asks nobody."""
+    """Reads a checkpoint without collectives; raises `UnreadableCheckpoint`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -103,11 +103,11 @@ class CheckpointReader:
         }
 
     def of(self, kind: str) -> "KeptTensors":
-        """Its tensors of a kind."""
+        """Return the checkpoint's tensors of a kind."""
         return KeptTensors(self, kind)
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of the whole tensors of a kind, by their names without it."""
+        """Return the full shapes of a kind's tensors, by their names without the prefix."""
         return {
             name.removeprefix(kind): shape
             for name, shape in self._shapes.items()
@@ -115,7 +115,7 @@ class CheckpointReader:
         }
 
     def read(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors of a kind, in place: whole ones, or this rank's rows of spread ones."""
+        """Fill a kind's tensors in place: complete ones, or this rank's rows of sharded ones."""
         if not tensors:
             return
         shards = self._folder / SHARDS
@@ -129,7 +129,7 @@ class CheckpointReader:
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """The tensors of a kind in a checkpoint; the methods are the reader's."""
+    """The tensors of a kind in a checkpoint; methods as in `CheckpointReader`."""
 
     _reader: CheckpointReader
     _kind: str
@@ -142,12 +142,12 @@ class KeptTensors:
 
 
 def without_ranks() -> None:
-    """Let torch not wonder, on stderr, that one rank asks nobody else."""
+    """Silence torch's warning about loading and saving without torch.distributed."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _told(error: BaseException) -> str:
-    """The innermost reason, in one line."""
+    """Return the innermost cause, in one line."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -156,21 +156,21 @@ def _told(error: BaseException) -> str:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member  # how Python 3.11 began to write the members of an Enum, until 3.11.4
+            return _member  # how Python 3.11 before 3.11.4 pickled Enum members
         if name not in _TRUSTED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """The member of an Enum, and nothing else that `getattr` could give."""
+    """Return an Enum member; refuse all other uses of `getattr`."""
     if isinstance(kind, EnumType) and name in kind.__members__:
         return cast(Enum, kind[name])
     raise pickle.UnpicklingError(f"it takes {name!r} from {kind!r}, which no metadata needs")
 
 
 class _TrustingReader(dcp.FileSystemReader):
-    """torch's reader, which trusts metadata with the names that metadata needs and no others."""
+    """torch's reader, restricted to metadata that references only the trusted names."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:

@@ -1,7 +1,7 @@
-"""The moving average of a teacher in a process of its own, as a file of a checkpoint.
+"""Stores the moving average of a teacher with its own process as a checkpoint file.
 
-Nobody else has it, so without the file it would begin again at the trainer's weights. An average
-inside the trainer is among the trainer's shards.
+The average exists only in that process; without the file it would restart from the trainer's
+weights. An inline teacher's average is part of the trainer's shards.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ AVERAGE_FILE = "teacher/average.safetensors"
 
 
 def write_average(folder: Path, average: dict[str, Tensor]) -> list[Written]:
-    """Write it into the draft of a checkpoint; returns its file, which is on disk then."""
+    """Write the average into a checkpoint draft; return its file, which is on disk by then."""
     from safetensors.torch import save_file
 
     path = folder / AVERAGE_FILE
@@ -39,7 +39,7 @@ def read_average(file: Path) -> "WholeTensors":
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """Tensors that were kept, as those read them who go on from them."""
+    """Complete tensors in memory, with the interface that restoring code reads from."""
 
     tensors: Mapping[str, Tensor]
 

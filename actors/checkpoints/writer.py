@@ -1,10 +1,9 @@
-"""Writes one rank's part of a checkpoint beside the steps that follow.
+"""Writes one rank's part of a checkpoint concurrently with the following steps.
 
-    copy    stop, gather nothing: every tensor of this rank into memory that is kept for it
+    copy    blocks training, no gathering: each tensor of this rank into a reused staging buffer
     write   in another thread: shards, training.json and, on the first rank, a model folder
 
-What a copy costs is what saving costs a run. What the tensors are is not known here, and neither
-when a checkpoint counts: whoever asked for it makes it one.
+Only the copy delays training. The caller commits the checkpoint.
 """
 
 from collections.abc import Callable
@@ -30,11 +29,11 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import local
 
 Export = Callable[[Path, dict[str, Tensor]], None]
-"""Writes a model folder out of the policy's whole tensors."""
+"""Writes a model folder from the policy's complete tensors."""
 
 
 class CheckpointWriter:
-    """One checkpoint at a time: `copy`, then `write`, then the next `copy`. All ranks together."""
+    """Writes one checkpoint at a time: `copy`, then `write`; collective over all ranks."""
 
     def __init__(self, ranks: Ranks, export: Export | None) -> None:
         """`export` is None on ranks that write no model folder."""
@@ -50,14 +49,14 @@ class CheckpointWriter:
         self._copied: TrainingState | None = None
 
     def copy(self, state: TrainingState) -> None:
-        """Take a copy of a state, which may change from then on."""
+        """Copy a state, which may change afterwards."""
         tensors: Any = self._stager.stage(dict(state.tensors))
         self._copied = TrainingState(state.version, tensors, state.figures, state.rng)
 
     def write(self, folder: Path, export: bool) -> list[Written]:
-        """Write what was copied; returns this rank's files, which are on disk then.
+        """Write the copied state; return this rank's files, which are on disk by then.
 
-        With `export` the first rank makes it a model folder too. Raises `CheckpointFailed`.
+        With `export`, the first rank also writes a model folder. Raises `CheckpointFailed`.
         """
         state = self._copied
         if state is None:
@@ -81,7 +80,7 @@ class CheckpointWriter:
         dcp.save(dict(state.tensors), storage_writer=writer, process_group=group, no_dist=alone)
 
     def _whole(self, state: TrainingState, folder: Path) -> dict[str, Tensor]:
-        """The policy's whole tensors: one rank has them, of several the shards are read."""
+        """Return the policy's complete tensors, read from all shards if there are several ranks."""
         copied = {n: one for n, one in state.tensors.items() if n.startswith(WEIGHTS)}
         if self._ranks.size == 1:
             return {name.removeprefix(WEIGHTS): local(one) for name, one in copied.items()}
@@ -93,7 +92,7 @@ class CheckpointWriter:
         return found
 
     def _own(self, folder: Path) -> list[Path]:
-        """This rank's files: its shards, and on the first rank all that are no shards."""
+        """Return this rank's files: its shards, and on the first rank all non-shard files."""
         own = list((folder / SHARDS).glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank:
             return own

@@ -1,7 +1,6 @@
-"""One rank of the trainer without messages: a model, its step, the teacher beside it, checkpoints.
+"""One trainer rank without messaging: model, optimizer step, inline teacher and checkpoints.
 
-Ranks call each method together. Which batch comes when, whose signals teach it, who gets the
-weights and when a checkpoint counts is not known here.
+Every method is collective: all ranks call it together.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from composer_mesh.rollouts.batches import StepBatch
 
 
 class Learner:
-    """Begins as the policy of a folder, which is version 0; each step makes the next version."""
+    """Trains from the policy of a folder, which is version 0; each step makes the next version."""
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
         self.version = 0
@@ -60,11 +59,11 @@ class Learner:
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the SDPO teacher is in this process."""
+        """Whether the SDPO teacher runs in this process."""
         return self._teacher is not None
 
     def own_teacher_outputs(self, batch: StepBatch) -> InlineSource:
-        """The signals of the teacher in this process for the views of a batch."""
+        """Return the source of teacher outputs computed in this process for the views of a batch."""
         assert self._teacher is not None
         forwards = self.step.rounds(batch).teacher
         return InlineSource(self._teacher, self._config.sdpo, self.version, forwards)
@@ -75,7 +74,7 @@ class Learner:
         source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
-        """One optimizer step; returns its metrics. The rest is `ThreeChannelStep.run`'s."""
+        """Run one optimizer step and return its metrics; arguments as in `ThreeChannelStep.run`."""
         metrics = self.step.run(batch, source, before_update)
         self.version += 1
         if self._teacher is not None:
@@ -83,13 +82,13 @@ class Learner:
         return metrics
 
     def export(self) -> dict[str, Tensor]:
-        """The policy's tensors as `export_state` gives them; may be called beside a step."""
+        """Return the policy's tensors as `export_state` does; may run concurrently with a step."""
         return export_state(self.model)
 
     def copy(self, export: bool = True) -> None:
-        """Take a copy of all that training goes on from; without `export`, of no more than that.
+        """Copy the training state for a checkpoint; without `export`, only what a resume needs.
 
-        All ranks together. Steps may come when this returns.
+        Collective over all ranks. Training may continue when this returns.
         """
         tensors: dict[str, Tensor] = {}
         lora = self._config.trainer.lora is not None
@@ -104,11 +103,11 @@ class Learner:
         self._writer.copy(TrainingState(self.version, tensors, self.step.figures(), rng))
 
     def write(self, folder: Path, export: bool = True) -> list[Written]:
-        """Write what was copied, in any thread; the rest is `CheckpointWriter.write`'s."""
+        """Write the copied state, from any thread, as `CheckpointWriter.write` does."""
         return self._writer.write(folder, export)
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from what any number of ranks has saved of a run that began as this one did.
+        """Restore the state of a checkpoint of the same run, written by any number of ranks.
 
         Raises `UnreadableCheckpoint`, and `OtherWeights` or `OtherAdapters` for another policy's.
         """

@@ -1,13 +1,13 @@
-"""How far the trainer's log-probs are from those with which the same tokens were sampled.
+"""Metrics of the log-prob mismatch between trainer and sampler on the sampled tokens.
 
     d = trainer's log-prob - sampler's log-prob, of one sampled token, in nats
 
-Tokens are taken from the sampler, so means over them are expectations under the sampler: mean(-d),
-the k1 estimate, and mean(exp(d) - 1 - d), the k3 estimate, are both of KL(sampler || trainer). With
-the same weights on both sides d is what the two engines compute differently; a token of an older
-version has in its d also what the policy has learnt since.
+Tokens are drawn from the sampler, so means over them are expectations under the sampler: mean(-d),
+the k1 estimate, and mean(exp(d) - 1 - d), the k3 estimate, both estimate KL(sampler || trainer).
+With the same weights on both sides, d is the numerical difference of the two engines; for a token
+of an older version, d also contains the policy's change since then.
 
-Sums of microbatches and ranks add up, a maximum stays one. What is too much is not decided here.
+Over microbatches and ranks, sums are added and maxima are reduced with max.
 
 Axes: B sequences of a microbatch, T their padded length.
 """
@@ -25,13 +25,13 @@ Figures = dict[str, float]
 
 @dataclass
 class Sums:
-    """Sums over tokens, and largest values, by name; where the tensors are until they are read."""
+    """Sums over tokens and maxima, by name; they stay on their device until they are read."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> None:
-        """Take in one microbatch."""
+        """Accumulate one microbatch."""
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         for name, value in largest.items():
@@ -39,7 +39,7 @@ class Sums:
             self.largest[name] = torch.maximum(before, value)
 
     def on_cpu(self) -> "Sums":
-        """The same where it can be sent to other ranks. Waits for the accelerator."""
+        """Return a copy on the CPU, to send to other ranks. Synchronizes with the accelerator."""
         return Sums(
             {name: value.cpu() for name, value in self.sums.items()},
             {name: value.cpu() for name, value in self.largest.items()},
@@ -47,7 +47,7 @@ class Sums:
 
     @classmethod
     def joined(cls, parts: Iterable["Sums"]) -> "Sums":
-        """Those of all ranks."""
+        """Return the total over all ranks."""
         total = cls()
         for part in parts:
             total.add(part.sums, part.largest)
@@ -55,16 +55,16 @@ class Sums:
 
 
 class LogprobMismatch:
-    """The differences of one step, microbatch by microbatch; `bound` is in nats."""
+    """Accumulates the differences of one step over microbatches; `bound` is in nats."""
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self.sums = Sums()
 
     def note(self, logprobs: Tensor, sampling: Tensor, mask: Tensor, current: Tensor) -> None:
-        """Take in the tokens under the mask; `current` is True at those of the trained version.
+        """Accumulate the masked tokens; `current` is True at tokens of the trained version.
 
-        All are [B, T]. What is beyond 80 nats or no number counts as 80: seen, and yet finite.
+        All are [B, T]. Differences beyond 80 nats and NaN count as 80, which keeps the sums finite.
         """
         difference = differences(logprobs, sampling, mask)
         for prefix, where in (("", mask), ("same_version/", mask & current)):
@@ -83,7 +83,7 @@ class LogprobMismatch:
         self.sums.add({f"{prefix}{name}": value for name, value in sums.items()}, largest)
 
     def note_weights(self, weights: Tensor, unbounded: Tensor, mask: Tensor) -> None:
-        """Take in the correction of these tokens, and what it would be without its bounds."""
+        """Accumulate the correction weights of these tokens, with and without their bounds."""
         weights, unbounded = selected(weights, mask).double(), selected(unbounded, mask).double()
         sums = {
             "weight/tokens": mask.sum(),
@@ -95,14 +95,14 @@ class LogprobMismatch:
 
 
 def differences(logprobs: Tensor, sampling: Tensor, mask: Tensor) -> Tensor:
-    """d in float64 under the mask, within +-80 nats, 0 elsewhere."""
+    """Return d in float64 under the mask, clamped to +-80 nats, 0 elsewhere."""
     now, then = (selected(one.detach().double(), mask) for one in (logprobs, sampling))
     found = (now - then).nan_to_num(nan=LOG_RATIO_LIMIT)
     return found.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def figures(total: Sums) -> Figures:
-    """The metrics `logprob_mismatch/…` of a step; none of what no token was noted for."""
+    """Return the metrics `logprob_mismatch/…` of a step, without those that have no tokens."""
     sums = {name: float(value) for name, value in total.sums.items()}
     found = _means(sums, total, "") | _means(sums, total, "same_version/")
     if tokens := sums.get("same_version/tokens"):

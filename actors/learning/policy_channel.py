@@ -1,7 +1,7 @@
-"""The policy channel of a step: from sampled sequences to the configured loss on rewards.
+"""The policy channel of a step: computes the configured policy loss on sampled sequences.
 
-Which function a type of loss is, and what its log-probs are relative to, is decided here; the
-functions are in `losses.policy`.
+Maps each loss type to its function in `losses.policy`, and chooses the log-probs that its ratio is
+relative to.
 
 Axes: B sequences of a microbatch, T their padded length.
 """
@@ -53,7 +53,7 @@ Loss = Callable[..., PolicyLoss]
 RatioLoss = (
     configs.GrpoLoss | configs.CispoLoss | configs.SapoLoss | configs.GmpoLoss | configs.VespoLoss
 )
-"""Losses on a ratio, which is relative to the trainer where they are corrected."""
+"""Losses on a ratio, which is relative to the trainer's own log-probs if a correction applies."""
 RATIO_LOSSES: dict[str, Loss] = {
     "grpo": grpo_loss,
     "cispo": cispo_loss,
@@ -63,16 +63,17 @@ RATIO_LOSSES: dict[str, Loss] = {
 }
 OF_THE_CHANNEL = {"type", "entropy_coef", "off_policy_threshold"}
 OF_THE_CHANNEL |= {"correction", "correction_maximum", "correction_minimum"}
-"""Keys of a section that are no keywords of its function."""
+"""Config keys that are not keyword arguments of the loss function."""
 Corrected = RatioLoss | configs.ReinforceLoss
-"""Losses whose terms may be weighted by trainer over generator."""
+"""Losses whose terms may be weighted by the trainer / generator ratio."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A microbatch by token: position t is about the id at t + 1. All but advantages [B, T - 1].
+    """Per-token tensors of a microbatch; position t is about the id at t + 1.
 
-    `current` is True at ids that were sampled by the version which is trained.
+    All are [B, T - 1] except advantages [B]. `current` is True at ids sampled by the version that
+    is being trained.
     """
 
     logprobs: Tensor
@@ -84,7 +85,7 @@ class Tokens:
 
 
 class PolicyChannel:
-    """The configured policy loss. `reference` is the frozen policy, where the loss needs one."""
+    """Computes the configured policy loss; `reference` is the frozen policy, if needed."""
 
     def __init__(self, config: Config, reference: LanguageModel | None) -> None:
         self._loss, self._temperature = config.loss, config.generator.temperature
@@ -107,7 +108,7 @@ class PolicyChannel:
         batch: StepBatch,
         figures: Figures,
     ) -> Tensor:
-        """The loss of some samples of the batch, over the normalizer of the whole batch."""
+        """Return the loss of some samples of the batch, divided by the whole batch's normalizer."""
         tokens = self._tokens(model, samples, hidden, batch.version)
         self._logprob_mismatch.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
@@ -125,7 +126,7 @@ class PolicyChannel:
         return found.loss - self._loss.entropy_coef * entropy
 
     def _entropy(self, model: LanguageModel, hidden: Tensor, mask: Tensor, count: int) -> Tensor:
-        """Entropy of the policy, summed over the sampled tokens, over the count of the step's."""
+        """Return the summed entropy of the sampled tokens, divided by the step's token count."""
 
         def rows_entropy(scores: Tensor, _rows: slice) -> Tensor:
             return token_entropies(scores, self._temperature).sum() / count
@@ -134,18 +135,18 @@ class PolicyChannel:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Run the reference with ranks that have samples, where this one has none."""
+        """Run the reference's forward to match ranks that have samples where this one has none."""
         if self._reference is not None:
             self._reference.dummy_forward()
             release(self._reference.model)
 
     def begin_step(self) -> None:
-        """Forget what was measured in the step before."""
+        """Reset the metrics of the previous step."""
         self._custom_metrics: dict[str, MetricSum] = {}
         self._logprob_mismatch = LogprobMismatch(self._bound)
 
     def finish_step(self, ranks: Ranks) -> Figures:
-        """Metrics of this step over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
+        """Return this step's metrics over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
         measured = Sums.joined(ranks.gather(self._logprob_mismatch.sums.on_cpu()))
         return figures(measured) | self._custom_means(ranks)
 
@@ -167,7 +168,7 @@ class PolicyChannel:
         return max(1, count)
 
     def _correction(self, tokens: Tokens) -> Tensor | None:
-        """The weights of the loss' correction, which are noted; None where it has none."""
+        """Return the loss's correction weights and record them; None where it has no correction."""
         if (weights := correction_weights(self._loss, tokens)) is None:
             return None
         unbounded = correction_weights(self._loss, tokens, bounded=False)
@@ -217,7 +218,7 @@ class PolicyChannel:
 def policy_loss(
     loss: configs.LossConfig, tokens: Tokens, normalizer: int, weights: Tensor | None
 ) -> PolicyLoss:
-    """The loss that a section of the config describes, with the weights of its correction."""
+    """Compute the loss of a config section, with the given correction weights."""
     now, then, advantages, mask = tokens.logprobs, tokens.sampling, tokens.advantages, tokens.mask
     options = _options(loss) | {"normalizer": normalizer}
     match loss:
@@ -235,7 +236,8 @@ def policy_loss(
         case configs.DppoLoss():
             return dppo_loss(now, then, advantages, mask, **options)
         case configs.DecoupledPpoLoss():
-            # One update a batch: the policy at its start, which is now, is the proximal one.
+            # With one update per batch, the proximal policy (at the batch's start) is the current
+            # one.
             options |= {"rejection": Rejection(**loss.rejection.model_dump())}
             return decoupled_ppo_loss(now, now.detach(), then, advantages, mask, **options)
         case configs.ReinforceLoss():
@@ -246,7 +248,7 @@ def policy_loss(
 def correction_weights(
     loss: configs.LossConfig, tokens: Tokens, *, bounded: bool = True
 ) -> Tensor | None:
-    """Weights [B, T - 1] of the trainer over the generator; None where a loss has no correction."""
+    """Return trainer / generator weights [B, T - 1]; None where a loss has no correction."""
     if not isinstance(loss, Corrected) or loss.correction == "none":
         return None
     return sampling_weights(
@@ -287,7 +289,7 @@ def _ratio_loss(
 
 
 def _options(loss: configs.LossConfig) -> dict[str, Any]:
-    """The section's keys that are the function's keywords."""
+    """Return the section's keys that are keyword arguments of the loss function."""
     return loss.model_dump(exclude=OF_THE_CHANNEL)
 
 

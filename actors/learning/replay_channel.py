@@ -1,6 +1,6 @@
-"""The replay channel of a step: preference pairs against the frozen reference, or without one.
+"""The replay channel of a step: preference losses on pairs, with or without a frozen reference.
 
-The reference's log-probs come with the pairs; who computed them is not known here.
+The reference's log-probs are part of the pairs.
 
 Axes: B pairs of a microbatch.
 """
@@ -28,11 +28,11 @@ from composer_mesh.rollouts.batches import PairSample
 Sides = tuple[Tensor, Tensor]
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
-"""What a step's metrics tell of its pairs, each a mean over them."""
+"""Metrics of a step's pairs, each a mean over them."""
 
 
 class ReplayChannel:
-    """The configured preference loss; only SimPO does without a reference."""
+    """Computes the configured preference loss; only SimPO needs no reference."""
 
     def __init__(self, config: ReplayConfig) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class ReplayChannel:
     def loss(
         self, model: LanguageModel, pairs: Sequence[PairSample], normalizer: int
     ) -> PreferenceLoss:
-        """The loss of some pairs, over the number of pairs in the whole batch."""
+        """Return the loss of some pairs, divided by the number of pairs in the whole batch."""
         config = self._config
         answers = _Answers.of(model, pairs)
         weights = answers.pair_weights(model) if config.use_weighting else None
@@ -63,7 +63,7 @@ class ReplayChannel:
     def _referenced(
         self, policy: Sides, reference: Sides, lengths: Sides, shared: dict[str, Any]
     ) -> PreferenceLoss:
-        """The loss of answers whose reference log-probs are known."""
+        """Return a loss that uses the reference's log-probs."""
         config = self._config
         if config.loss == "ipo":
             return ipo_loss(*policy, *reference, *lengths, **shared)
@@ -81,13 +81,13 @@ class ReplayChannel:
 
 
 def figures_of(result: PreferenceLoss) -> dict[str, float]:
-    """The figures of a loss by name, read from its device at once."""
+    """Return the metrics of a loss by name, with a single device transfer."""
     values = torch.stack([getattr(result, name) for name in FIGURES])
     return dict(zip(FIGURES, values.tolist(), strict=True))
 
 
 def loss_type(name: str) -> Any:
-    """A loss of the config by its name in the library."""
+    """Return the library's name of a configured loss."""
     return "sigmoid" if name == "dpo" else name
 
 
@@ -114,7 +114,7 @@ class _Answers:
         return _sides(self.mask.sum(-1))
 
     def sums(self, ld_alpha: float | None) -> Sides:
-        """Summed log-probs [B] in nats; tokens beyond the shorter answer's length by ld_alpha."""
+        """Return summed log-probs [B] in nats; `ld_alpha` scales tokens beyond the shorter answer."""
         if ld_alpha is None:
             return _sides(sequence_logprobs(self.logprobs, self.mask))
         shared = torch.minimum(*self.lengths).repeat(2)
@@ -123,7 +123,7 @@ class _Answers:
         )
 
     def pair_weights(self, model: LanguageModel) -> Tensor:
-        """WPO's weights [B]: how typical both answers of a pair are of the policy."""
+        """Return WPO's weights [B]: the product of both answers' weights under the policy."""
         collisions = model.collision_logprobs(self.hidden, self.mask)
         return torch.mul(*_sides(wpo_weights(self.logprobs, collisions, self.mask)))
 
@@ -131,18 +131,18 @@ class _Answers:
 def answer_logprobs(
     model: LanguageModel, pairs: Sequence[PairSample], ld_alpha: float | None = None
 ) -> Sides:
-    """Summed log-probs [B] in nats of the chosen and of the rejected answers."""
+    """Return the summed log-probs [B] in nats of the chosen and of the rejected answers."""
     return _Answers.of(model, pairs).sums(ld_alpha)
 
 
 def _sides(values: Tensor) -> Sides:
-    """What is of the chosen answers, and of the rejected ones."""
+    """Split values into those of the chosen and those of the rejected answers."""
     half = len(values) // 2
     return values[:half], values[half:]
 
 
 def _reference(pairs: Sequence[PairSample], like: Tensor) -> Sides:
-    """The frozen policy's log-probs [B] of both answers, as they came with the pairs."""
+    """Return the reference's log-probs [B] of both answers, as stored in the pairs."""
     without = [pair.pair_id for pair in pairs if pair.reference is None]
     if without:
         raise ValueError(

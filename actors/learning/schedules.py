@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step, as the config describes it. Knows no optimizer."""
+"""The learning-rate schedule: the rate of each optimizer step."""
 
 import math
 
@@ -6,10 +6,10 @@ from composer_mesh.configs.trainer import TrainerConfig
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
-    """The rate of a step (0-based) of a run of `steps`.
+    """Return the learning rate of a step (0-based) of a run of `steps`.
 
-    It rises in equal parts to the peak, which the last step of the warm-up has, and then falls to
-    `min_lr_ratio` of the peak, which the step after the last one would have.
+    The rate rises linearly to the peak at the last warm-up step, then decays to `min_lr_ratio` of
+    the peak, which the step after the last one would have.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -18,7 +18,7 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
 
 
 def _left(config: TrainerConfig, done: float) -> float:
-    """What is left of the fall when a share of the steps is done."""
+    """Return the decay factor (1 to 0) after the share `done` of the steps."""
     match config.lr_schedule:
         case "constant":
             return 1.0

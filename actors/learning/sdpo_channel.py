@@ -1,7 +1,7 @@
-"""The SDPO channel of a step: the student's rows of each view against the teacher's signal.
+"""The SDPO channel of a step: distils teacher outputs into the student's rows of each view.
 
-Which loss a signal allows is decided here; the functions are in `losses`. Where signals come from
-is a port: a teacher in the same process or an inbox that teachers of the mesh fill.
+Chooses the loss that a kind of teacher output allows; the functions are in `losses`. Teacher
+outputs come through a port: from an inline teacher, or a buffer that teachers of the mesh fill.
 
 Axes: N hinted response tokens, H hidden size, K entries of the top k.
 """
@@ -41,9 +41,10 @@ ENTROPIES = ("sdpo/student_entropy", "sdpo/teacher_entropy")
 
 
 class TeacherOutputSource(Protocol):
-    """Gives the signal for the views of one microbatch; may wait.
+    """Port that returns the teacher output for the views of one microbatch; `take` may block.
 
-    `choose` makes the student's top k ids [N, K], for sources that the config asks to need them.
+    `choose` computes the student's top k ids [N, K], for configurations in which the student
+    chooses.
     """
 
     def take(
@@ -51,9 +52,10 @@ class TeacherOutputSource(Protocol):
     ) -> TeacherOutput: ...
 
     def skip(self, microbatch: int, /) -> None:
-        """Go along with ranks that take a signal for a microbatch of theirs, where this has none.
+        """Take part in collectives for a microbatch without views on this rank.
 
-        Only what talks to other ranks, such as a sharded teacher, has to do something.
+        Only a source that communicates with other ranks, such as a sharded teacher, does anything
+        here.
         """
 
 
@@ -75,7 +77,7 @@ class StudentRows:
         views: Sequence[HintedView],
         temperature: float,
     ) -> "StudentRows":
-        """`rows[i]` is the row of `hidden` [B, T, H] that the trace of `views[i]` lies in."""
+        """Select the rows of `views[i]` from row `rows[i]` of `hidden` [B, T, H], its trace."""
         parts = [hidden[row, view.student_rows] for row, view in zip(rows, views, strict=True)]
         targets = torch.tensor(
             [target for view in views for target in view.targets], device=hidden.device
@@ -84,7 +86,7 @@ class StudentRows:
 
     @torch.no_grad()
     def top_k(self, top_k: int) -> Tensor:
-        """The student's most likely ids [N, K]."""
+        """Return the student's most likely ids [N, K]."""
         head = LinearHead(self.model.weight, self.model.bias, 1.0, torch.float32)
         kept = min(top_k, len(self.model.weight))
         blocks = head.scores(self.hidden, default_block(self.hidden))
@@ -92,7 +94,7 @@ class StudentRows:
 
 
 class SdpoChannel:
-    """The configured distillation loss, and TAID's position between student and teacher."""
+    """Computes the configured distillation loss; holds TAID's interpolation schedule."""
 
     def __init__(self, config: Config) -> None:
         self._config: SdpoConfig = config.sdpo
@@ -108,7 +110,7 @@ class SdpoChannel:
         return self._config.top_k
 
     def finish_step(self, loss: float | None, step: int) -> dict[str, float]:
-        """Move TAID's schedule after a step (0-based) that had this loss; its figures."""
+        """Advance TAID's schedule after a step (0-based) with this loss; return its metrics."""
         if self._config.objective != "taid" or loss is None:
             return {}
         used = self.taid.t
@@ -122,10 +124,10 @@ class SdpoChannel:
         normalizer: int,
         figures: Figures | None = None,
     ) -> Tensor:
-        """The loss of the rows, over all hinted tokens of the batch.
+        """Return the loss of the rows, divided by the number of hinted tokens in the batch.
 
-        To the figures are added the entropies of both sides, where the signal is of the teacher's
-        whole distribution.
+        Adds the entropies of student and teacher to `figures` where the teacher output is a whole
+        distribution.
         """
         teacher_output = teacher_output.on(rows.hidden.device)
         tensors = teacher_output.tensors
@@ -159,7 +161,7 @@ class SdpoChannel:
         normalizer: int,
         entropies: Tensor,
     ) -> Tensor:
-        """From the teacher's whole distribution: its states and head, or its scores."""
+        """Return the loss on the teacher's whole distribution: its states and head, or its logits."""
         config, student = self._config, rows.model
         weight = None if head is None else head.weight
         biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}

@@ -1,8 +1,8 @@
 """The three-channel optimizer step on tensors: forward, losses, backward, one update.
 
-It knows a model, its frozen reference and an optimizer; not where batches and teacher signals come
-from. What a channel's loss is stands in `policy_channel`, `sdpo_channel` and `replay_channel`. Each
-is divided by its own count over the whole step, so microbatches and ranks just add up.
+The losses are in `policy_channel`, `sdpo_channel` and `replay_channel`. Each is divided by its own
+count over the whole step, so microbatches and ranks simply add up. Knows a model, its frozen
+reference and an optimizer, but not where batches and teacher outputs come from.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ from composer_mesh.rollouts.step_plan import (
 
 @dataclass
 class _Pass:
-    """One way through a step's batch; without a source it trains no SDPO channel."""
+    """One pass over a step's batch; without a source it trains no SDPO channel."""
 
     batch: StepBatch
     source: TeacherOutputSource | None
@@ -44,14 +44,14 @@ class _Pass:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether the step itself computes the log-probs of the frozen initial policy."""
+    """Return whether the step itself computes log-probs of the frozen initial policy."""
     return config.loss.needs_reference
 
 
 class ThreeChannelStep:
-    """Owns the optimizer of one model; `reference` is frozen, None where the loss needs none.
+    """Owns a model's optimizer; `reference` is frozen, or None if the loss needs none.
 
-    Ranks of a sharded model run it equally often in a step, whatever share of it each has.
+    All ranks of a sharded model run the same number of forwards in a step, whatever their shares.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class ThreeChannelStep:
         self._update = WeightUpdate(model, config, self._ranks)
 
     def figures(self) -> dict[str, Any]:
-        """What a checkpoint needs beside tensors, as JSON."""
+        """Return the non-tensor state for a checkpoint, as JSON values."""
         return {"taid": self._sdpo.taid.state_dict(), "trained": self._update.trained()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """What this rank has of the optimizer's moments; shares its memory."""
+        """Return this rank's part of the optimizer state; shares its memory."""
         return self._update.optimizer_state()
 
     def restore(self, figures: dict[str, Any], optimizer_state: Kept) -> None:
-        """Continue where both were taken, by however many ranks."""
+        """Restore a checkpoint's state, written by any number of ranks."""
         self._update.restore(figures["trained"], optimizer_state)
         self._sdpo.taid.load_state_dict(figures["taid"])
 
     def plan(self, batch: StepBatch) -> RankPlan:
-        """This rank's share of a step."""
+        """Return this rank's share of a step."""
         return self._plans(batch)[self._ranks.rank]
 
     def rounds(self, batch: StepBatch) -> Rounds:
-        """How often this rank runs the models in a step."""
+        """Return the number of model forwards that this rank runs in a step."""
         plans = self._plans(batch)
         together = plans if self._sharded else [plans[self._ranks.rank]]
         return rounds_of(batch, together, self._budget)
@@ -98,11 +98,11 @@ class ThreeChannelStep:
         source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, float | None]:
-        """One update; returns the step's `loss/…`, `policy/…` and `tokens/…` metrics.
+        """Run one update; return the step's `loss/…`, `policy/…` and `tokens/…` metrics.
 
-        `source` gives the teacher's output for the views of each microbatch. When it raises
-        `TeacherOutputsLost`, on any rank, the step begins again without the SDPO channel. The
-        weights do not change before `before_update` has returned.
+        `source` returns the teacher output for the views of each microbatch. If it raises
+        `TeacherOutputsLost` on any rank, the step restarts without the SDPO channel. The weights do
+        not change before `before_update` has returned.
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
@@ -116,7 +116,7 @@ class ThreeChannelStep:
         return self._metrics(batch, sums, norm, rate)
 
     def _accumulate(self, batch: StepBatch, source: TeacherOutputSource | None) -> _Pass:
-        """Gradients of this rank's share, from nothing."""
+        """Accumulate the gradients of this rank's share, starting from zero."""
         one, plan, rounds = _Pass(batch, source), self.plan(batch), self.rounds(batch)
         self._update.begin()
         self._policy.begin_step()
@@ -166,7 +166,7 @@ class ThreeChannelStep:
         hidden: Tensor,
         one: _Pass,
     ) -> Tensor | None:
-        """The SDPO loss of a microbatch, None where it has no views or their signal is lost."""
+        """Return a microbatch's SDPO loss; None if it has no views or the teacher output is lost."""
         if one.source is None:
             return None
         if not microbatch.views:
@@ -189,7 +189,7 @@ class ThreeChannelStep:
         return self._sdpo.loss(rows, teacher_output, one.batch.sdpo_tokens, one.sums.figures)
 
     def _dummy_forward(self, index: int, one: _Pass) -> None:
-        """Run all models as often as the ranks that have a microbatch of this index."""
+        """Run the models once, to match ranks that have a microbatch of this index."""
         loss = self._model.dummy_forward()
         self._policy.skip()
         if one.source is not None:

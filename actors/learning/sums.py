@@ -1,4 +1,4 @@
-"""What the microbatches of a step add up to: losses of the channels, and figures beside them."""
+"""Sums over the microbatches of a step: the channels' losses and other metrics."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ Figures = dict[str, float]
 
 
 def new_figures() -> Figures:
-    """Sums of figures over the microbatches of a step."""
+    """Return empty sums of metrics over the microbatches of a step."""
     return defaultdict(float)
 
 
 @dataclass
 class StepSums:
-    """Running sums over the microbatches of one step; a channel without data has none."""
+    """Running sums over the microbatches of one step; a channel without data has no entry."""
 
     losses: dict[str, float] = field(default_factory=dict)
     figures: Figures = field(default_factory=new_figures)
 
     def add(self, channel: str, loss: Tensor) -> None:
-        """Add a microbatch's loss to its channel's."""
+        """Add a microbatch's loss to its channel's sum."""
         self.losses[channel] = self.losses.get(channel, 0.0) + loss.detach().double().item()
 
     @classmethod
     def of_ranks(cls, parts: Sequence["StepSums"]) -> "StepSums":
-        """The sums of all ranks, in their order."""
+        """Return the sums over all ranks, added in rank order."""
         total = cls()
         for part in parts:
             for channel, loss in part.losses.items():
@@ -40,7 +40,7 @@ class StepSums:
         return total
 
     def metrics(self, alpha: float, beta: float) -> dict[str, float | None]:
-        """The step's `loss/…`, then its figures by name."""
+        """Return the step's `loss/…` metrics, then its other metrics by name."""
         losses = {
             name: torch.tensor(self.losses[name], dtype=torch.float64)
             for name in CHANNELS

@@ -1,7 +1,7 @@
-"""The end of an optimizer step: gradients of all ranks, clipped, move the weights.
+"""The end of an optimizer step: gradients of all ranks are clipped and applied.
 
-Where weights are sharded, their gradients came summed out of the backward; those of weights that
-every rank has whole, such as adapters, are summed here.
+Gradients of sharded weights are already summed by the backward pass; those of weights that every
+rank holds completely, such as adapters, are summed here.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from composer_mesh.configs.schema import Config
 
 
 class WeightUpdate:
-    """AdamW on the weights of a model that learn."""
+    """AdamW on the trainable weights of a model."""
 
     def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
         trainer = config.trainer
         self._config, self._ranks, self._steps = trainer, ranks, config.run.steps
-        # Kept, as a sharded model shows other tensors during a forward.
+        # Stored now, as a sharded model exposes other tensors during a forward.
         self._weights = {n: one for n, one in model.named_parameters() if one.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._weights.values(),
@@ -38,11 +38,11 @@ class WeightUpdate:
         )
 
     def begin(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def apply(self, step: int, before_update: Callable[[], object]) -> tuple[float, float]:
-        """Move the weights when `before_update` has returned; the gradients' norm and the rate.
+        """Update the weights after `before_update` returns; return gradient norm and learning rate.
 
         Raises RuntimeError for a norm that is not finite.
         """
@@ -59,14 +59,14 @@ class WeightUpdate:
         return float(norm.full_tensor() if is_dtensor(norm) else norm), rate
 
     def trained(self) -> list[str]:
-        """The names of the weights that learn."""
+        """Return the names of the trainable weights."""
         return list(self._weights)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """What this rank has of the optimizer's moments; shares its memory."""
+        """Return this rank's part of the optimizer state; shares its memory."""
         return optimizer_state_of(self._weights, self._optimizer)
 
     def restore(self, trained: list[str], optimizer_state: Kept) -> None:
-        """Go on from moments of weights of these names; raises `OtherWeights`."""
+        """Restore the optimizer state of weights with these names; raises `OtherWeights`."""
         check_weights(self._weights, trained)
         restore_optimizer_state(self._weights, self._optimizer, optimizer_state)

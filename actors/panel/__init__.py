@@ -1,1 +1,1 @@
-"""Several teachers behind one budget: panel, ledger, kept answers."""
+"""Several teachers behind one budget: panel, ledger, response cache."""

@@ -1,7 +1,6 @@
-"""What was paid for, kept by content in one SQLite file: a repeated or resumed run pays once.
+"""A content-addressed cache of paid results in SQLite: repeated and resumed runs pay once.
 
-A value is JSON, and the first one for a key stays. Several processes may share a file. What a key
-is made of, and what a value is worth, is its user's business.
+Values are JSON, and the first value of a key stays. Several processes may share a file.
 """
 
 import hashlib
@@ -15,15 +14,16 @@ TABLE = "CREATE TABLE kept (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT R
 
 
 def content_key(content: Any) -> str:
-    """A hash of all that a value depends on, as JSON; the order of keys does not matter."""
+    """Return a hash of JSON content; the order of keys does not matter."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class ContentCache:
-    """Safe to use from several threads; opened by its constructor, closed by `close`.
+    """Thread-safe cache; opened by its constructor, closed by `close`.
 
-    `what` it keeps and the config key that names its file, `setting`, are for its StoreErrors.
+    `what` describes the values and `setting` is the config key of the file, both for error
+    messages.
     """
 
     def __init__(self, path: Path, *, what: str, setting: str) -> None:
@@ -37,7 +37,7 @@ class ContentCache:
         self._file = SqliteFile(path, kind)
 
     def get(self, key: str) -> Any:
-        """The kept value, or None; raises StoreError where the file cannot be read."""
+        """Return the cached value or None; raises StoreError if the file cannot be read."""
         with self._file.reading() as rows:
             found = rows.execute("SELECT value FROM kept WHERE key = ?", (key,)).fetchone()
         if found is None:
@@ -48,13 +48,13 @@ class ContentCache:
             raise self.damaged(key) from None
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value unless one is kept; raises StoreError where the file cannot be written."""
+        """Store a value unless the key exists; raises StoreError if the file cannot be written."""
         text = json.dumps(value)
         with self._file.transaction() as rows:
             rows.execute("INSERT OR IGNORE INTO kept VALUES (?, ?)", (key, text))
 
     def damaged(self, key: str) -> Exception:
-        """The error for a value that is not what its user put there."""
+        """Return the error for a value that cannot be parsed."""
         return self._file.error(f"the value of {key[:12]} is damaged")
 
     def close(self) -> None:

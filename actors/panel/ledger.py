@@ -1,8 +1,8 @@
-"""The ledger of what teachers cost: reservations and charges in SQLite, shared by processes.
+"""The ledger of teacher costs: reservations and charges in SQLite, shared by processes.
 
-Whether a request fits is decided by `rollouts.budget`, in the same transaction that writes its
-reservation. Each transaction is on the disk before a request is sent, so that no power cut
-forgets money that may have been spent. No event loop here; `metering` has one.
+`rollouts.budget` decides whether a request fits, in the transaction that writes its reservation.
+Each transaction is synced to disk before a request is sent, so a power cut loses no money that may
+have been spent. Synchronous; `metering` is the asyncio interface.
 """
 
 import os
@@ -59,15 +59,16 @@ TAKEN = "SELECT COALESCE(SUM(spent + reserved), 0) FROM accounts WHERE"
 
 
 def utc_day() -> str:
-    """Today, as ceilings of a day count it."""
+    """Return today's UTC date, as daily ceilings count it."""
     return datetime.now(UTC).date().isoformat()
 
 
 class Ledger:
-    """One process's hold on the ledger; `run` is what its requests count for.
+    """One process's connection to the ledger; `run` is the account of its requests.
 
-    Without a path the ledger is in memory, for this object alone, under the same rules. What a
-    process leaves open when it ends stays set aside, because its requests may have been charged.
+    Without a path the ledger is in memory, private to this object, under the same rules.
+    Reservations that a process leaves open stay counted, because their requests may have been
+    charged.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Ledger:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is done in this block is one transaction: written through once, or not at all."""
+        """Run the block as one transaction: written once, or not at all."""
         with self._file.transaction():
             yield
 
     def reserve(self, teacher: str, bound: int | None) -> Reservation:
-        """Set aside what a request costs at most; raises BudgetRefusal where it must not be sent.
+        """Reserve a request's maximum cost; raises BudgetRefusal if it must not be sent.
 
         A refusal changes nothing.
         """
@@ -116,9 +117,9 @@ class Ledger:
             return Reservation(int(made.lastrowid or 0), amount)
 
     def settle(self, reservation: int, charge: int | None) -> int:
-        """Charge a request that has ended; None, where nobody knows, charges all of its amount.
+        """Charge a finished request; None, for an unknown cost, charges its full reservation.
 
-        Returns the charge. Raises SettledTwice, and changes nothing, for one settled before.
+        Returns the charge. Raises SettledTwice, and changes nothing, if it was settled before.
         """
         if charge is not None and charge < 0:
             raise ValueError(f"charge is {charge}, below 0: a request cannot earn money")
@@ -136,19 +137,19 @@ class Ledger:
             return charge
 
     def add_earlier(self, teacher: str, spent: int, requests: int) -> None:
-        """Count what the run spent before this ledger was made, today and once."""
+        """Add what the run spent before this ledger was created, counted as today's; call once."""
         with self._file.transaction() as rows:
             values = (self.run, teacher, self._day(), spent, requests)
             rows.execute("INSERT INTO accounts VALUES (?, ?, ?, ?, 0, ?, 0)", values)
 
     def run_account(self) -> Account:
-        """The run's sums now."""
+        """Return the run's current sums."""
         with self._file.reading() as rows:
             sums = rows.execute(f"SELECT {SUMS} FROM accounts WHERE run = ?", (self.run,))
             return Account(*sums.fetchone())
 
     def report(self) -> BudgetReport:
-        """What was spent and set aside: this run's sums, and all runs' by day."""
+        """Return spent and reserved amounts: this run's by teacher, and all runs' by day."""
         with self._file.transaction() as rows:
             by_teacher = rows.execute(
                 f"SELECT teacher, {SUMS} FROM accounts WHERE run = ? GROUP BY teacher", (self.run,)
@@ -161,7 +162,7 @@ class Ledger:
             )
 
     def close(self) -> None:
-        """Give the file up, once. Open reservations stay counted."""
+        """Close the file; idempotent. Open reservations stay counted."""
         if self._closed:
             return
         self._closed = True

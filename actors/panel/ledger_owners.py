@@ -1,7 +1,7 @@
-"""Whether the process that left something open in a ledger still lives.
+"""Whether the process that owns open ledger reservations is still alive.
 
-A process is its id and when it started, because ids are used again. It is looked for on this
-machine only.
+A process is identified by its id and start time, because ids are reused. Only processes of this
+machine are found.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from composer_mesh.mesh.processes import is_alive, start_ticks
 
 
 def started_at(pid: int) -> str:
-    """When a process started, as its system says it; "" where it does not."""
+    """Return a process's boot id and start time; "" if the system does not report it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -20,5 +20,5 @@ def started_at(pid: int) -> str:
 
 
 def owner_lives(pid: int, started: str) -> bool:
-    """Whether this very process still runs."""
+    """Return whether exactly this process is still running."""
     return is_alive(pid) and started_at(pid) == started

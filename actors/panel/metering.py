@@ -1,8 +1,8 @@
-"""Asking the ledger from an event loop: many reservations at once, few writes to the disk.
+"""Asyncio interface of the ledger that batches many reservations into few disk writes.
 
-A thread owns the ledger. What has been asked while it wrote is done in one transaction, so a
-thousand questions wait for a few writes, not for a thousand. What is refused, and why, is
-`rollouts.budget`; what a provider is charged for, `provider.errors`.
+A thread owns the ledger. Calls that arrive while it writes are executed in one transaction, so a
+thousand calls wait for a few writes. `rollouts.budget` refuses requests; `provider.errors` defines
+what a failed one is charged.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from composer_mesh.rollouts.budget import BudgetRefusal, BudgetReport, Reservati
 
 @dataclass(slots=True)
 class _Asked:
-    """One question to the ledger, and whose turn it is when it is answered."""
+    """One call to the ledger, and the future that awaits its result."""
 
     work: Callable[[], Any]
     answer: asyncio.Future[Any]
@@ -43,9 +43,9 @@ class _Asked:
 class LedgerMeter:
     """A Meter over a ledger, which it closes. Belongs to one event loop.
 
-    A caller that is cancelled leaves no reservation behind: one that was made for it is settled
-    at nothing, because its request was never sent. A charge that cannot be written is counted in
-    `unwritten`, and its reservation stays set aside. `run` are the run's sums at the last write.
+    A cancelled caller leaves no reservation open: its reservation is settled at 0, because the
+    request was never sent. A charge that cannot be written is counted in `unwritten`, and its
+    reservation stays open. `run` holds the run's sums at the last write.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -81,12 +81,12 @@ class LedgerMeter:
         return charged
 
     async def report(self) -> BudgetReport:
-        """All that the ledger holds about the run, other processes' part included."""
+        """Return the ledger's report on the run, including other processes."""
         report: BudgetReport = await asyncio.shield(self._ask(self._ledger.report))
         return report
 
     async def aclose(self) -> None:
-        """Wait until what was asked is written, then close the ledger, once."""
+        """Wait for pending writes, then close the ledger; idempotent."""
         while self._writing is not None:
             await asyncio.wait([self._writing])
         if self._closed:
@@ -108,7 +108,7 @@ class LedgerMeter:
         self._writing.add_done_callback(partial(self._written, batch))
 
     def _write(self, batch: list[_Asked]) -> None:
-        """On the ledger's thread: the whole batch in one transaction."""
+        """Run the complete batch in one transaction, on the ledger's thread."""
         try:
             with self._ledger.together():
                 for asked in batch:
@@ -132,6 +132,6 @@ class LedgerMeter:
 
 
 def _look_at(answer: asyncio.Future[Any]) -> None:
-    """An error that its caller no longer waits for is not reported as forgotten."""
+    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not answer.cancelled():
         answer.exception()

@@ -1,7 +1,6 @@
-"""Asking several teachers about a frozen state: kept answers first, then the providers.
+"""Queries several teachers about a frozen state: cached answers first, then the providers.
 
-Joins the client of the providers, the ledger that bounds what they cost, and what was paid for
-before. It knows no actor, and does not choose states or count votes.
+Combines the provider client, the budget ledger and the response cache.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TeacherSlot:
-    """A teacher of the panel; `copy` counts those before it that are asked in the same way."""
+    """A teacher of the panel; `copy` numbers teachers with identical request settings."""
 
     teacher: TeacherEndpoint
     copy: int
@@ -47,7 +46,7 @@ class TeacherSlot:
 
 
 class TeacherPanel:
-    """Belongs to one event loop; `open` makes one. Equal questions under way share one request."""
+    """Queries teachers on one event loop, coalescing equal queries; created by `open`."""
 
     def __init__(
         self,
@@ -73,10 +72,10 @@ class TeacherPanel:
         environ: Mapping[str, str] = os.environ,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
-        """Check keys, addresses and files, and learn prices; asks no question.
+        """Check keys, addresses and files, and fetch prices; sends no completion request.
 
-        Raises a ProviderError for a teacher that could not be asked, StoreError for a file that
-        cannot be used. Waits for the list of prices where one has to be read.
+        Raises a ProviderError for a teacher that cannot be queried, StoreError for a file that
+        cannot be used. Waits for the price list if one has to be read.
         """
         async with AsyncExitStack() as opened:
             # Beside the loop: it reads the certificates of all authorities, half a second of work.
@@ -98,21 +97,21 @@ class TeacherPanel:
             if settings.cache is not None and settings.pays:
                 kept = await asyncio.to_thread(ResponseCache, settings.cache)
                 opened.callback(kept.close)
-            # Once more, because it must be the first to close: it has charges to write then.
+            # Once more, because it must be the first to close: it then has charges to write.
             opened.push_async_callback(client.aclose)
             return cls(settings, slots, client, meter, kept, opened.pop_all())
 
     @property
     def teachers(self) -> list[TeacherEndpoint]:
-        """The teachers in their order, with what is known of their prices."""
+        """The teachers in their order, with their prices where known."""
         return [slot.teacher for slot in self._slots]
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        """Ask `n` teachers at once; which ones is settled by the state's seed, in turns.
+        """Query `n` teachers concurrently; the state's seed rotates which ones.
 
-        Waits until each has answered or failed, at most `total_s`. A failure is a value in the
-        list; no teacher's failure takes another's answer away. Cancelling gives the replies up:
-        what is paid for already goes on, and is kept. Raises ClientClosed once `aclose` was called.
+        Waits until each has answered or failed, at most `total_s`. A failure is a value in the list
+        and does not affect other teachers' answers. Cancelling drops the replies: requests already
+        paid for continue and are cached. Raises ClientClosed after `aclose`.
         """
         if self._closed:
             raise ClientClosed
@@ -124,11 +123,11 @@ class TeacherPanel:
         return list(await asyncio.gather(*(self._reply(slot, state) for slot in asked)))
 
     async def report(self) -> BudgetReport:
-        """What the ledger holds about this run, all its processes included."""
+        """Return the ledger's report on this run, over all its processes."""
         return await self._meter.report()
 
     def details(self) -> dict[str, Any]:
-        """Counts and dollars since the panel was opened, as plain values that JSON can hold."""
+        """Return counts and dollars since the panel was opened, as JSON values."""
         run, clients = self._meter.run, self._client.details()
         return {
             "teachers": {
@@ -148,7 +147,7 @@ class TeacherPanel:
         }
 
     async def aclose(self) -> None:
-        """End what is under way, which charges it in full, then close connections and files."""
+        """Cancel running requests, which charges them in full, then close connections and files."""
         self._closed = True
         await self._asking.aclose()
         await self._opened.aclose()
@@ -160,14 +159,14 @@ class TeacherPanel:
             return reply
         reply = replace(reply, usd=0.0, latency_s=self._clock() - began)
         if isinstance(reply, TeacherAnswer):
-            # Who of several asked first is chance, and what is free was not saved.
+            # Which of several callers is first is chance, and free requests save nothing.
             reply = replace(reply, usd_known=True, cached=not slot.own)
         self._tallies[slot.teacher.name].count(reply)
         return reply
 
     def _key(self, slot: TeacherSlot, state: FrozenState) -> str:
         key = question_key(slot.teacher, slot.copy, state, self._settings.tools)
-        return f"{key} {state.seed}" if slot.own else key  # what is free is asked by seed
+        return f"{key} {state.seed}" if slot.own else key  # free teachers are queried by seed
 
     async def _find(self, slot: TeacherSlot, state: FrozenState, key: str) -> TeacherReply:
         teacher, began = slot.teacher, self._clock()
@@ -184,7 +183,7 @@ class TeacherPanel:
         except ProviderError as error:
             usd, took = dollars(error.charged), self._clock() - began
             reply = TeacherFailure(teacher.name, error.kind, str(error), took, usd)
-        except StoreError as error:  # what cannot be looked up would be paid again and again
+        except StoreError as error:  # else each query would pay again
             took = self._clock() - began
             reply = TeacherFailure(teacher.name, FailureKind.BUDGET, str(error), took)
         self._tallies[teacher.name].count(reply)
@@ -205,11 +204,11 @@ class TeacherPanel:
         try:
             await asyncio.to_thread(kept.put, key, answer)
         except StoreError:
-            self._unkept += 1  # the answer is here all the same
+            self._unkept += 1  # the answer is returned all the same
 
 
 def chosen_teachers(teachers: Sequence[T], seed: int, n: int) -> list[T]:
-    """`n` teachers in a row, from a place that the seed settles, in their configured order."""
+    """Return `n` consecutive teachers, starting at `seed` modulo their number, in configured order."""
     start = seed % len(teachers)
     places = sorted((start + step) % len(teachers) for step in range(n))
     return [teachers[place] for place in places]
@@ -228,7 +227,7 @@ async def _slots(client: ProviderClient, settings: PanelSettings) -> list[Teache
 
 
 def _share(teacher: TeacherEndpoint, replicas: int) -> TeacherEndpoint:
-    """One replica's part of a teacher's limits, at least one request."""
+    """Return one replica's share of a teacher's limits, at least one request."""
     rate = teacher.requests_per_minute
     return replace(
         teacher,

@@ -1,7 +1,7 @@
-"""What each teacher's requests may cost, known before the first question is sent.
+"""Prices of each teacher's requests, resolved before the first request is sent.
 
-A price that the config does not name is read from the provider's list, where it has one. How a
-price becomes a bound is `provider.money`.
+A price missing from the config is read from the provider's price list, if it has one.
+`provider.money` turns prices into bounds.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from composer_mesh.rollouts.money import Prices
 async def with_prices(
     client: ProviderClient, teacher: TeacherEndpoint, rules: BudgetRules
 ) -> TeacherEndpoint:
-    """The teacher with its prices, as far as anybody names them.
+    """Return the teacher with its prices, as far as they are known.
 
-    Raises ProviderBudgetError where nobody does and such teachers are refused, and the provider's
-    own error where its list cannot be read.
+    Raises ProviderBudgetError if they are unknown and such teachers are refused, and the provider's
+    error if its list cannot be read.
     """
     if teacher.prices is not None:
         return teacher
@@ -31,7 +31,7 @@ async def with_prices(
 async def _listed(
     client: ProviderClient, teacher: TeacherEndpoint, rules: BudgetRules
 ) -> Prices | None:
-    """The listed price; a list that cannot be read lists nothing, where that is allowed."""
+    """Return the listed price; an unreadable list counts as empty if unknown prices are allowed."""
     try:
         return await client.prices(teacher)
     except ProviderError:

@@ -1,7 +1,7 @@
-"""Teachers' answers kept by content, so that the same question is never paid twice.
+"""Cache of teachers' answers by content, so that the same request is never paid twice.
 
-The key is all that an answer depends on: where and how the model is asked, and what. The seed is
-left out, and so is the teacher's name. Nothing here asks anybody.
+The key is all that an answer depends on: endpoint, model settings and messages. It excludes the
+seed and the teacher's name.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ _ADAPTER = TypeAdapter(TeacherAnswer)
 
 
 def asked_of(teacher: TeacherEndpoint) -> dict[str, Any]:
-    """What of a teacher its answers depend on: neither its key nor its limits, nor any price."""
+    """Return the settings an answer depends on, without the key, limits and prices."""
     routing = teacher.routing
     if routing is not None:
         routing = {key: value for key, value in routing.items() if key != "max_price"}
@@ -34,19 +34,19 @@ def asked_of(teacher: TeacherEndpoint) -> dict[str, Any]:
 def question_key(
     teacher: TeacherEndpoint, copy: int, state: FrozenState, tools: list[dict[str, Any]]
 ) -> str:
-    """The key of one question. `copy` tells teachers apart that are asked in the same way."""
+    """Return the cache key of one request; `copy` numbers teachers with identical settings."""
     asked = {"copy": copy, "messages": state.messages, "tools": tools}
     return content_key({**asked_of(teacher), **asked})
 
 
 class ResponseCache:
-    """Safe to use from several threads."""
+    """A thread-safe cache of teachers' answers."""
 
     def __init__(self, path: Path) -> None:
         self._kept = ContentCache(path, what="teachers' answers", setting="replay.cache")
 
     def get(self, key: str, teacher: str) -> TeacherAnswer | None:
-        """The kept answer as this teacher's, at no cost; raises StoreError where it is damaged."""
+        """Return the cached answer under this teacher's name, at no cost; StoreError if damaged."""
         value = self._kept.get(key)
         if value is None:
             return None
@@ -57,7 +57,7 @@ class ResponseCache:
         return replace(answer, teacher=teacher, usd=0.0, usd_known=True, cached=True)
 
     def put(self, key: str, answer: TeacherAnswer) -> None:
-        """Keep an answer unless one is kept; raises StoreError where the file is unusable."""
+        """Store an answer unless the key exists; raises StoreError if the file is unusable."""
         self._kept.put(key, _ADAPTER.dump_python(answer, mode="json"))
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""All that a panel of teachers is told: whom it asks, how, and at what cost.
-
-Holds no key and opens nothing.
-"""
+"""The settings of a teacher panel: endpoints, limits, budget. They contain no API key."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,12 +13,12 @@ from composer_mesh.rollouts.budget import BudgetRules
 
 @dataclass(frozen=True)
 class PanelSettings:
-    """All that a panel is told.
+    """The settings of a teacher panel.
 
-    `run` is what its requests count for in the ledger; without a `ledger` the ceilings hold for
-    this panel alone, without a `cache` nothing is kept. `replicas` panels share the teachers'
-    concurrency and rate limits. `own` names the teachers that the run serves itself: they cost
-    nothing, so they are neither metered nor kept.
+    `run` is the ledger account of its requests; without a `ledger` the ceilings hold for this panel
+    alone, without a `cache` no answer is stored. `replicas` panels share the teachers' concurrency
+    and rate limits. `own` names the teachers that the run serves itself: they are free, so they are
+    neither metered nor cached.
     """
 
     teachers: tuple[TeacherEndpoint, ...]

@@ -1,6 +1,6 @@
-"""What a panel's teachers were asked and what that came to, in counts and dollars.
+"""Counts and costs of a panel's requests by teacher, since it was opened in this process.
 
-Since the panel was opened, in this process; what a whole run cost is in its ledger.
+The ledger has the costs of the complete run.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from composer_mesh.rollouts.pairs import TeacherFailure, TeacherReply
 
 @dataclass
 class Tally:
-    """One teacher's part."""
+    """Counts and dollars of one teacher."""
 
     answered: int = 0
     cached: int = 0
@@ -30,7 +30,7 @@ class Tally:
             self.answered += 1
 
     def details(self) -> dict[str, Any]:
-        """As plain values that JSON can hold."""
+        """Return the tally as JSON values."""
         return {
             "answered": self.answered,
             "cached": self.cached,
@@ -40,7 +40,7 @@ class Tally:
 
 
 def replies_by_kind(tallies: Iterable[Tally]) -> dict[str, int]:
-    """All replies: how many were `answered`, `cached`, or failed in which way."""
+    """Return the number of replies that were `answered`, `cached`, or failed, by failure kind."""
     replies: Counter[str] = Counter()
     for tally in tallies:
         replies.update(tally.failed)

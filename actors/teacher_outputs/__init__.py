@@ -1,1 +1,1 @@
-"""What SDPO teachers tell of hinted tokens, and its way to the microbatch that needs it."""
+"""SDPO teacher outputs for hinted tokens, and their transfer to the trainer's microbatches."""

@@ -1,7 +1,7 @@
-"""What a teacher tells of each hinted token: the messages, and the tensors they stand for.
+"""Teacher outputs of hinted tokens: the messages and the tensors they describe.
 
-A signal is a few tensors with a row for each target of its views. What the loss makes of them is
-`sdpo_channel`'s business; whose weights the teacher has, `teaching`'s.
+A teacher output is a few tensors with a row for each target of its views. `sdpo_channel` computes
+losses from them; `teaching` holds the teacher's weights.
 
 Axes: N hinted response tokens, H hidden size of the teacher, V vocabulary, K entries of the top k.
 """
@@ -22,7 +22,7 @@ ViewKey = tuple[str, int]
 
 
 class WrongVersion(RuntimeError):
-    """A teacher signal was made with other weights than the ones it shall train."""
+    """A teacher output was computed with another weight version than the trainer's."""
 
     def __init__(self, teacher_output: int, trainer: int) -> None:
         super().__init__(teacher_output, trainer)
@@ -35,7 +35,7 @@ class WrongVersion(RuntimeError):
 
 
 class WrongViews(RuntimeError):
-    """A teacher signal belongs to other tokens than the ones it was taken for."""
+    """A teacher output covers other tokens than the requested ones."""
 
     def __init__(self, place: str, wanted: str, got: str) -> None:
         super().__init__(place, wanted, got)
@@ -46,7 +46,7 @@ class WrongViews(RuntimeError):
 
 
 class StepOver(RuntimeError):
-    """A signal was asked for a step that ended meanwhile."""
+    """A teacher output was requested for a step that has ended."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -57,23 +57,23 @@ class StepOver(RuntimeError):
 
 @dataclass(frozen=True)
 class Head:
-    """The linear head that makes a teacher's hidden states scores; [V, H] and [V]."""
+    """The linear head from a teacher's hidden states to logits; [V, H] and [V]."""
 
     weight: Tensor
     bias: Tensor | None
 
     def on(self, device: torch.device) -> "Head":
-        """The same on a device."""
+        """Return a copy on a device."""
         return Head(self.weight.to(device), None if self.bias is None else self.bias.to(device))
 
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """A teacher's tensors for some views, in their order, and the head that belongs to them.
+    """A teacher's tensors for some views, in their order, and the matching head.
 
     hidden    states [N, H]; head None is the trainer's own
     full      logits [N, V], float32
-    topk      ids [N, K] and logprobs [N, K], of the whole vocabulary, tempered
+    topk      ids [N, K] and logprobs [N, K], normalized over the vocabulary, tempered
     sampled   logprobs [N] of the targets, tempered
     """
 
@@ -81,14 +81,14 @@ class TeacherOutput:
     head: Head | None = None
 
     def on(self, device: torch.device) -> "TeacherOutput":
-        """The same where a student computes."""
+        """Return a copy on the student's device."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return TeacherOutput(tensors, None if self.head is None else self.head.on(device))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One tensor of a signal inside its flat run of bytes."""
+    """One tensor of a teacher output within its flat byte buffer."""
 
     name: str
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TeacherOutputHandle:
-    """Where a signal can be read until its ticket is released, and what it is about."""
+    """Handle to a teacher output, readable until its ticket is released."""
 
     version: int
     views: tuple[ViewKey, ...]
@@ -109,7 +109,7 @@ class TeacherOutputHandle:
 
 @dataclass(frozen=True)
 class HeadHandle:
-    """Where a teacher's own head can be read, as a signal of one row would be."""
+    """Handle to a teacher's own head, encoded like a teacher output of one row."""
 
     version: int
     layout: tuple[Layout, ...]
@@ -117,16 +117,16 @@ class HeadHandle:
 
 
 def view_keys(views: Sequence[HintedView]) -> tuple[ViewKey, ...]:
-    """What names the views: their traces and turns."""
+    """Return the views' keys: their traces and turns."""
     return tuple((view.trace_id, view.turn) for view in views)
 
 
 def make_teacher_output(
     config: SdpoConfig, states: Tensor, head: Head, targets: Tensor, choice: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The configured tensors from the teacher's states [N, H] and its head.
+    """Return the configured tensors from the teacher's states [N, H] and its head.
 
-    `targets` [N] are the ids that rows predict; `choice` [N, K] the student's top k ids.
+    `targets` [N] are the ids that the rows predict; `choice` [N, K] are the student's top k ids.
     """
     if config.teacher_output == "hidden":
         return {"states": states}
@@ -158,7 +158,7 @@ def _top_k(blocks: Iterable[Tensor], top_k: int, choice: Tensor | None) -> dict[
 
 
 def pack(tensors: dict[str, Tensor]) -> tuple[tuple[Layout, ...], Tensor]:
-    """Tensors as one run of bytes, each begun at a multiple of 8, and what lies where."""
+    """Pack tensors into one byte buffer, each aligned to 8 bytes; return layout and buffer."""
     layout = tuple(Layout(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
     parts: list[Tensor] = []
     for tensor in tensors.values():
@@ -168,7 +168,7 @@ def pack(tensors: dict[str, Tensor]) -> tuple[tuple[Layout, ...], Tensor]:
 
 
 def unpack(layout: Sequence[Layout], memory: Tensor) -> dict[str, Tensor]:
-    """The tensors of a run of bytes, as views of it."""
+    """Return the tensors of a byte buffer, as views of it."""
     found, at = {}, 0
     for entry in layout:
         size = torch.Size(entry.shape).numel() * entry.dtype.itemsize

@@ -1,8 +1,7 @@
-"""Registered buffers that signals leave by: few, reused, and never written under a reader.
+"""A small pool of registered buffers for teacher outputs, never overwritten while read.
 
-A ticket stands for a buffer until it is given back. A new step takes back all that the steps before
-still held: their readers are gone when it begins. So does `forget`, after which any step may come.
-Nothing here computes.
+A ticket holds a buffer until it is released. A new step reclaims all buffers of earlier steps,
+whose readers are gone by then. So does `forget`, after which any step may come.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from composer_mesh.mesh.transport import BufferHandle, SendBuffer
 
 
 class SlotPool:
-    """So many buffers, given out by ticket; whoever comes when all are out waits."""
+    """A fixed number of buffers, handed out by ticket; `acquire` waits while all are in use."""
 
     def __init__(self, count: int, capacity_bytes: int) -> None:
         self._buffers = [SendBuffer(capacity_bytes) for _ in range(count)]
@@ -24,11 +23,11 @@ class SlotPool:
 
     @property
     def held(self) -> int:
-        """Buffers that are out."""
+        """Number of buffers in use."""
         return len(self._held)
 
     async def acquire(self, step: int) -> int:
-        """A ticket for a free buffer. Waits for one; raises `StepOver` once a later step began."""
+        """Return a ticket for a free buffer; waits. Raises `StepOver` once a later step began."""
         async with self._freed:
             era = self._era
             if step > self._step:
@@ -47,18 +46,18 @@ class SlotPool:
             return self._tickets
 
     async def write(self, ticket: int, data: Tensor) -> BufferHandle | None:
-        """Put data where readers find it; None for a ticket of a step that is over."""
+        """Write data into the ticket's buffer; return None for a ticket of an ended step."""
         slot = self._held.get(ticket)
         return None if slot is None else await self._buffers[slot].write(data)
 
     async def forget(self) -> None:
-        """Take everything back, also from those who wait: nobody reads any more."""
+        """Reclaim all buffers, also from waiting callers; requires that there are no readers left."""
         async with self._freed:
             self._step, self._held, self._era = -1, {}, self._era + 1
             self._freed.notify_all()
 
     async def release(self, ticket: int) -> None:
-        """Give a buffer back; nothing happens for a ticket of a step that is over."""
+        """Release a buffer; does nothing for a ticket of an ended step."""
         async with self._freed:
             self._held.pop(ticket, None)
             self._freed.notify_all()

@@ -1,7 +1,7 @@
-"""Where the trainer's signals come from: a teacher in its own process, or the teachers of a mesh.
+"""The trainer's sources of teacher outputs: a teacher in its process, or teachers of the mesh.
 
-Both check that a signal is of the trainer's own version and about the views it is taken for. Who
-asks which teacher is the services' business.
+Both check that a teacher output has the trainer's version and covers the requested views. Services
+decide which teacher computes what.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ Figures = dict[str, float]
 
 
 class InlineSource:
-    """The reference: the teacher's forward runs in the trainer, when its signal is needed."""
+    """Runs the teacher's forward in the trainer when its output is needed; the reference source."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class InlineSource:
         version: int,
         forwards: Sequence[int] | None = None,
     ) -> None:
-        """`forwards` says, by microbatch, how often a sharded teacher runs on every rank."""
+        """`forwards`: forwards per microbatch that a sharded teacher runs on all ranks."""
         if teacher.version != version:
             raise WrongVersion(teacher.version, version)
         self._teacher, self._config, self._forwards = teacher, config, forwards
@@ -57,7 +57,7 @@ class InlineSource:
     def take(
         self, microbatch: int, views: Sequence[HintedView], choose: Callable[[], Tensor], /
     ) -> TeacherOutput:
-        """Make the signal now."""
+        """Compute the teacher output now."""
         began = time.perf_counter()
         choice = choose() if asks_the_student(self._config) else None
         forwards = self._forwards[microbatch] if self._forwards else 0
@@ -68,12 +68,12 @@ class InlineSource:
         return found
 
     def skip(self, microbatch: int, /) -> None:
-        """Run a sharded teacher with the ranks whose microbatch has views."""
+        """Run a sharded teacher together with the ranks whose microbatch has views."""
         if self._forwards:
             self._teacher.states([], self._forwards[microbatch])
 
     def figures(self) -> Figures:
-        """What the step's signals cost: nothing moved, everything waited for."""
+        """Return the step's metrics: no bytes transferred, all compute time waited for."""
         return {
             "sdpo/bytes": 0,
             "sdpo/teacher_version": self._teacher.version,
@@ -83,24 +83,24 @@ class InlineSource:
 
 
 class LostSource:
-    """No signal at all: nobody is left who could make one."""
+    """A source without teacher outputs, for when no teacher is alive."""
 
     def take(self, *_: object) -> TeacherOutput:
-        """Say so."""
+        """Raise `TeacherOutputsLost`."""
         raise TeacherOutputsLost("no SDPO teacher is alive")
 
     def skip(self, _microbatch: int, /) -> None:
-        """Nothing is taken together with other ranks."""
+        """Do nothing: there are no collectives."""
 
     def figures(self) -> Figures:
         return {"sdpo/bytes": 0}
 
 
 class MeshSource:
-    """Signals that teachers of the mesh deliver, step by step.
+    """Receives teacher outputs from teachers of the mesh, step by step.
 
-    The loop's side begins a step and takes deliveries, which wait for its beginning; the training
-    thread's side is `take`.
+    `begin` and the deliveries, which wait for `begin`, run on the event loop; `take` runs on the
+    training thread.
     """
 
     def __init__(self, config: SdpoConfig, deadline_s: float) -> None:
@@ -111,7 +111,7 @@ class MeshSource:
         self._choice_buffers: dict[int, SendBuffer] = {}
 
     async def begin(self, batch: StepBatch, plan: RankPlan, teachers: int, version: int) -> None:
-        """Expect the signals of a step from so many teachers."""
+        """Expect the teacher outputs of a step from this many teachers."""
         self._views = {
             index: [batch.views[place] for place in microbatch.views]
             for index, microbatch in enumerate(plan.microbatches)
@@ -132,7 +132,7 @@ class MeshSource:
     async def deliver(
         self, step: int, microbatch: int, part: int, handle: TeacherOutputHandle
     ) -> None:
-        """Read one teacher's part of a microbatch. Waits for the step and for room."""
+        """Read one teacher's part of a microbatch. Waits for the step and for buffer capacity."""
         output_buffer = await self._output_buffer_of(step)
         self._check(microbatch, part, handle)
         await output_buffer.wait_for_capacity(microbatch)
@@ -147,12 +147,12 @@ class MeshSource:
         output_buffer.deliver(microbatch, part, unpack(handle.layout, memory))
 
     async def take_head(self, handle: HeadHandle) -> None:
-        """Read the teachers' own head, once for a version."""
+        """Read the teachers' own head, once per version."""
         tensors = unpack(handle.layout, await read(handle.buffer))
         self._head = handle.version, Head(tensors["weight"], tensors.get("bias"))
 
     async def choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
-        """Where the student's top k ids for one part lie. Waits for the student's forward."""
+        """Return a handle to the student's top k ids of one part. Waits for the student's forward."""
         output_buffer = await self._output_buffer_of(step)
         ids = await output_buffer.choice(microbatch)
         self._check_current(output_buffer, step)
@@ -163,14 +163,14 @@ class MeshSource:
         return await buffer.write(ids[first : first + size].contiguous())
 
     async def lose(self, step: int, reason: str) -> None:
-        """The teachers cannot deliver the rest of a step."""
+        """Report that the teachers cannot deliver the rest of a step."""
         output_buffer = await self._output_buffer_of(step)
         await output_buffer.lose(reason)
 
     def take(
         self, microbatch: int, _views: Sequence[HintedView], choose: Callable[[], Tensor], /
     ) -> TeacherOutput:
-        """The signal for the views of a microbatch; called by the training thread, waits."""
+        """Return a microbatch's teacher output; blocks, and is called by the training thread."""
         if asks_the_student(self._config):
             self._output_buffer.offer_choice(microbatch, choose().cpu())
         began = time.perf_counter()
@@ -179,10 +179,10 @@ class MeshSource:
         return TeacherOutput(tensors, self._heads[microbatch])
 
     def skip(self, _microbatch: int, /) -> None:
-        """Nothing is taken together with other ranks."""
+        """Do nothing: there are no collectives."""
 
     def figures(self) -> Figures:
-        """What the step's signals cost."""
+        """Return the metrics of the step's teacher outputs."""
         tokens = sum(len(view.targets) for views in self._views.values() for view in views)
         return {
             "sdpo/bytes": self._bytes,
@@ -195,7 +195,7 @@ class MeshSource:
         }
 
     async def _output_buffer_of(self, step: int) -> TeacherOutputBuffer:
-        """The inbox of a step. Waits for its beginning; an old step's must not get a new one."""
+        """Return a step's buffer. Waits for its beginning; raises `StepOver` for an earlier step."""
         async with self._begun:
             await self._begun.wait_for(lambda: self._step >= step)
             if self._step > step:
@@ -203,12 +203,12 @@ class MeshSource:
             return self._output_buffer
 
     def _check_current(self, output_buffer: TeacherOutputBuffer, step: int) -> None:
-        """After a wait, in which the next step may have begun."""
+        """Raise `StepOver` if the next step began during a wait."""
         if output_buffer is not self._output_buffer:
             raise StepOver(step)
 
     def _pair_with_head(self, microbatch: int) -> None:
-        """Keep the head that is here when states arrive: a replacement may bring another one."""
+        """Record the head present when states arrive: a replaced teacher may bring another one."""
         head = self._current_head()
         other = self._heads.setdefault(microbatch, head)
         if head is not None and other is not None and not _same(head, other):
@@ -227,7 +227,7 @@ class MeshSource:
             raise WrongViews(place, _shown(wanted), _shown(handle.views))
 
     def _current_head(self) -> Head | None:
-        """The teachers' head, None where it is the trainer's own."""
+        """Return the teachers' head, None where it is the trainer's own."""
         if not has_own_head(self._config):
             return None
         version = self._head[0] if self._head else -1
@@ -237,12 +237,12 @@ class MeshSource:
 
 
 def asks_the_student(config: SdpoConfig) -> bool:
-    """Whether signals are about entries that the student chooses after its forward."""
+    """Return whether teacher outputs depend on ids that the student chooses after its forward."""
     return config.teacher_output == "topk" and config.top_k_choice == "student"
 
 
 def has_own_head(config: SdpoConfig) -> bool:
-    """Whether hidden states come from teachers whose head is not the trainer's."""
+    """Return whether hidden states come from teachers with another head than the trainer's."""
     return config.teacher_output == "hidden" and config.teacher != "live"
 
 

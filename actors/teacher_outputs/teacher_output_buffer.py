@@ -1,7 +1,7 @@
-"""Where teacher signals wait for the microbatch that needs them, between a loop and a thread.
+"""Buffer of teacher outputs between the event loop and the training thread.
 
-Deliveries come on the loop and wait while they are too far ahead; the training thread takes them
-in order and waits for what is missing. Nothing here reads a buffer or computes.
+Deliveries arrive on the event loop and wait while they are too far ahead; the training thread takes
+them in order and blocks for missing ones.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from torch import Tensor
 Part: TypeAlias = "dict[str, Tensor]"
 
 AHEAD = 2
-"""Microbatches with views that may lie ready before the trainer has come to them."""
+"""Microbatches with views that may be buffered ahead of the trainer."""
 
 
 class TeacherOutputsLost(RuntimeError):
-    """The teachers cannot deliver the rest of a step's signals."""
+    """The teachers cannot deliver the rest of a step's outputs."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -28,10 +28,10 @@ class TeacherOutputsLost(RuntimeError):
 
 
 class TeacherOutputBuffer:
-    """The signals of one step of one trainer rank.
+    """The teacher outputs of one step of one trainer rank.
 
-    `parts` says how many teachers share each microbatch that has views, in the order in which the
-    thread will ask for them.
+    `parts` lists the teachers that share each microbatch with views, in the order in which the
+    training thread takes the microbatches.
     """
 
     def __init__(self, parts: dict[int, list[int]], deadline_s: float) -> None:
@@ -50,12 +50,12 @@ class TeacherOutputBuffer:
         }
         self._lost: str | None = None
 
-    # --- on the loop
+    # --- on the event loop
 
     async def wait_for_capacity(self, micro: int) -> None:
-        """Wait until the thread is near enough to a microbatch for its signals to lie ready.
+        """Wait until a microbatch is close enough to the training thread's position to be buffered.
 
-        Raises `TeacherOutputsLost` when nobody will need them.
+        Raises `TeacherOutputsLost` when the step no longer needs it.
         """
         place = self._order.index(micro)
         async with self._moved:
@@ -66,17 +66,17 @@ class TeacherOutputBuffer:
                 raise TeacherOutputsLost(self._lost)
 
     def deliver(self, micro: int, part: int, tensors: Part) -> None:
-        """Hand over one teacher's part; the thread may take it from now on."""
+        """Store one teacher's part; the training thread may take it from now on."""
         future = self._parts[micro, part]
         if not future.done():
             future.set_result(tensors)
 
     async def choice(self, micro: int) -> Tensor:
-        """The student's top k ids [N, K]. Waits until the thread has made them."""
+        """Return the student's top k ids [N, K]. Waits until the training thread has computed them."""
         return await asyncio.shield(self._choices[micro])
 
     async def lose(self, reason: str) -> None:
-        """Nothing more will come: whoever waits gets `TeacherOutputsLost`."""
+        """Fail the rest of the step: all waiting callers get `TeacherOutputsLost`."""
         self._lost = reason
         for future in self._parts.values():
             if not future.done():
@@ -84,19 +84,19 @@ class TeacherOutputBuffer:
         for choice in self._choices.values():
             if not choice.done():
                 choice.set_exception(TeacherOutputsLost(reason))
-                choice.exception()  # nobody need be waiting for it
+                choice.exception()  # marks the exception as retrieved, in case nothing awaits it
         async with self._moved:
             self._moved.notify_all()
 
     # --- on the training thread
 
     def offer_choice(self, micro: int, ids: Tensor) -> None:
-        """Let the teachers know which entries the student asks about."""
+        """Publish the top k ids that the student chose, for the teachers."""
         future = self._choices[micro]
         self._loop.call_soon_threadsafe(_settle, future, ids)
 
     def take(self, micro: int) -> Part:
-        """All parts of a microbatch, one below the other. Waits for them, at most the deadline."""
+        """Return a microbatch's concatenated parts. Blocks for them until the deadline."""
         futures = [future for key, future in self._parts.items() if key[0] == micro]
         try:
             parts = [future.result(self._deadline_s) for future in futures]

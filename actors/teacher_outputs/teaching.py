@@ -1,7 +1,7 @@
-"""The teacher's weights: whose they are, how they follow the trainer's, and what they say.
+"""The teacher model: its weights, how they follow the trainer's, and its outputs.
 
-The same object serves in a teacher's own process and inside the trainer (placement "inline"). It
-runs forwards only; nothing here moves bytes or waits.
+Used both in a teacher's own process and inside the trainer (placement "inline"). It runs forwards
+only.
 
 Axes: N hinted response tokens, H hidden size, V vocabulary.
 """
@@ -25,19 +25,19 @@ from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups
 
 Blend = Callable[[Any, float], None]
-"""Moves a model's weights a share of the way to those of a version; 1 copies them."""
+"""Interpolates a model's weights towards those of a version by a rate; 1 copies them."""
 
 
 class TeacherModel:
-    """A teacher by its policy of weights; `version` is the trainer's that it has taken in.
+    """A teacher of one of four kinds; `version` is the trainer version last absorbed.
 
-        live           the trainer's weights
-        ema            theta <- (1 - rate) theta + rate trainer's, at each version
-        frozen         the initial weights
-        trust_region   logits (1 - rate) initial + rate trainer's
+    live           the trainer's weights
+    ema            theta <- (1 - rate) theta + rate trainer's, at each version
+    frozen         the initial weights
+    trust_region   logits (1 - rate) initial + rate trainer's
 
-    `follows` says that `model` is the trainer's own object, which changes by itself: it is read,
-    and where the teacher's weights are others, `copied` makes the object that has them.
+    With `follows`, `model` is the trainer's own object, which the trainer updates: it is only read,
+    and where the teacher's weights differ from it, `copied` creates the model that holds them.
     """
 
     def __init__(
@@ -63,13 +63,14 @@ class TeacherModel:
 
     @property
     def models(self) -> list[Any]:
-        """Every set of weights that the teacher holds."""
+        """All models that the teacher holds."""
         return [self._live] if self._initial is None else [self._live, self._initial]
 
     def absorb(self, version: int, blend: Blend) -> None:
         """Follow the trainer to a version.
 
-        An average takes each version in once only; one that missed a version begins again there.
+        A moving average absorbs each version once; after a missed version it restarts from the new
+        weights.
         """
         before, self.version, self._head = self.version, version, None
         self.release()
@@ -81,19 +82,19 @@ class TeacherModel:
             blend(self._live, 1.0)
 
     def release(self) -> None:
-        """Let go of what forwards of weights that are not the trainer's have gathered."""
+        """Free what forwards gathered of weights that are not the trainer's."""
         if self._own is not None:
             release(self._own)
 
     def average(self) -> dict[str, Tensor]:
-        """The weights of a moving average, which nobody else has; empty for other teachers."""
+        """Return a moving average's weights, which only the teacher has; else empty."""
         return distinct(own_weights(self._live)) if self._config.teacher == "ema" else {}
 
     @torch.no_grad()
     def restore(self, version: int, average: Kept) -> None:
-        """Continue at a version, with the average that belonged to it.
+        """Restore the moving average of a version.
 
-        Raises `OtherWeights` where another model's was kept.
+        Raises `OtherWeights` if the stored average is another model's.
         """
         own = self.average()
         check_weights(own, average.shapes() if own else own)
@@ -104,7 +105,7 @@ class TeacherModel:
     def teacher_output(
         self, views: Sequence[HintedView], choice: Tensor | None = None, forwards: int = 0
     ) -> dict[str, Tensor]:
-        """The configured signal for each target of the views, in their order."""
+        """Return the configured output for each target of the views, in their order."""
         states = self.states(views, forwards)
         targets = torch.tensor([target for view in views for target in view.targets])
         return make_teacher_output(
@@ -113,17 +114,17 @@ class TeacherModel:
 
     @torch.no_grad()
     def states(self, views: Sequence[HintedView], forwards: int = 0) -> Tensor:
-        """Last hidden states [N, H], normed, at the teacher rows of the views, in their order.
+        """Return the normed last hidden states [N, H] at the views' teacher rows, in their order.
 
-        With trust_region those of both models stand side by side, [N, 2 H]. Each model runs at
-        least so many `forwards`: a sharded one as often as on other ranks.
+        With trust_region, both models' states are concatenated to [N, 2 H]. Each model runs at
+        least `forwards` forwards, so that a sharded model runs equally often on all ranks.
         """
         parts = [hinted_states(model, views, self._budget, forwards) for model in self.models]
         return torch.cat(parts, dim=-1)
 
     @torch.no_grad()
     def head(self) -> Head:
-        """The head that belongs to `states`; of a sharded model good from then until `release`."""
+        """Return the head for `states`; for a sharded model it is valid until `release`."""
         if self._head is None:
             self._head = self._make_head()
         return self._head
@@ -140,7 +141,7 @@ class TeacherModel:
 
 
 def blend_from(source: Any) -> Blend:
-    """Blends from a model in the same process, whose adapters count as merged."""
+    """Return a blend from a model in the same process, with its adapters merged."""
 
     def blend(model: Any, rate: float) -> None:
         own = {name: local(weight) for name, weight in model.named_parameters()}
@@ -154,9 +155,9 @@ def blend_from(source: Any) -> Blend:
 def hinted_states(
     model: Any, views: Sequence[HintedView], budget: int, forwards: int = 0
 ) -> Tensor:
-    """Last hidden states [N, H], normed, at the teacher rows of each view, in the views' order.
+    """Return the normed last hidden states [N, H] at each view's teacher rows, in view order.
 
-    The model runs at least so many `forwards`.
+    The model runs at least `forwards` forwards.
     """
     language_model, groups = LanguageModel(model), teacher_groups(views, budget)
     rows: list[Tensor] = [torch.empty(0)] * len(views)
