@@ -80,7 +80,7 @@ class GeneratorActor(MeshActor):
         return {"activity": activity, "outstanding": waiting, "tokens": self._loop.tokens}
 
     async def __cleanup__(self, _: Exception | None) -> None:
-        """Close the engine, which may hold processes and shared memory. Waits for its current step."""
+        """Close the engine, which may hold processes and shared memory; waits for its step."""
         if self._loop is not None:
             self._serving.cancel()
             closing = asyncio.ensure_future(self._loop.close())

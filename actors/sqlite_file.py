@@ -222,7 +222,7 @@ def _make_private(path: Path) -> None:
 
 
 def _write_ahead(rows: sqlite3.Connection) -> None:
-    """Enable WAL so that readers and a writer can work concurrently; retries, as SQLite does not."""
+    """Enable WAL, so that readers do not block a writer; retries while the file is busy."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:

@@ -83,7 +83,7 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def connect(self, rank: int, size: int, rendezvous: Meeting, deadline_s: float) -> None:
-        """Join the process group as one of several ranks, before `load`. Waits for all the others."""
+        """Join the process group, before `load`, if there are several ranks. Waits for all."""
         self._ranks = await asyncio.to_thread(
             Ranks.connect, rank, size, rendezvous, deadline_s, own_device(), self._store
         )
@@ -164,7 +164,7 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def student_choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
-        """Return a handle to the student's top k ids of one teacher's part. Waits for its forward."""
+        """Return a handle to the student's top k ids of a part. Waits for its forward."""
         return await self._teacher_outputs.choice(step, microbatch, part)
 
     @concurrent_endpoint

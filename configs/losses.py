@@ -1,7 +1,7 @@
-"""The policy channel: which loss trains on rewards, and how rewards become advantages.
+"""The policy channel: the loss that trains on rewards, and the computation of advantages.
 
-Each type of loss is a section of its own with just the options it has; `type` names it. What the
-options mean is written at the functions of `losses.policy` and `losses.advantages`.
+Each loss type has its own section with its options; `type` selects it. The options are explained at
+the functions of `losses.policy` and `losses.advantages`.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +16,7 @@ ImportPath = Annotated[str, Field(min_length=1)]
 
 
 class _Loss(Section):
-    """What every loss can be asked."""
+    """Base of all losses."""
 
     @property
     def needs_reference(self) -> bool:
@@ -25,29 +25,30 @@ class _Loss(Section):
 
 
 class _BuiltInLoss(_Loss):
-    """What all losses but a custom one have in common."""
+    """Options of all losses but a custom one."""
 
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus, the mean entropy of the step's sampled tokens in nats."""
 
 
 class _CorrectedLoss(_BuiltInLoss):
-    """What losses have in common whose terms may be weighted by trainer over generator."""
+    """Options of losses whose terms may be weighted by the trainer / generator ratio."""
 
     aggregation: Aggregation = "dapo"
-    """How token losses are summed: TRL's loss types."""
+    """Aggregation of token losses: TRL's loss types."""
 
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
-    """Sampler-mismatch correction: tokens are weighted by trainer over generator, and a loss with a
-    ratio takes it to the trainer; with "none" it is to the generator's own log-probs."""
+    """Sampler-mismatch correction: weights tokens by the trainer / generator ratio, and the loss's
+    own ratio is then relative to the trainer's log-probs; with "none", to the generator's.
+    """
 
     correction_maximum: Positive = 3.0
-    """Largest weight of the correction."""
+    """Upper bound of the correction's weight."""
 
     correction_minimum: Positive | None = None
-    """Smallest weight of the correction; not set means none."""
+    """Lower bound of the correction's weight; not set means none."""
 
     @model_validator(mode="after")
     def _correction_makes_sense(self) -> Self:
@@ -67,24 +68,26 @@ class _CorrectedLoss(_BuiltInLoss):
 
 
 class _RatioLoss(_CorrectedLoss):
-    """What losses on the ratio of the policy to the one that sampled have in common."""
+    """Options of losses on the ratio of the policy to the sampling policy."""
 
     ratio_level: RatioLevel = "token"
-    """"token": a ratio for each token; "sequence": one for all tokens of a rollout, as in GSPO;
-    "sequence_token": the same ratio with a gradient for each token, as in GSPO-token."""
+    """"token": a ratio per token; "sequence": one for all tokens of a rollout, as in GSPO;
+    "sequence_token": the same ratio with a gradient per token, as in GSPO-token.
+    """
 
     kl_beta: NotNegative = 0.0
     """Weight of the KL to the frozen initial policy; 0 loads no reference for it."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl"] = "k3"
-    """How the KL is estimated from sampled tokens."""
+    """Estimator of the KL from sampled tokens."""
 
     kl_importance: bool = False
-    """Whether the KL is multiplied by the ratio, which makes the gradient of k3 unbiased."""
+    """Whether to multiply the KL by the ratio, which makes the gradient of k3 unbiased."""
 
     off_policy_threshold: Positive | None = None
-    """Mean mismatch of generator and trainer, in nats per token, beyond which a rollout with a
-    negative advantage is dropped (DeepSeek-V3.2); not set drops none."""
+    """Mean mismatch of generator and trainer, in nats per token, above which a rollout with a
+    negative advantage is dropped (DeepSeek-V3.2); not set drops none.
+    """
 
     @property
     def needs_reference(self) -> bool:
@@ -109,13 +112,13 @@ class GrpoLoss(_RatioLoss):
     """The loss."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a ratio may fall below 1."""
+    """Lower clip bound of the ratio, as a distance from 1."""
 
     clip_high: Positive = 0.28
-    """How far a ratio may rise above 1."""
+    """Upper clip bound of the ratio, as a distance from 1."""
 
     ratio_cap: Positive | None = None
-    """Bound of the unclipped ratio (TRL's delta); not set means none."""
+    """Upper bound of the unclipped ratio (TRL's delta); not set means none."""
 
     @model_validator(mode="after")
     def _cap_lies_above_the_clip(self) -> Self:
@@ -134,10 +137,10 @@ class CispoLoss(_RatioLoss):
     """The loss."""
 
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """How far a ratio may fall below 1; 1 is no lower bound."""
+    """Lower bound of the ratio, as a distance from 1; 1 means none."""
 
     clip_high: Positive = 4.0
-    """How far a ratio may rise above 1."""
+    """Upper bound of the ratio, as a distance from 1."""
 
 
 class SapoLoss(_RatioLoss):
@@ -147,13 +150,13 @@ class SapoLoss(_RatioLoss):
     """The loss."""
 
     aggregation: Aggregation = "grpo"
-    """How token losses are summed: TRL's loss types."""
+    """Aggregation of token losses: TRL's loss types."""
 
     tau_positive: Positive = 1.0
-    """Steepness of the gate where the advantage is positive."""
+    """Steepness of the gate for positive advantages."""
 
     tau_negative: Positive = 1.05
-    """Steepness of the gate elsewhere."""
+    """Steepness of the gate for other advantages."""
 
 
 class GmpoLoss(_CorrectedLoss):
@@ -163,32 +166,32 @@ class GmpoLoss(_CorrectedLoss):
     """The loss."""
 
     aggregation: Aggregation = "grpo"
-    """How token losses are summed: TRL's loss types."""
+    """Aggregation of token losses: TRL's loss types."""
 
     log_clip_low: Positive = 0.4
-    """How far a log-ratio may fall below 0 where the advantage is negative."""
+    """Lower clip bound of the log-ratio, as a distance from 0, for negative advantages."""
 
     log_clip_high: Positive = 0.4
-    """How far a log-ratio may rise above 0 where the advantage is positive."""
+    """Upper clip bound of the log-ratio, as a distance from 0, for positive advantages."""
 
 
 class VespoLoss(_CorrectedLoss):
-    """VESPO: REINFORCE with a smooth weight of a rollout's whole importance ratio."""
+    """VESPO: REINFORCE with a smooth weight of a rollout's sequence-level importance ratio."""
 
     type: Literal["vespo"]
     """The loss."""
 
     k_positive: NotNegative = 2.0
-    """Power of the ratio where the advantage is not negative."""
+    """Exponent of the ratio for non-negative advantages."""
 
     lambda_positive: NotNegative = 3.0
-    """Exponential decay in the ratio where the advantage is not negative."""
+    """Exponential decay in the ratio for non-negative advantages."""
 
     k_negative: NotNegative = 3.0
-    """Power of the ratio where the advantage is negative."""
+    """Exponent of the ratio for negative advantages."""
 
     lambda_negative: NotNegative = 2.0
-    """Exponential decay in the ratio where the advantage is negative."""
+    """Exponential decay in the ratio for negative advantages."""
 
     @model_validator(mode="after")
     def _correction_is_of_tokens(self) -> Self:
@@ -201,16 +204,16 @@ class VespoLoss(_CorrectedLoss):
 
 
 class PrimeRlLoss(_BuiltInLoss):
-    """PRIME-RL's default: tokens whose probability moved too far are masked, and a squared KL."""
+    """PRIME-RL's default: masks tokens whose probability moved too far, and adds a squared KL."""
 
     type: Literal["prime_rl"]
     """The loss."""
 
     mask_low: NotNegative = 0.2
-    """Largest fall of a token's probability, where its advantage is not positive."""
+    """Maximum decrease of a token's probability, for non-positive advantages."""
 
     mask_high: NotNegative = 0.2
-    """Largest rise of a token's probability, where its advantage is positive."""
+    """Maximum increase of a token's probability, for positive advantages."""
 
     adv_tau: NotNegative = 1.0
     """Weight of the policy gradient."""
@@ -219,8 +222,9 @@ class PrimeRlLoss(_BuiltInLoss):
     """Weight of the squared log-ratio."""
 
     teacher_tau: NotNegative = 0.0
-    """Weight of the reverse KL to the frozen initial policy as an advantage of each token; 0 loads
-    no reference for it."""
+    """Weight of the reverse KL to the frozen initial policy as a per-token advantage; 0 loads no
+    reference for it.
+    """
 
     @property
     def needs_reference(self) -> bool:
@@ -229,13 +233,13 @@ class PrimeRlLoss(_BuiltInLoss):
 
 
 class PrimeRlIpoLoss(_BuiltInLoss):
-    """PRIME-RL's loss type ipo: tokens whose probability moved too far either way are masked."""
+    """PRIME-RL's loss type ipo: masks tokens whose probability moved too far either way."""
 
     type: Literal["prime_rl_ipo"]
     """The loss."""
 
     threshold: Positive = 0.1
-    """Largest move of a token's probability."""
+    """Maximum change of a token's probability."""
 
     adv_tau: NotNegative = 1.0
     """Weight of the policy gradient."""
@@ -245,44 +249,44 @@ class PrimeRlIpoLoss(_BuiltInLoss):
 
 
 class DppoLoss(_BuiltInLoss):
-    """DPPO: tokens outside a trust region by total variation, KL or ratio are masked."""
+    """DPPO: masks tokens outside a trust region by total variation, KL or ratio."""
 
     type: Literal["dppo"]
     """The loss."""
 
     aggregation: Aggregation = "dapo"
-    """How token losses are summed: TRL's loss types."""
+    """Aggregation of token losses: TRL's loss types."""
 
     divergence: Literal["tv", "kl", "ratio"] = "tv"
     """Binary total variation, binary KL, or the distance of the ratio from 1 as in PPO."""
 
     threshold: Positive | None = None
-    """Largest divergence of a token; 0.15 for tv, 0.05 for kl and 0.2 for ratio where not set."""
+    """Maximum divergence of a token; not set means 0.15 for tv, 0.05 for kl and 0.2 for ratio."""
 
     threshold_high: Positive | None = None
-    """The same where the advantage is positive; threshold where not set."""
+    """Maximum divergence of a token for positive advantages; not set means threshold."""
 
     ratio_cap: Positive = 10.0
-    """Largest weight of a token."""
+    """Maximum weight of a token."""
 
 
 class RejectionConfig(Section):
-    """AReaL's rejection by trainer over generator; the default drops tokens weighted above 5."""
+    """AReaL's rejection by the trainer / generator ratio; the default drops tokens above 5."""
 
     level: Literal["token", "sequence"] = "token"
-    """Whether tokens are judged alone or all tokens of a rollout together."""
+    """Whether to test tokens individually, or all tokens of a rollout together."""
 
     action: Literal["mask", "clamp"] = "mask"
-    """"mask": drop what is outside; "clamp": bound its weight."""
+    """"mask": drop what is out of bounds; "clamp": clamp its weight."""
 
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio"
-    """What is compared with the bounds."""
+    """Quantity compared with the bounds."""
 
     agg: Literal["sum", "mean", "max"] = "mean"
-    """How the tokens of a rollout are judged together."""
+    """Aggregation over the tokens of a rollout for level "sequence"."""
 
     upper: float = 5.0
-    """Upper bound; above 0, but for kl_k1, which has a sign."""
+    """Upper bound; must be above 0, except for kl_k1, which may be negative."""
 
     lower: float | None = None
     """Lower bound; not set means none."""
@@ -318,20 +322,21 @@ class DecoupledPpoLoss(_BuiltInLoss):
     """The loss."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a ratio may fall below 1."""
+    """Lower clip bound of the ratio, as a distance from 1."""
 
     clip_high: Positive = 0.2
-    """How far a ratio may rise above 1."""
+    """Upper clip bound of the ratio, as a distance from 1."""
 
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss where the advantage is negative; not set means none."""
+    """Dual-clip bound of the loss for negative advantages; not set means none."""
 
     ratio_level: RatioLevel = "token"
-    """"token": a ratio for each token; "sequence": one for all tokens of a rollout;
-    "sequence_token": the same ratio with a gradient for each token."""
+    """"token": a ratio per token; "sequence": one for all tokens of a rollout; "sequence_token":
+    the same ratio with a gradient per token.
+    """
 
     rejection: RejectionConfig = Field(default_factory=RejectionConfig)
-    """Which tokens the trainer's weight over the generator drops or bounds."""
+    """Tokens dropped or clamped by their trainer / generator weight."""
 
 
 class ReinforceLoss(_CorrectedLoss):
@@ -342,19 +347,19 @@ class ReinforceLoss(_CorrectedLoss):
 
 
 class CustomLoss(_Loss):
-    """A function of yours, called once for each rollout with PRIME-RL's fields."""
+    """A user-defined function, called once per rollout with PRIME-RL's fields."""
 
     type: Literal["custom"]
     """The loss."""
 
     import_path: ImportPath
-    """Where the function is: my_module.my_loss, looked up in the working directory too."""
+    """Import path of the function, as my_module.my_loss; the working directory is searched too."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 
     reference: bool = False
-    """Whether it reads ref_logprobs: the frozen initial policy's."""
+    """Whether it reads ref_logprobs, those of the frozen initial policy."""
 
     @property
     def needs_reference(self) -> bool:
@@ -379,26 +384,26 @@ LossConfig = Annotated[
 
 
 class NoLengthPenalty(Section):
-    """Rewards as they are."""
+    """Rewards without a length penalty."""
 
     type: Literal["none"] = "none"
-    """What a rollout's sampled tokens cost it."""
+    """The length penalty."""
 
 
 class OverlongPenalty(Section):
-    """DAPO's soft punishment of rollouts near the length limit."""
+    """DAPO's soft penalty for rollouts near the length limit."""
 
     type: Literal["overlong"]
-    """What a rollout's sampled tokens cost it."""
+    """The length penalty."""
 
     max_length: Count
-    """Sampled tokens of a rollout at which the whole penalty is due."""
+    """Sampled tokens of a rollout at which the full penalty applies."""
 
     buffer: Count
     """Tokens before max_length over which the penalty grows."""
 
     factor: NotNegative = 1.0
-    """The whole penalty."""
+    """The full penalty."""
 
     @model_validator(mode="after")
     def _buffer_is_within(self) -> Self:
@@ -411,23 +416,23 @@ class OverlongPenalty(Section):
 
 
 class KimiLengthPenalty(Section):
-    """Kimi k1.5's reward for being shorter than the others of the group."""
+    """Kimi k1.5's reward for rollouts shorter than the others of the group."""
 
     type: Literal["kimi"]
-    """What a rollout's sampled tokens cost it."""
+    """The length penalty."""
 
     weight: NotNegative = 1.0
-    """What the length reward, between -1/2 and 1/2, is multiplied by."""
+    """Factor of the length reward, which is between -1/2 and 1/2."""
 
 
 class RelativeLengthPenalty(Section):
-    """PRIME-RL's penalty by the share of the group's longest rollout."""
+    """PRIME-RL's penalty relative to the group's longest rollout."""
 
     type: Literal["relative"]
-    """What a rollout's sampled tokens cost it."""
+    """The length penalty."""
 
     weight: NotNegative = 0.1
-    """Share of the group's mean reward that its longest rollout loses."""
+    """Fraction of the group's mean reward that its longest rollout loses."""
 
 
 LengthPenalty = Annotated[
@@ -440,74 +445,76 @@ LengthPenalty = Annotated[
 
 
 class _Advantage(Section):
-    """What all advantages computed here from rewards have in common."""
+    """Options of all built-in advantages."""
 
     length_penalty: LengthPenalty = Field(default_factory=NoLengthPenalty)
-    """What is taken off the rewards of long rollouts before advantages are computed."""
+    """Penalty subtracted from the rewards of long rollouts before advantages are computed."""
 
 
 class GroupAdvantage(_Advantage):
-    """Rewards against the mean of their group."""
+    """Rewards minus their group's mean, divided by a standard deviation."""
 
     type: Literal["group"] = "group"
-    """How advantages are computed."""
+    """The advantage estimator."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """Whose standard deviation divides: the group's (GRPO), the step's, or none (Dr. GRPO)."""
+    """Standard deviation to divide by: the group's (GRPO), the step's, or none (Dr. GRPO)."""
 
     std: Literal["unbiased", "population"] = "unbiased"
-    """The standard deviation's convention."""
+    """Convention of the standard deviation."""
 
     eps: NotNegative = 1e-4
     """Added to the standard deviation."""
 
 
 class RlooAdvantage(_Advantage):
-    """Rewards against the mean of the others of their group."""
+    """Rewards minus the mean of the other rollouts of their group."""
 
     type: Literal["rloo"]
-    """How advantages are computed."""
+    """The advantage estimator."""
 
 
 class MaxRlAdvantage(_Advantage):
-    """Rewards against their group's mean, divided by it."""
+    """Rewards minus their group's mean, divided by that mean."""
 
     type: Literal["max_rl"]
-    """How advantages are computed."""
+    """The advantage estimator."""
 
 
 class ReinforcePlusPlusAdvantage(_Advantage):
     """Rewards whitened over all sampled tokens of the step."""
 
     type: Literal["reinforce_plus_plus"]
-    """How advantages are computed."""
+    """The advantage estimator."""
 
     baseline: bool = True
-    """Whether the group's mean is taken off first."""
+    """Whether to subtract the group's mean first."""
 
 
 class OpoAdvantage(_Advantage):
-    """Rewards against the mean of their group weighted by sampled tokens."""
+    """Rewards minus the mean of their group weighted by sampled tokens."""
 
     type: Literal["opo"]
-    """How advantages are computed."""
+    """The advantage estimator."""
 
 
 class GpgAdvantage(_Advantage):
-    """Rewards against the mean of their group, times rollouts over rewarded rollouts."""
+    """Rewards minus their group's mean, scaled by the number of rollouts over rewarded rollouts."""
 
     type: Literal["gpg"]
-    """How advantages are computed."""
+    """The advantage estimator."""
 
 
 class CustomAdvantage(Section):
-    """A function of yours, called with the step's groups of rollouts."""
+    """A user-defined function, called with the step's groups of rollouts."""
 
     type: Literal["custom"]
-    """How advantages are computed."""
+    """The advantage estimator."""
 
     import_path: ImportPath
-    """Where the function is: my_module.my_advantage, looked up in the working directory too."""
+    """Import path of the function, as my_module.my_advantage; the working directory is searched
+    too.
+    """
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""

@@ -1,7 +1,4 @@
-"""The preference loss of the replay channel, and which of its options go together.
-
-Whose pairs these are, and what they may cost, is `replay`.
-"""
+"""The preference loss of the replay channel and its options."""
 
 from typing import Annotated, Literal, Self
 
@@ -43,14 +40,17 @@ class PreferenceConfig(Section):
         "mpo",
     ] = "dpo"
     """The preference loss, by TRL's names ("dpo" is its "sigmoid"); "mpo" is the weighted sum of
-    mpo_types. simpo needs no reference policy, so none is loaded for it."""
+    mpo_types. simpo needs no reference policy, so none is loaded for it.
+    """
 
     dpo_beta: Positive = 0.1
-    """Strength of the pull of every loss but simpo towards the frozen reference policy."""
+    """Strength of the regularization towards the frozen reference policy, for all losses but simpo.
+    """
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Chance that a pair is the wrong way round (dpo, sigmoid_norm, robust, simpo); exo_pair needs
-    it, 1e-3 in its paper."""
+    """Probability that a pair's labels are flipped (dpo, sigmoid_norm, robust, simpo); exo_pair
+    requires it, 1e-3 in its paper.
+    """
 
     mpo_types: dict[MixedLoss, Positive] = Field(default_factory=lambda: dict(MPO_TYPES))
     """Weight of each loss in mpo; "sft" is the chosen answer's negative log-prob per token."""
@@ -64,21 +64,22 @@ class PreferenceConfig(Section):
     """Order of alpha_divergence, TRL's f_alpha_divergence_coef: 1 is reverse KL, 0 forward KL."""
 
     ld_alpha: Share | None = None
-    """Weight of an answer's tokens beyond the length of the pair's shorter answer (LD-DPO); all
-    count alike where not set."""
+    """Weight of an answer's tokens beyond the length of the pair's shorter answer (LD-DPO); not set
+    weights all tokens equally.
+    """
 
     use_weighting: bool = False
-    """Whether each pair counts by how typical its answers are of the policy (WPO)."""
+    """Whether to weight each pair by the likelihood of its answers under the policy (WPO)."""
 
     simpo_beta: Positive = 2.0
     """Scale of simpo's difference of average log-probs."""
 
     simpo_gamma: NotNegative = 0.5
-    """Margin that simpo asks for: the authors' ratio of 0.25 times simpo_beta."""
+    """Target margin of simpo; the default is the authors' ratio of 0.25 times simpo_beta."""
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
-        """The losses that the pairs are trained with: those of the mix, or the one."""
+        """Losses that the pairs are trained with: those of the mix, or the single one."""
         return tuple(self.mpo_types) if self.loss == "mpo" else (self.loss,)
 
     @model_validator(mode="after")

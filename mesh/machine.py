@@ -25,7 +25,7 @@ ROOT = Path("/")
 
 
 def this_machine(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> HostResources:
-    """What this process may use; `root` is where its control groups are, in /proc and /sys."""
+    """Return what this process may use; `root` is the parent of /proc and /sys."""
     gpus = visible(gpu_memories(), environ)
     return HostResources(NAME, cores(root), memory(root), len(gpus), min(gpus, default=0))
 
@@ -51,7 +51,7 @@ def cores(root: Path = ROOT) -> int:
 
 
 def memory(root: Path = ROOT) -> int:
-    """Bytes of memory that the machine has, and no more than this process's group may use."""
+    """Return the machine's memory in bytes, limited by this process's cgroups."""
     limits = (
         number
         for group in _groups(root)

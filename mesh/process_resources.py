@@ -21,9 +21,9 @@ GPUS = "COMPOSER_MESH_GPUS"
 GPU_SHARE = "COMPOSER_MESH_GPU_SHARE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ADDRESS = "COMPOSER_MESH_ADDRESS"
-"""Address at which other hosts reach this one; unset where the run has no other host."""
+"""Address at which other hosts reach this one; unset if the run has no other host."""
 FOLDER = "COMPOSER_MESH_FOLDER"
-"""Where the user stands, against which paths are meant; not set where that is inherited."""
+"""The user's working directory, which relative paths refer to; unset if it is inherited."""
 
 
 class ShareMissing(Exception):
@@ -70,7 +70,7 @@ def take_share(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Let this process run on these cores of the machine: threads that it has, and will have."""
+    """Bind this process's current and future threads to these cores of the machine."""
     for thread in psutil.Process().threads():
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(thread.id, cores)

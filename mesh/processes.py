@@ -15,11 +15,11 @@ import psutil
 
 LOOK_S = 0.1
 START_FIELD = 19
-"""Of what follows the command's name in `/proc/PID/stat`."""
+"""Index of the start time after the command name in `/proc/PID/stat`."""
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is running; a zombie that was not collected counts as gone."""
+    """Return whether a process is running; a zombie counts as gone."""
     try:
         return runs(psutil.Process(pid))
     except psutil.NoSuchProcess:
@@ -27,7 +27,7 @@ def is_alive(pid: int) -> bool:
 
 
 def runs(process: psutil.Process) -> bool:
-    """The same of a process that was looked up before, and may have been collected since."""
+    """Like `is_alive`, for a process that was looked up before."""
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -37,7 +37,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def stands_still(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and not yet told to go on."""
+    """Return whether a process is stopped by a signal."""
     try:
         status = psutil.Process(pid).status()
     except psutil.Error:
@@ -46,7 +46,7 @@ def stands_still(pid: int) -> bool:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Memory of a process that is in RAM; None where it cannot be told."""
+    """Return the resident memory of a process; None if unknown."""
     try:
         return int(psutil.Process(pid).memory_info().rss) or None
     except (psutil.Error, ValueError):
@@ -54,7 +54,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Seconds of CPU that a process has used since it began, in all its threads."""
+    """Return the CPU seconds that a process has used in all its threads; None if unknown."""
     try:
         used = psutil.Process(pid).cpu_times()
     except (psutil.Error, ValueError):
@@ -63,9 +63,9 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def start_ticks(pid: int) -> str:
-    """Clock ticks from the start of the machine to that of a process; "" where nobody tells.
+    """Return the clock ticks from boot to the start of a process; "" if unknown.
 
-    psutil's `create_time` is a time of day, which moves when the clock is set.
+    psutil's `create_time` is wall-clock time, which changes when the clock is set.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -84,7 +84,7 @@ def children_of(parent: int, marks: Collection[str]) -> list[int]:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below one, also those that wait to be collected."""
+    """Return all descendants of a process, including zombies."""
     return [child.pid for child in _below(root, recursive=True)]
 
 
@@ -112,7 +112,7 @@ async def wait_gone(pid: int, deadline_s: float) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    except (AttributeError, OSError):  # no Linux, an old one, or no free descriptor
+    except (AttributeError, OSError):  # not Linux, an old one, or no free descriptor
         return await _look_until_gone(pid, deadline_s)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, ended.set)
@@ -128,8 +128,8 @@ async def wait_gone(pid: int, deadline_s: float) -> bool:
 async def end_of_child(pid: int) -> str | None:
     """Wait until a child of this process has ended; return how, in Monarch's words.
 
-    None where another thread collected it first, or where it is not a child. Waits in a thread,
-    because only one that sleeps in the kernel sees the end before Monarch collects the process.
+    Returns None if another thread collected it first, or if it is not a child. Waits in a thread,
+    because only a blocking wait sees the end before Monarch collects the process.
     """
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     found: list[str | None] = []

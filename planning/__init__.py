@@ -1,1 +1,1 @@
-"""How a run is laid out: its processes, the memory that they need, and the host of each."""
+"""The layout of a run: its processes, their memory needs, and their placement on hosts."""

@@ -1,7 +1,4 @@
-"""One host: what it has, what is free of it, and whether a process fits.
-
-Which host a process tries first is decided in `placement_solver`; no machine is examined here.
-"""
+"""Free capacity of one host, and whether a process fits on it."""
 
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -12,7 +9,7 @@ from composer_mesh.planning.process_specs import WHOLE, Process
 
 @dataclass(frozen=True)
 class HostResources:
-    """What a run may use of one host; memory in bytes, cores and GPUs counted from 0."""
+    """Resources of a host that a run may use; memory in bytes, cores and GPUs counted from 0."""
 
     name: str
     cores: int
@@ -23,9 +20,9 @@ class HostResources:
 
 @dataclass(frozen=True)
 class Placed:
-    """A process and what it has of its host; without cores it may run on all of them.
+    """A process with its allocation on a host; without cores it may run on all of them.
 
-    `gpu_bytes` are set aside for it on each of its GPUs.
+    `gpu_bytes` are reserved for it on each of its GPUs.
     """
 
     process: Process
@@ -36,13 +33,13 @@ class Placed:
 
     @property
     def gpu_share(self) -> float:
-        """What part of its GPU belongs to it."""
+        """The fraction of each of its GPUs that is allocated to it."""
         return min(self.process.gpus, WHOLE) / WHOLE
 
 
 @dataclass
 class HostCapacity:
-    """Free capacity of one host; `aliases` are further names that a config may call it by."""
+    """Free capacity of one host; `aliases` are further names for it in a config."""
 
     host: HostResources
     aliases: frozenset[str] = frozenset()
@@ -59,7 +56,7 @@ class HostCapacity:
 
     @property
     def load(self) -> Fraction:
-        """Busy threads for each core."""
+        """Busy threads per core."""
         return Fraction(self.threads, self.host.cores)
 
     @property
@@ -68,24 +65,24 @@ class HostCapacity:
 
     @property
     def shared_cores(self) -> tuple[int, ...]:
-        """Cores that nobody has for its own; none named where that is all of them."""
+        """Cores without an exclusive owner; empty if that is all of them."""
         return self._unowned() if self.owned else ()
 
     def why_not(self, process: Process) -> str:
-        """Why a process does not fit on this host; empty where it does."""
+        """Return why a process does not fit on this host; empty if it does."""
         if process.hosts and not {self.host.name, *self.aliases} & set(process.hosts):
             return f"is not among placement.{process.kind}.hosts"
         return self._no_gpus(process) or self._no_cores(process) or self._no_memory(process)
 
     def take(self, process: Process) -> Placed:
-        """Allocate what a process needs on this host."""
+        """Allocate the resources of a process on this host."""
         cores, gpus = self._unowned()[: process.cores], self._gpus_for(process)
         placed = Placed(process, self.host.name, cores, gpus, self._gpu_bytes(process))
         self.hold(placed)
         return placed
 
     def hold(self, placed: Placed) -> None:
-        """Account for a process that was allocated on this host before."""
+        """Account for a process that is already allocated on this host."""
         process = placed.process
         self.owned.update(placed.cores if process.cores else ())
         self.floating += not process.cores
@@ -128,7 +125,7 @@ class HostCapacity:
         return max(taken, total(process.memory.gpu)) if process.gpus else 0
 
     def _gpus_for(self, process: Process) -> tuple[int, ...]:
-        """The first GPUs with enough free; several ranks of one kind of trainer never share one."""
+        """Return the first GPUs with enough capacity; trainer ranks never share a GPU."""
         count, share = max(1, process.gpus // WHOLE), min(process.gpus, WHOLE)
         if not share:
             return ()

@@ -1,7 +1,4 @@
-"""What a config must say of its hosts before a run on several of them can begin.
-
-Which hosts there really are is found by the mesh; what fits where, by `placement_solver`.
-"""
+"""Checks of the hosts that a config describes, against the config and the hosts found."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -13,15 +10,15 @@ from composer_mesh.planning.memory import in_gb
 from composer_mesh.planning.placement_solver import described_hosts, stay_with_controller
 
 SLACK = 0.98
-"""What a kernel leaves of a machine's memory is a little less than what its owner counts."""
+"""A kernel reports slightly less memory than a machine nominally has."""
 
 
 class WrongHost(ConfigError):
-    """The hosts that a config describes are not those that the run has."""
+    """The hosts that a config describes do not match those of the run."""
 
 
 def check_described(config: Config) -> None:
-    """Refuse a remote run that does not say what is needed of its hosts; raises `WrongHost`."""
+    """Refuse a remote run whose config lacks needed host descriptions; raises `WrongHost`."""
     cluster, described = config.cluster, described_hosts(config.placement)
     if not cluster.remote:
         return
@@ -41,7 +38,7 @@ def check_described(config: Config) -> None:
 
 
 def _check_staying(config: Config) -> None:
-    """Who stays on the controller's machine has none of the hosts, and nothing of its own there."""
+    """Refuse hosts or cores for processes that stay on the controller's machine."""
     for kind in stay_with_controller(config):
         place, key = config.placement.of(kind), f"placement.{kind}"
         if place.hosts:
@@ -57,11 +54,11 @@ def _check_staying(config: Config) -> None:
 
 
 def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, HostResources]:
-    """The hosts that are there, by the names that the config has for them; raises `WrongHost`.
+    """Match found hosts to the config's names for them; raises `WrongHost`.
 
-    What is described is what the run may use, also of a host that has more. A host is known by its
-    name; those with other names are told by their figures, the largest first. In whatever order
-    hosts were found, the result has one of its own.
+    The described resources are what the run may use, even if a host has more. Hosts are matched by
+    name, and the others by their resources, the largest first. The result does not depend on the
+    order of `found`.
     """
     described = described_hosts(config.placement)
     if not described:
@@ -85,7 +82,7 @@ def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, Hos
 
 
 def check_has(described: HostResources, here: HostResources, who: str, repair: str) -> None:
-    """Refuse a host with less than is said of it; raises `WrongHost`."""
+    """Refuse a host with fewer resources than described; raises `WrongHost`."""
     if not _has(here, described):
         raise WrongHost(
             f"placement.hosts describes {about(described)}, but {who} is {about(here)}: "
@@ -94,7 +91,7 @@ def check_has(described: HostResources, here: HostResources, who: str, repair: s
 
 
 def check_together(config: Config, hosts: Collection[str | None]) -> None:
-    """Refuse ranks of the trainer on several hosts where these reach each other by ssh alone."""
+    """Refuse trainer ranks on several hosts that are connected only through ssh tunnels."""
     ssh = config.cluster.ssh
     if ssh is not None and ssh.tunnel and len(set(hosts)) > 1:
         raise WrongHost(
@@ -105,7 +102,7 @@ def check_together(config: Config, hosts: Collection[str | None]) -> None:
 
 
 def about(host: HostResources) -> str:
-    """`localhost: 2 cores, 23.5 GB, no GPU`."""
+    """Describe a host: `localhost: 2 cores, 23.5 GB, no GPU`."""
     gpus = f"{host.gpus} GPUs of {in_gb(host.gpu_memory)} GB" if host.gpus else "no GPU"
     return f"{host.name}: {host.cores} cores, {in_gb(host.memory)} GB, {gpus}"
 

@@ -1,9 +1,8 @@
-"""How much memory a process needs, as sums of named parts: arithmetic on a model's sizes.
+"""Memory needs of a process as sums of named parts, computed from a model's sizes.
 
-What is exact is counted (weights, gradients, moments, caches, buffers). What comes and goes is
-bounded by the widest layer and the tokens of one pass; what a process costs before it holds a model
-was measured on Linux with torch 2.13 (`docs/placement.md` has the figures). No config is read here
-and nothing is allocated.
+Weights, gradients, optimizer state, caches and buffers are counted exactly. Temporaries are bounded
+by the widest layer and the tokens of one pass; the base memory of a process was measured on Linux
+with torch 2.13 (`docs/placement.md` has the figures). Pure arithmetic that reads no config.
 
 Symbols: P parameters, R trainer ranks, T tokens of one pass, H hidden size, V vocabulary.
 """
@@ -26,7 +25,7 @@ FLOAT, HALF = 4, 2
 """Bytes of a number in float32 and in bfloat16."""
 
 LIGHT_PROCESS = 90 * MB
-"""An actor that imports Monarch and no torch."""
+"""An actor that imports Monarch but not torch."""
 MODEL_PROCESS = 350 * MB
 """An actor that imports torch and transformers, before it loads a model."""
 VLLM_PROCESS = 650 * MB
@@ -34,17 +33,17 @@ VLLM_PROCESS = 650 * MB
 CONTROLLER = 480 * MB
 """The process that runs the command."""
 SHARED_CODE = 200 * MB
-"""Libraries that all processes of a host have in common; once for each host."""
+"""Libraries that all processes of a host share; counted once per host."""
 CUDA_PROCESS = 3 * GB
-"""Host memory of a process that opens a GPU: CUDA's libraries and pinned buffers. An allowance."""
+"""Host memory of a process that uses a GPU: CUDA's libraries, pinned buffers. An estimate."""
 CUDA_CONTEXT = GB
-"""GPU memory of a process beside its tensors: context, workspaces, NCCL. An allowance."""
+"""GPU memory of a process next to its tensors: context, workspaces, NCCL. An estimate."""
 SLACK = 0.25
-"""What an allocator holds beyond what comes and goes, as a share of it."""
+"""Memory that an allocator holds beyond temporaries, as a fraction of them."""
 SCORE_BYTES = 16
-"""Of one score while tokens are drawn: the score, its log-prob, their sum in double precision."""
+"""Bytes per logit while sampling: the logit, its log-prob, their sum in double precision."""
 
-# Rows of scores that the fused losses hold at once, in float32, with their gradients and a copy:
+# Rows of logits that the fused losses hold at once, in float32, with their gradients and a copy:
 # `losses.blocks` has 2**22 numbers on the CPU and 2**26 on an accelerator.
 SCORES_CPU, SCORES_GPU = 3 * FLOAT * 2**22, 3 * FLOAT * 2**26
 
@@ -61,18 +60,18 @@ Parts = tuple[Part, ...]
 
 
 def total(parts: Iterable[Part]) -> int:
-    """Bytes of all parts."""
+    """Return the total bytes of all parts."""
     return sum(part.bytes for part in parts)
 
 
 def in_gb(count: float) -> str:
-    """Bytes as a reader of a table wants them: `0.35`, `24.0`, `131`."""
+    """Format bytes in GB with three significant digits: `0.35`, `24.0`, `131`."""
     value = count / GB
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def in_words(parts: Iterable[Part]) -> str:
-    """The sum as it is written down: `weights 1.84 + KV cache 0.75 = 2.59 GB`."""
+    """Format a sum: `weights 1.84 + KV cache 0.75 = 2.59 GB`."""
     parts = list(parts)
     listed = [part for part in parts if part.bytes >= GB // 100]
     if rest := total(parts) - total(listed):
@@ -85,9 +84,9 @@ def in_words(parts: Iterable[Part]) -> str:
 class Training:
     """How one trainer rank computes.
 
-    `sharded` is whether each of the `ranks` keeps only its part; `number` are the bytes of a number
-    in the forward pass; `trainable` are the parameters that an optimizer has moments of;
-    `longest` is the longest row where a mask tells attention who sees whom, 0 where it needs none.
+    `sharded`: each of the `ranks` stores only its shard; `number`: bytes of a number in the forward
+    pass; `trainable`: number of parameters with optimizer state; `longest`: longest row if
+    attention needs a mask, else 0.
     """
 
     ranks: int
@@ -102,7 +101,7 @@ class Training:
 
 
 def training_parts(sizes: ModelSizes, how: Training) -> Parts:
-    """What one trainer rank holds in a step, on the device that it computes on."""
+    """Return the memory of one trainer rank in a step, on its compute device."""
     shards = how.ranks if how.sharded else 1
     states = FLOAT * how.trainable // shards
     passing = _passing(sizes, how)
@@ -112,7 +111,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
         Part("Adam's moments", 2 * states),
         Part("frozen copies", how.frozen_copies * FLOAT * parameter_count(sizes) // shards),
         Part("gathered for compute", _gathered(sizes, how)),
-        # The optimizer's own temporaries come when activations are gone.
+        # The optimizer's own temporaries are allocated after activations are freed.
         Part("activations", max(passing, states)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
         Part("attention mask", (1 + how.number) * how.tokens * how.longest),
@@ -122,9 +121,9 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
 
 
 def activation_bytes(sizes: ModelSizes, number: int) -> int:
-    """What autograd keeps of one token in one layer, in bytes; attention keeps no scores.
+    """Return the activation bytes that autograd stores per token and layer, without scores.
 
-    Counted on transformers' decoders with its fused attention. Norms compute in float32 also where
+    Counted on transformers' decoders with its fused attention. Norms compute in float32 even where
     the rest is in bfloat16.
     """
     norms_of_heads = sizes.model_type == "qwen3"
@@ -137,15 +136,15 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
 
 
 def _passing(sizes: ModelSizes, how: Training) -> int:
-    """What one forward and backward keeps: every layer's activations, or its input alone."""
+    """Return the bytes stored for a backward: each layer's activations, or only its inputs."""
     layer, layers = activation_bytes(sizes, how.number), sizes.num_hidden_layers
     kept = layers * sizes.hidden_size * how.number if how.checkpointing else (layers - 1) * layer
-    # The layer whose backward runs has its gradients beside its activations.
+    # The layer whose backward runs has its gradients next to its activations.
     return how.tokens * (kept + 2 * layer + 3 * FLOAT * sizes.hidden_size)
 
 
 def _gathered(sizes: ModelSizes, how: Training) -> int:
-    """Whole weights, and their gradients, of the two layers at hand and of embedding and head."""
+    """Return the bytes of unsharded weights and gradients of two layers, embedding and head."""
     if how.number == FLOAT and (how.ranks == 1 or not how.sharded):
         return 0
     at_hand = embedding_parameters(sizes) + 2 * layer_parameters(sizes)
@@ -153,12 +152,12 @@ def _gathered(sizes: ModelSizes, how: Training) -> int:
 
 
 def weight_parts(sizes: ModelSizes, number: int, copies: int = 1, split: int = 1) -> Parts:
-    """Weights that are only read: so many copies, each split over so many devices."""
+    """Return read-only weights: `copies` of them, each split over `split` devices."""
     return (Part("weights", copies * number * parameter_count(sizes) // split),)
 
 
 def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> Parts:
-    """What comes and goes in a forward without gradients over so many tokens at once."""
+    """Return the temporaries of a forward without gradients over this many tokens."""
     widest = 3 * (sizes.hidden_size + sizes.intermediate_size)
     working = number * tokens * widest
     scores = SCORES_GPU if on_gpu else SCORES_CPU
@@ -169,5 +168,5 @@ def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> 
 
 
 def cache_bytes(sizes: ModelSizes, number: int, rows: int, context: int, split: int = 1) -> int:
-    """A KV cache of so many conversations of so many tokens, on each of `split` devices."""
+    """Return the KV-cache bytes of `rows` conversations, on each of `split` devices."""
     return number * cache_numbers(sizes) * rows * context // split

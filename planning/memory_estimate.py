@@ -1,8 +1,4 @@
-"""The memory that each kind of process needs in a run: from its config to the sums of `memory`.
-
-Reads what a config says of engines, precisions and buffers. How many processes there are is not
-asked, nor where they are.
-"""
+"""Memory needs of each kind of process, derived from a config with the sums of `memory`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,9 +31,9 @@ BATCH_CPU, BATCH_GPU = 512, 8192
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process needs of its host, and of each of its GPUs.
+    """Memory needs of a process on its host and on each of its GPUs.
 
-    `takes` is the share of each GPU's memory that it takes in any case, 0 where only what it needs.
+    `takes` is the fraction of each GPU's memory that it allocates in any case, or 0.
     """
 
     host: Parts
@@ -47,7 +43,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Model:
-    """A kind of process with a model: its parts on the device, and what else its host holds."""
+    """A kind of process with a model: memory on its device, and further memory on its host."""
 
     device: Parts
     host: Parts = ()
@@ -56,9 +52,9 @@ class _Model:
 
 
 def memory_of(kind: str, config: Config, sizes: ModelSizes | None, number: int = 0) -> Memory:
-    """What a process of this kind needs; without sizes, what it needs without its model.
+    """Return the memory needs of a process; without sizes, those without its model.
 
-    The first of a kind, number 0, may read or write for the others.
+    Process number 0 of a kind may read or write for the others.
     """
     on_gpu = config.placement.gpus(kind) > 0
     if kind != "trainer" and kind not in _MODELS:
@@ -74,12 +70,12 @@ def memory_of(kind: str, config: Config, sizes: ModelSizes | None, number: int =
 
 
 def served_bytes(config: Config) -> int:
-    """Bytes of a number in the weights that generators serve."""
+    """Return the bytes per number of the weights that generators serve."""
     return HALF if config.generator.dtype == "bfloat16" else FLOAT
 
 
 def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
-    """Bytes of one version on its way, or of a part of it: half precision if all serve that."""
+    """Return the bytes of one version in transfer, or of a part: half precision if all use it."""
     number = FLOAT if config.sdpo.has_own_actors else served_bytes(config)
     return number * parameter_count(sizes) // parts
 
@@ -111,7 +107,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
 
 
 def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: int) -> Part:
-    """What a rank that reads the whole model has of it, beyond what a step needs there later."""
+    """Return the memory for loading a complete model, beyond what a step needs later."""
     reads = rank == 0 or not how.sharded
     later = 0 if how.on_gpu else sum(one.bytes for one in parts if one.what != "master weights")
     later += saved
@@ -137,14 +133,14 @@ def _generator(config: Config, sizes: ModelSizes) -> _Model:
 
 
 def _loading(sizes: ModelSizes, elsewhere: bool) -> Parts:
-    """A model is read into its host's memory in float32, before it goes elsewhere."""
+    """Return the host memory of loading a model in float32, if it is then moved or converted."""
     return (Part("while it loads", FLOAT * parameter_count(sizes)),) if elsewhere else ()
 
 
 def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
-    """On a GPU it takes its share; that must hold weights and one whole conversation at least.
+    """On a GPU, vLLM takes its share, which must fit the weights and one full conversation.
 
-    Parts of a model are processes of their own: on a GPU each, or all on the host's CPU.
+    Tensor-parallel parts are separate processes: on a GPU each, or all on the host's CPU.
     """
     vllm, number = config.generator.vllm, served_bytes(config)
     split, context, gpus = vllm.tensor_parallel, config.policy.max_context, config.placement.gpus

@@ -1,7 +1,7 @@
-"""The mesh that a config asks for: actors, processes, threads, transports.
+"""The mesh of a config: actors, processes, threads, transports.
 
-A plan only: `composer-mesh check` prints it and the assembly spawns it. Knows no
-Monarch, and cannot see which network hardware a machine has.
+A plan that `composer-mesh check` prints and the assembly spawns. It does not depend on Monarch or
+on the machine's network hardware.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ CHAT = "OpenAI chat protocol over HTTP"
 
 @dataclass(frozen=True)
 class ActorRow:
-    """One kind of actor; each replica lives in a process of its own."""
+    """One kind of actor; each replica has its own process."""
 
     kind: ActorKind
     role: str
@@ -39,12 +39,12 @@ class ActorRow:
 
     @property
     def processes(self) -> int:
-        """Processes of all replicas."""
+        """Number of processes of all replicas."""
         return self.replicas
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its processes are called when they first start."""
+        """Names of its processes at their first start."""
         if self.kind in NEVER_NUMBERED or (self.kind in ALONE_UNNUMBERED and self.replicas == 1):
             return (self.kind,)
         return tuple(f"{self.kind}-{number}" for number in range(self.replicas))
@@ -52,7 +52,7 @@ class ActorRow:
 
 @dataclass(frozen=True)
 class TransportRow:
-    """What travels from whom to whom, and how."""
+    """One kind of transferred data, its source, its targets, and the transport."""
 
     what: str
     source: str
@@ -60,26 +60,26 @@ class TransportRow:
     how: str
 
     def __str__(self) -> str:
-        """`teacher teacher_outputs: sdpo_teacher -> trainer: RDMA buffers`."""
+        """Format as `teacher_outputs: sdpo_teacher -> trainer: RDMA buffers`."""
         return f"{self.what}: {self.source} -> {', '.join(self.targets)}: {self.how}"
 
 
 @dataclass(frozen=True)
 class ChannelRow:
-    """One term of the loss; a weight of 0 turns it off."""
+    """One term of the loss; weight 0 turns it off."""
 
     name: Literal["policy", "sdpo", "replay"]
     weight: float
 
     @property
     def on(self) -> bool:
-        """Whether the term is computed at all."""
+        """Whether the term is computed."""
         return self.weight > 0
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Everything the run will start; an actor whose channel is off is not in it."""
+    """All actors the run will start, without those of channels that are off."""
 
     actors: tuple[ActorRow, ...]
     transports: tuple[TransportRow, ...]
@@ -87,21 +87,21 @@ class MeshPlan:
 
     @property
     def processes(self) -> int:
-        """Actor processes of the whole mesh, without the controller's own."""
+        """Number of actor processes in the mesh, without the controller."""
         return sum(row.processes for row in self.actors)
 
     @property
     def threads(self) -> int:
-        """Compute threads of the whole mesh when everyone is busy."""
+        """Number of compute threads in the mesh."""
         return sum(row.processes * row.threads for row in self.actors)
 
     def actor(self, kind: ActorKind) -> ActorRow | None:
-        """The row of this kind, None when the run does without."""
+        """Return the row of this kind, None if the run has none."""
         return next((row for row in self.actors if row.kind == kind), None)
 
 
 def plan_mesh(config: Config) -> MeshPlan:
-    """What `config` will start; the same config always gives the same plan."""
+    """Return the mesh that `config` will start; deterministic."""
     actors = (*_ring(config), *_sdpo(config), *_hints(config), *_replay(config), *_experts(config))
     return MeshPlan(actors, _transports(actors, config), _channels(config))
 
@@ -178,14 +178,14 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
 
 
 def _weights(config: Config) -> str:
-    """The transport of the weights, and why it is this one."""
+    """Return the transport of the weights, and the reason."""
     name, reason = weight_transport(config.weights, host_count(config))
     how = {"shm": "shared memory", "rdma": RDMA, "disk": "files"}.get(name, name)
     return f"{how}: {reason}"
 
 
 def weight_transport(weights: WeightsConfig, hosts: int = 1) -> tuple[WeightTransport, str]:
-    """The weight transport of a run on so many hosts, and why it is this one."""
+    """Return the weight transport of a run with this many hosts, and the reason."""
     if weights.transport != "auto":
         return weights.transport, "as weights.transport says"
     if hosts == 1:
@@ -194,13 +194,13 @@ def weight_transport(weights: WeightsConfig, hosts: int = 1) -> tuple[WeightTran
 
 
 def host_count(config: Config) -> int:
-    """Hosts that a run has, as far as its config says."""
+    """Return the number of hosts of a run, as far as the config describes them."""
     described = sum(one.count for one in config.placement.hosts)
     return max(1, described, len(config.cluster.workers))
 
 
 def _addresses(replay: ReplayConfig) -> tuple[str, ...]:
-    """Who answers the teachers' questions: the run's own server, and every configured URL."""
+    """Return the teachers' servers: the run's own, and every configured URL."""
     named = [teacher.url or "expert_server" for teacher in replay.teachers]
     return tuple(dict.fromkeys(named))
 

@@ -1,7 +1,7 @@
-"""The sizes of a decoder model and the parameters that follow from them.
+"""Sizes of a decoder model and the parameter counts that follow from them.
 
 Sizes come from the built-in model's section, from a Hugging Face config.json, or from a config that
-declares them before the model's folder is there. Only the decoders named in `KNOWN` are counted.
+declares them before the model's folder exists. Only the decoders in `KNOWN` are supported.
 """
 
 import json
@@ -18,7 +18,7 @@ KNOWN: tuple[str, ...] = get_args(Decoder)
 
 
 class UnknownSizes(Exception):
-    """A model whose parameters cannot be counted: where it is described, and why."""
+    """The parameters of a model cannot be counted: its location, and the reason."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(where, why)
@@ -28,9 +28,9 @@ class UnknownSizes(Exception):
 
 
 def sizes_of(policy: PolicyConfig) -> ModelSizes:
-    """Sizes of the policy; raises `UnknownSizes` where nobody says them.
+    """Return the policy's sizes; raises `UnknownSizes` if they are unknown.
 
-    Those of a folder that is there must be those that the config declares.
+    The sizes in an existing folder must equal those that the config declares.
     """
     if policy.path is None:
         return _built_in(policy)
@@ -68,7 +68,7 @@ def _difference(declared: ModelSizes | None, found: ModelSizes) -> str:
 
 
 def read_sizes(folder: Path) -> ModelSizes:
-    """The sizes of the model in a Hugging Face folder; raises `UnknownSizes`."""
+    """Return the sizes of the model in a Hugging Face folder; raises `UnknownSizes`."""
     file = folder / "config.json"
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -87,33 +87,33 @@ def read_sizes(folder: Path) -> ModelSizes:
 
 
 def head_width(sizes: ModelSizes) -> int:
-    """Width of one head."""
+    """Return the width of one head."""
     return sizes.head_dim or sizes.hidden_size // sizes.num_attention_heads
 
 
 def query_width(sizes: ModelSizes) -> int:
-    """Numbers of all query heads of one token."""
+    """Return the width of all query heads of one token."""
     return sizes.num_attention_heads * head_width(sizes)
 
 
 def key_width(sizes: ModelSizes) -> int:
-    """Numbers of all key heads of one token; the values have as many."""
+    """Return the width of all key heads of one token; the values have the same."""
     return sizes.num_key_value_heads * head_width(sizes)
 
 
 def parameter_count(sizes: ModelSizes) -> int:
-    """Parameters of the model; a head that is the embedding is counted once."""
+    """Return the number of parameters; a tied head is counted once."""
     layers = sizes.num_hidden_layers * layer_parameters(sizes)
     return embedding_parameters(sizes) + layers + sizes.hidden_size
 
 
 def embedding_parameters(sizes: ModelSizes) -> int:
-    """Parameters of the embedding, and of the head where it is another matrix."""
+    """Return the number of parameters of the embedding and of an untied head."""
     return sizes.vocab_size * sizes.hidden_size * (1 if sizes.tie_word_embeddings else 2)
 
 
 def layer_parameters(sizes: ModelSizes) -> int:
-    """Parameters of one decoder layer."""
+    """Return the number of parameters of one decoder layer."""
     hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
     attention = hidden * queries + 2 * hidden * keys + queries * hidden + _biases(sizes)
     feed_forward = 3 * hidden * sizes.intermediate_size
@@ -122,7 +122,7 @@ def layer_parameters(sizes: ModelSizes) -> int:
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> int:
-    """Parameters of low-rank adapters on these linear layers of every decoder layer."""
+    """Return the number of parameters of LoRA adapters on these layers of every decoder layer."""
     hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
     ends = {"q_proj": hidden + queries, "o_proj": queries + hidden}
     ends |= dict.fromkeys(("k_proj", "v_proj"), hidden + keys)
@@ -131,7 +131,7 @@ def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> 
 
 
 def cache_numbers(sizes: ModelSizes) -> int:
-    """Numbers that a KV cache keeps of one token."""
+    """Return how many numbers a KV cache stores per token."""
     return 2 * sizes.num_hidden_layers * key_width(sizes)
 
 

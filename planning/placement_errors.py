@@ -1,4 +1,4 @@
-"""Errors of placement: why a process fits on no host, the sums that show it, and the repair."""
+"""Errors of placement: why a process fits on no host, the sums, and a repair."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -10,11 +10,11 @@ from composer_mesh.planning.process_specs import WHOLE, Process
 
 
 class CannotPlace(ConfigError):
-    """A run that does not fit on its hosts."""
+    """A run does not fit on its hosts."""
 
 
 class NoCapacity(Exception):
-    """A process that fits on none of the hosts which a run has now: why, in one line."""
+    """A process fits on none of the run's current hosts; the reason in one line."""
 
     failure_class = "infrastructure"
 
@@ -22,7 +22,7 @@ class NoCapacity(Exception):
 def cannot_place(
     process: Process, processes: Sequence[Process], capacities: Sequence[HostCapacity]
 ) -> str:
-    """Every host's reason, the sums and a repair."""
+    """Return every host's reason, the sums and a repair."""
     lines = [f"{process.name} fits on no host:"]
     lines += [f"  {capacity.host.name} {capacity.why_not(process)}" for capacity in capacities]
     lines += _sums(process, processes, [capacity.host for capacity in capacities])
@@ -30,7 +30,7 @@ def cannot_place(
 
 
 def no_capacity(process: Process, capacities: Sequence[HostCapacity]) -> str:
-    """Every host's reason in one line."""
+    """Return every host's reason in one line."""
     have = "; ".join(f"{capacity.host.name} {capacity.why_not(process)}" for capacity in capacities)
     wanted = [f"{process.gpus / WHOLE:g} GPU"] if process.gpus else []
     wanted += [f"{process.cores} cores"] if process.cores else []
@@ -44,7 +44,7 @@ def no_capacity(process: Process, capacities: Sequence[HostCapacity]) -> str:
 def _sums(
     process: Process, processes: Sequence[Process], hosts: Sequence[HostResources]
 ) -> Iterator[str]:
-    """The sums of what all ask for, and of what this one needs."""
+    """Yield the total resources of all processes, and the needs of this one."""
     yield f"{process.name} needs of its host: {in_words(process.memory.host)}"
     if process.gpus:
         yield f"{process.name} needs of each GPU: {in_words(process.memory.gpu)}"

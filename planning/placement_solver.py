@@ -1,11 +1,11 @@
-"""Which process comes to which host, cores and GPUs: a pure function of a run and its hosts.
+"""Assigns processes to hosts, cores and GPUs: a pure function of a run and its hosts.
 
-    place(config, hosts, sizes) -> Placement         or CannotPlace, with the sum that shows why
-    place_again(process, placed, hosts) -> Placed    beside others that stay; or NoRoom, in one line
+    place(config, hosts, sizes) -> Placement         or CannotPlace, with the sums
+    place_again(process, placed, hosts) -> Placed    next to placed processes; or NoCapacity
 
-First-fit decreasing: the largest process first, each to the first host that it fits on, so the same
-run on the same hosts is always placed alike. Not every combination is tried; where one exists that
-this does not find, naming hosts in the config helps. Starts nothing and examines no machine.
+First-fit decreasing: the largest process first, each on the first host that it fits, so placement
+is deterministic. Not every combination is tried; if a possible one is not found, naming hosts in
+the config helps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,36 +27,37 @@ from composer_mesh.planning.process_specs import Process, processes_of
 
 @dataclass(frozen=True)
 class Placement:
-    """Every process of a run, in the order in which the config names them, and its hosts."""
+    """Every process of a run, in the config's order, and its hosts."""
 
     hosts: tuple[HostResources, ...]
     placed: tuple[Placed, ...]
 
     def named(self, name: str) -> Placed | None:
-        """Where the process of this name is; None where the placement has none."""
+        """Return the placement of the process of this name; None if there is none."""
         return next((one for one in self.placed if one.process.name == name), None)
 
     def on(self, host: str) -> tuple[Placed, ...]:
-        """The processes of one host."""
+        """Return the processes of one host."""
         return tuple(one for one in self.placed if one.host == host)
 
     def of_kind(self, kind: str) -> tuple[Placed, ...]:
-        """The processes of one kind, in the order of their numbers."""
+        """Return the processes of one kind, in the order of their numbers."""
         return tuple(one for one in self.placed if one.process.kind == kind)
 
 
 WITH_CONTROLLER = ("controller", "expert_server")
-"""Kinds that stay on the controller's machine, wherever the others are."""
+"""Kinds that stay on the controller's machine in every run."""
 ITS_MACHINE = "controller's"
-"""The machine of the controller where it is none of the hosts: no host can be called so."""
+"""Name of the controller's machine if it is not one of the hosts; no host can have it."""
 Aliases = Mapping[str, frozenset[str]]
-"""Further names that a config may call a host by."""
+"""Further names of hosts in a config."""
 
 
 def stay_with_controller(config: Config) -> tuple[str, ...]:
-    """Kinds whose processes are on the controller's machine; all of them where a run is local.
+    """Return the kinds that run on the controller's machine; all of them in a local run.
 
-    A tunnel carries no HTTP of the run's own, so who asks its expert server stays beside it.
+    An ssh tunnel does not forward the run's own HTTP, so clients of its expert server stay there
+    too.
     """
     cluster = config.cluster
     if not cluster.remote:
@@ -66,7 +67,7 @@ def stay_with_controller(config: Config) -> tuple[str, ...]:
 
 
 def described_hosts(placement: PlacementConfig) -> tuple[HostResources, ...]:
-    """The hosts that a config describes; empty where it describes none."""
+    """Return the hosts that a config describes; empty if it describes none."""
     return tuple(
         HostResources(
             name, one.cores, int(one.memory_gb * GB), one.gpus, int(one.gpu_memory_gb * GB)
@@ -77,7 +78,7 @@ def described_hosts(placement: PlacementConfig) -> tuple[HostResources, ...]:
 
 
 def aliases_of(placement: PlacementConfig) -> dict[str, frozenset[str]]:
-    """The name that hosts which are alike have in common, for each of them."""
+    """Return the shared name of identical hosts, for each of them."""
     return {name: frozenset({one.name}) for one in placement.hosts for name in one.names}
 
 
@@ -87,10 +88,10 @@ def place(
     sizes: ModelSizes | None,
     aliases: Aliases | None = None,
 ) -> Placement:
-    """Where each process of a run is; raises `CannotPlace`, or `UnfitPlace` whatever the hosts.
+    """Place each process of a run; raises `CannotPlace`, or `UnfitPlace` for a config error.
 
     Without sizes the memory of models is left out. Processes that stay on a controller's machine
-    which is none of the hosts are in no sum.
+    which is not a host are in no sum.
     """
     aliases = aliases_of(config.placement) if aliases is None else aliases
     processes = processes_of(config, sizes)
@@ -111,7 +112,7 @@ def place(
 def place_processes(
     processes: Sequence[Process], hosts: Sequence[HostResources], aliases: Aliases | None = None
 ) -> Placement:
-    """Where each process is."""
+    """Place each process; raises `CannotPlace`."""
     capacities = [_capacity(host, aliases or {}) for host in hosts]
     places = range(len(processes))
     found: dict[int, Placed] = {}
@@ -133,9 +134,9 @@ def place_processes(
 def place_again(
     process: Process, placed: Sequence[Placed], hosts: Sequence[HostResources], aliases: Aliases
 ) -> Placed:
-    """A place for one more process beside others, which stay where they are; raises `NoCapacity`.
+    """Place one more process without moving the others; raises `NoCapacity`.
 
-    Processes that run on cores which it gets for its own share them until they start again.
+    Other processes that run on its exclusive cores share them until they restart.
     """
     capacities = [_capacity(host, aliases) for host in hosts]
     for capacity in capacities:
@@ -153,20 +154,20 @@ def _capacity(host: HostResources, aliases: Aliases) -> HostCapacity:
 
 
 def _size(process: Process) -> tuple[object, ...]:
-    """The controller comes first, then the largest; equals stay in their order."""
+    """Sort key: the controller first, then by decreasing size; ties keep their order."""
     first = process.kind != "controller"
     return (first, -process.gpus, -total(process.memory.gpu), -process.cores, -process.host_bytes)
 
 
 def _on_what_is_left(placed: Placed, shared: tuple[int, ...]) -> Placed:
-    """Keep a process without cores of its own off those that others have for their own."""
+    """Restrict a process without exclusive cores to the cores without an owner."""
     if placed.process.cores:
         return placed
     return Placed(placed.process, placed.host, shared, placed.gpus, placed.gpu_bytes)
 
 
 def _preferred(process: Process, capacities: Sequence[HostCapacity]) -> list[HostCapacity]:
-    """The hosts in the order in which a process tries them."""
+    """Return the hosts in the order in which a process tries them."""
     if process.gpus:
         return sorted(capacities, key=lambda capacity: capacity.host.gpu_memory)
     if process.together or process.kind == "controller":

@@ -1,4 +1,4 @@
-"""Every process of a run: its name, what it is given, and the memory that it needs.
+"""All processes of a run: name, allocated resources and memory needs.
 
 Combines the mesh layout, the section `[placement]` and `memory_estimate`. `placement_solver`
 decides which host a process runs on.
@@ -19,11 +19,10 @@ WHOLE = 1000
 
 @dataclass(frozen=True)
 class Process:
-    """One process that a run starts; `gpus` counts thousandths, `given` bytes of the host.
+    """One process that a run starts; `gpus` counts thousandths, `given` is host memory in bytes.
 
-    `hosts` are those that may have it, all where empty; `relief` is what would make its model need
-    less. Processes that are `together` fill one host before the next, others go where there is
-    least to do.
+    `hosts` are the allowed ones, all if empty; `relief` suggests how to reduce its model's memory.
+    Processes that are `together` fill one host before the next; others go to the least loaded host.
     """
 
     name: str
@@ -39,16 +38,16 @@ class Process:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the host that is set aside for it."""
+        """Host memory that is reserved for it."""
         return total(self.memory.host) if self.given is None else self.given
 
 
 class UnfitPlace(ConfigError):
-    """What a process is given does not go with what it does."""
+    """A process's configured resources do not fit its kind or its needs."""
 
 
 def processes_of(config: Config, sizes: ModelSizes | None) -> tuple[Process, ...]:
-    """The controller and every actor of a run; without sizes the memory of models is left out."""
+    """Return the controller and every actor process; without sizes, without models' memory."""
     place = config.placement.controller
     controller = Process(
         "controller",
@@ -86,7 +85,7 @@ def _processes(row: ActorRow, config: Config, sizes: ModelSizes | None) -> tuple
 
 
 def _check(row: ActorRow, cores: int, gpus: float, config: Config) -> None:
-    """Refuse what could never be used."""
+    """Refuse resources that could never be used."""
     kind, key = row.kind, f"placement.{row.kind}"
     if 0 < cores < row.threads:
         raise UnfitPlace(
@@ -108,7 +107,7 @@ def _check(row: ActorRow, cores: int, gpus: float, config: Config) -> None:
 
 
 def _relief(kind: str, config: Config) -> str:
-    """What would make a model of this kind need less, of what the config does not do yet."""
+    """Return the settings that would reduce the memory of this kind's model."""
     if kind == "trainer":
         trainer, found = config.trainer, ["raise trainer.ranks", "lower trainer.microbatch_tokens"]
         if not trainer.activation_checkpointing:

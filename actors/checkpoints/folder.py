@@ -173,7 +173,7 @@ class Draft:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _take_the_place(self) -> None:
-        """Replace the former checkpoint; if killed in between, the `.former` folder still counts."""
+        """Replace the former checkpoint; if killed in between, the `.former` folder counts."""
         former = self._place.with_name(f".{self._place.name}.former")
         if self._place.exists():
             shutil.rmtree(former, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""The builtin teachers: rules with stated error rates, behind HTTP."""
+"""The builtin teachers: rule-based experts with configured error rates, served over HTTP."""

@@ -1,10 +1,10 @@
-"""The experts behind HTTP: the part of the OpenAI API that a teacher needs.
+"""HTTP server of the experts: the part of the OpenAI API that a teacher needs.
 
     GET  /v1/models
     POST /v1/chat/completions      (not streamed, one choice)
 
-It listens on one address, 127.0.0.1 where it is not told another, and answers nobody without the
-run's bearer token. It needs no Monarch.
+It listens on one address, by default 127.0.0.1, and requires the run's bearer token. It does not
+use Monarch.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ LOOPBACK = "127.0.0.1"
 LARGEST_REQUEST = 4 * 2**20
 IDLE_S = 60.0
 TOKEN_ENV = "COMPOSER_MESH_EXPERT_TOKEN"
-"""The variable that `api_key_env` of a builtin teacher names."""
+"""The variable that a builtin teacher's `api_key_env` names."""
 
 
 def new_token() -> str:
-    """A bearer token for one run."""
+    """Return a new bearer token for one run."""
     return secrets.token_urlsafe(32)
 
 
 class Refusal(Exception):
-    """A request that is answered with an error body."""
+    """An error response to a request."""
 
     def __init__(self, status: HTTPStatus, text: str, code: str | None = None) -> None:
         super().__init__(status, text, code)
@@ -43,9 +43,9 @@ class Refusal(Exception):
 
 
 class ExpertServer:
-    """A panel on a port of its own, in threads of its own, from `start` to `close`.
+    """Serves a panel on its own port and threads, from `start` to `close`.
 
-    A `port` of 0 lets the system choose one.
+    Port 0 lets the system choose one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ExpertServer:
         return self
 
     def close(self) -> None:
-        """Ends every connection. Waits until the server's threads have ended."""
+        """Close all connections. Waits until the server's threads have ended."""
         if self._thread.is_alive():
             self._http.shutdown()
             self._thread.join()
@@ -94,7 +94,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Binds without asking a name server who its address is."""
+        """Bind without a DNS lookup of the server's own name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -111,12 +111,12 @@ class _Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         with self._lock:
             for connection in self._open:
-                with contextlib.suppress(OSError):  # its peer has left already
+                with contextlib.suppress(OSError):  # its peer has closed it already
                     connection.shutdown(socket.SHUT_RDWR)
         super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that stopped waiting is no news; anything else is."""
+        """Ignore clients that disconnected; report all other errors."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, reply)
 
     def _body(self) -> bytes:
-        """The whole body, so that the connection can be kept; refused unread when too long."""
+        """Read the complete body, which keep-alive requires; a too long one is refused unread."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             self.close_connection = True
@@ -184,13 +184,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The server's own refusals (bad request line, unknown method) as JSON too."""
+        """Send the server's own errors (bad request line, unknown method) as JSON too."""
         self.close_connection = True
         text = message or explain or HTTPStatus(code).phrase
         self._send(code, _error_body(Refusal(HTTPStatus(code), text)))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Writes nothing: a run's output is not a server's log."""
+        """Log nothing, to keep a run's output free of server logs."""
 
 
 def _read_request(body: bytes) -> tuple[str, list[Message]]:

@@ -1,7 +1,7 @@
-"""Rule-based experts with stated error rates, answering as chat completions.
+"""Rule-based experts with configured error rates, answering as chat completions.
 
-What is right is the task's business, how a request travels is the server's: here is only which
-expert errs where. The draw depends on the seed, the expert and the conversation, never on order.
+The task defines the correct actions; the panel decides which expert errs where. The draw depends on
+the seed, the expert and the conversation, never on order.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ CHARS_PER_TOKEN = 4
 
 
 class ExpertTask(Protocol):
-    """What an expert needs of a task."""
+    """Port to the task that experts act in."""
 
     def expert(self, messages: list[Message]) -> str: ...
 
@@ -29,7 +29,7 @@ class ExpertTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """A model id of the server, and the share of its actions that is wrong on purpose."""
+    """A model id of the server, and the fraction of its actions that are wrong on purpose."""
 
     name: str
     error_rate: float
@@ -40,9 +40,9 @@ class UnknownExpert(LookupError):
 
 
 class ExpertPanel:
-    """The experts of one run on one task. Stateless after construction, so threads may share it.
+    """The experts of one run on one task; stateless after construction, hence thread-safe.
 
-    `writes_hints` serves the builtin hint writer beside them.
+    `writes_hints` also serves the builtin hint writer.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ExpertPanel:
         return [*self._experts, *([HINT_WRITER] if self._writes_hints else [])]
 
     def action(self, name: str, messages: list[Message]) -> str:
-        """The expert's action text; the task's own error where it cannot read the messages."""
+        """Return the expert's action text; raises the task's error for unreadable messages."""
         if self._writes_hints and name == HINT_WRITER:
             return reworded(messages)
         expert = self._expert(name)
@@ -78,7 +78,7 @@ class ExpertPanel:
         return self._task.expert(messages)
 
     def completion(self, name: str, messages: list[Message]) -> dict[str, Any]:
-        """The expert's action as an OpenAI chat completion. Tokens are estimated, cost is none."""
+        """Return the expert's action as an OpenAI chat completion; tokens are estimated, cost 0."""
         text = self.action(name, messages)
         digest = hashlib.sha256(f"{name}:{fingerprint(messages)}".encode()).hexdigest()
         message = assistant_message(text, f"call_{digest[:16]}")
@@ -94,7 +94,7 @@ class ExpertPanel:
         }
 
     def models(self) -> dict[str, Any]:
-        """The experts as an OpenAI list of models."""
+        """Return the experts as an OpenAI list of models."""
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "composer-mesh"}
             for name in self.names
@@ -108,7 +108,7 @@ class ExpertPanel:
 
 
 def fingerprint(messages: Sequence[Message]) -> str:
-    """A hash of what was said and called; ids of calls, which providers invent, do not count."""
+    """Return a hash of texts and calls, without call ids, which providers choose."""
     said = [
         [m.get("role"), m.get("content") or "", [c["function"] for c in m.get("tool_calls") or []]]
         for m in messages

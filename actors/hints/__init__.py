@@ -1,1 +1,1 @@
-"""Where hints are worded: a cache, then a provider while the budget lasts."""
+"""LLM-written hints: a cache, then a provider within the budget."""

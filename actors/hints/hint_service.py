@@ -1,7 +1,7 @@
-"""Where hints are worded: the cache first, then the provider while the budget lasts.
+"""Writes hints with a language model: from the cache, else from the provider within the budget.
 
-Every question gets a reply; a failure is a reply without words, because a template stands ready.
-Equal questions share one request. No actor and no rule about what a good hint is.
+Every request gets a reply; a failure is a reply without text, because templates are the fallback.
+Equal requests in flight are coalesced.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ REPAIR = "raise sdpo.hints.llm.budget_requests or sdpo.hints.llm.budget_usd"
 def open_meter(
     writer: TeacherEndpoint, config: HintWriterConfig, sent: int = 0, spent_usd: float = 0.0
 ) -> LedgerMeter:
-    """The budget of a writer, of which so many requests and dollars are gone; kept in memory."""
+    """Return a writer's in-memory budget, with the requests and dollars already used."""
     rules = BudgetRules(
         usd=config.budget_usd,
         unknown_prices="allow",
@@ -43,7 +43,7 @@ def open_meter(
 
 @dataclass
 class HintService:
-    """Belongs to one event loop. Limits, timeouts and the breaker are the client's."""
+    """Hint service of one event loop; limits, timeouts and breaker are the client's."""
 
     client: ProviderClient
     writer: TeacherEndpoint
@@ -54,13 +54,13 @@ class HintService:
     _asking: RequestCoalescer[HintReply] = field(default_factory=RequestCoalescer)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
-        """A reply for each request, in order. Waits for them as long as the client does."""
+        """Return one reply per request, in order. Waits as long as the client does."""
         replies = await asyncio.gather(*map(self._reply, requests))
         self.counts.update(reply.origin for reply in replies)
         return list(replies)
 
     async def aclose(self) -> None:
-        """Ends what is under way, then closes the connections and the cache."""
+        """Cancel running requests, then close the connections and the cache."""
         await self._asking.aclose()
         await self.client.aclose()
         await self.meter.aclose()
@@ -78,13 +78,13 @@ class HintService:
         try:
             text = await asyncio.to_thread(self.cache.get, key)
         except StoreError as error:
-            return self._without(str(error))  # what cannot be kept would be paid again and again
+            return self._without(str(error))  # it would be paid for each time
         if text is None:
             return await self._ask(request, key)
         return HintReply(text, "cached") if text else self._without(NO_TEXT)
 
     async def _ask(self, request: HintRequest, key: str) -> HintReply:
-        """One request, where its budget allows it."""
+        """Send one request if the budget allows it."""
         meter = _WriterMeter(self.meter)
         try:
             answer = await self.client.complete(
@@ -95,7 +95,7 @@ class HintService:
             reason = f"{error.text}: {REPAIR}" if refused else f"{error.kind.value}: {error.text}"
             return replace(self._without(reason), sent=meter.sent, usd=dollars(error.charged))
         text = tidied(answer.action_text)
-        try:  # also without words, or each run would pay for the same answer again
+        try:  # also without text, or each run would pay for the same answer again
             await asyncio.to_thread(self.cache.put, key, text)
         except StoreError as error:
             self.last_failure = str(error)
@@ -109,7 +109,7 @@ class HintService:
 
 
 class _WriterMeter:
-    """One question's way to the budget, which is told no bound: `assumed_usd` is set aside."""
+    """Meter of one query that ignores its bound: `assumed_usd` is reserved."""
 
     def __init__(self, meter: LedgerMeter) -> None:
         self._meter, self.sent = meter, False

@@ -63,7 +63,7 @@ class Learner:
         return self._teacher is not None
 
     def own_teacher_outputs(self, batch: StepBatch) -> InlineSource:
-        """Return the source of teacher outputs computed in this process for the views of a batch."""
+        """Return a source that computes the teacher outputs of a batch in this process."""
         assert self._teacher is not None
         forwards = self.step.rounds(batch).teacher
         return InlineSource(self._teacher, self._config.sdpo, self.version, forwards)

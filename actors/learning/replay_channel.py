@@ -114,7 +114,7 @@ class _Answers:
         return _sides(self.mask.sum(-1))
 
     def sums(self, ld_alpha: float | None) -> Sides:
-        """Return summed log-probs [B] in nats; `ld_alpha` scales tokens beyond the shorter answer."""
+        """Return summed log-probs [B] in nats; `ld_alpha` scales tokens past the shorter end."""
         if ld_alpha is None:
             return _sides(sequence_logprobs(self.logprobs, self.mask))
         shared = torch.minimum(*self.lengths).repeat(2)

@@ -161,7 +161,7 @@ class SdpoChannel:
         normalizer: int,
         entropies: Tensor,
     ) -> Tensor:
-        """Return the loss on the teacher's whole distribution: its states and head, or its logits."""
+        """Return the loss on the teacher's whole distribution: states and head, or logits."""
         config, student = self._config, rows.model
         weight = None if head is None else head.weight
         biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}

@@ -166,7 +166,7 @@ class ThreeChannelStep:
         hidden: Tensor,
         one: _Pass,
     ) -> Tensor | None:
-        """Return a microbatch's SDPO loss; None if it has no views or the teacher output is lost."""
+        """Return a microbatch's SDPO loss; None without views, or if the output is lost."""
         if one.source is None:
             return None
         if not microbatch.views:

@@ -208,7 +208,7 @@ class TeacherPanel:
 
 
 def chosen_teachers(teachers: Sequence[T], seed: int, n: int) -> list[T]:
-    """Return `n` consecutive teachers, starting at `seed` modulo their number, in configured order."""
+    """Return `n` consecutive teachers from place `seed` (modulo), in configured order."""
     start = seed % len(teachers)
     places = sorted((start + step) % len(teachers) for step in range(n))
     return [teachers[place] for place in places]

@@ -1,1 +1,1 @@
-"""One client of the OpenAI chat protocol: limits, retries, breaker, money, keys."""
+"""A client of the OpenAI chat protocol: limits, retries, circuit breaker, costs, API keys."""

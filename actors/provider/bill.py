@@ -1,7 +1,7 @@
-"""What one question costs: each attempt is reserved before it is sent and settled after it.
+"""The cost of one query: each attempt is reserved before it is sent and settled afterwards.
 
-A question may be cancelled at any moment, also while it reserves or settles: no reservation stays
-open for it, and none is settled twice. What a request may cost is for others to say.
+A query may be cancelled at any time, also while it reserves or settles: none of its reservations
+stays open, and none is settled twice.
 """
 
 import asyncio
@@ -16,28 +16,28 @@ T = TypeVar("T")
 
 
 class Bookkeeping:
-    """What must be written although nobody waits for it any more. Belongs to one event loop."""
+    """Background writes that complete even if their caller is cancelled; on one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start it; it ends even if the caller is cancelled while it waits behind a shield."""
+        """Start a task; it completes even if a caller that shields it is cancelled."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until all tasks have completed."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
 
 class Bill:
-    """The attempts of one question. `charged` nano-dollars so far; `known` while all are told.
+    """The attempts of one query: `charged` nano-dollars so far, `known` if every cost is known.
 
-    Without a meter it only adds up what responses tell.
+    Without a meter it only sums the costs that responses report.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Bill:
 
     @asynccontextmanager
     async def attempt(self) -> AsyncIterator["Attempt"]:
-        """One request: the block sends it and notes its charge, the whole reservation until then.
+        """Context manager of one request, which sets its charge; by default the full reservation.
 
-        Raises ProviderBudgetError, and does not run the block, where nothing may be reserved.
+        Raises ProviderBudgetError, and does not run the block, if nothing may be reserved.
         """
         reservation = await self._reserve()
         attempt = Attempt()
@@ -79,7 +79,7 @@ class Bill:
 
 
 class Attempt:
-    """One request; `charge` None: nobody knows what it cost."""
+    """One request; `charge` is None while its cost is unknown."""
 
     charge: int | None = None
 
@@ -93,7 +93,7 @@ async def _settling(meter: Meter, reservation: int, charge: int | None) -> int:
 
 
 async def _given_back(meter: Meter, reserving: asyncio.Task[int]) -> None:
-    """Settle at nothing what was reserved for a request that is never sent."""
+    """Settle the reservation of a request that was never sent at 0."""
     try:
         reservation = await reserving
     except ProviderBudgetError:

@@ -1,13 +1,13 @@
-"""The circuit breaker of one teacher: a state machine, without waiting and without a clock.
+"""The circuit breaker of one teacher: a pure state machine without clock or waiting.
 
     closed -- `failures` in a row --> open -- after `rest_s` --> half-open, one probe
       ^                                ^                            |
       |                                +------- it fails -----------+
       +------------------------- it is answered --------------------+
 
-Every request has a permit from `start` and ends once with `end`. What began before the state
-last changed tells nothing about it any more, and is not counted. Times are any seconds that only
-grow. What a failure is, is the caller's to say.
+Each request gets a permit from `start` and ends once with `end`. Requests that started before the
+last state change are not counted. Times are seconds of any monotonic clock. The caller decides what
+counts as a failure.
 """
 
 import math
@@ -17,7 +17,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class BreakerRules:
-    """After `failures` in a row nothing is sent for `rest_s` seconds; then one request tries."""
+    """After `failures` in a row, requests stop for `rest_s` seconds; then one request probes."""
 
     failures: int = 5
     rest_s: float = 30.0
@@ -36,29 +36,29 @@ class BreakerState(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What the end of a request says about its provider."""
+    """Effect of a finished request on the breaker."""
 
     ANSWERED = "answered"
-    """It works, even if what it said was a refusal of this one question."""
+    """The provider works, even if it refused this request."""
 
     BUSY = "busy"
-    """It is there but takes no more now: neither a failure nor the end of a row of them."""
+    """The provider is at its limit: neither a failure nor the end of a row of failures."""
 
     FAILED = "failed"
 
     NOTHING = "nothing"
-    """The request was not sent, or its end was not waited for."""
+    """The request was not sent, or its result was not awaited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Leave to send one request, from the time between two changes of state."""
+    """Permission to send one request, valid for the current breaker state."""
 
     epoch: int
 
 
 class Breaker:
-    """Belongs to one thread. `opened` counts how often it opened."""
+    """Circuit breaker for one thread; `opened` counts how often it opened."""
 
     def __init__(self, rules: BreakerRules) -> None:
         self._rules = rules
@@ -72,23 +72,23 @@ class Breaker:
         return BreakerState.OPEN if now < self._rest_until else BreakerState.HALF_OPEN
 
     def refuses(self, now: float) -> bool:
-        """Whether `start` would give no permit."""
+        """Return whether `start` would return None."""
         state = self.state(now)
         return state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._probing)
 
     def rest_s(self, now: float) -> float:
-        """Seconds until a request may try again; 0 where one may, or is trying, already."""
+        """Return the seconds until a request may probe; 0 if one may already, or is in flight."""
         return 0.0 if self._rest_until is None else max(0.0, self._rest_until - now)
 
     def start(self, now: float) -> Permit | None:
-        """Leave for one request, or None; when half-open, for the only one."""
+        """Return a permit for one request, or None; half-open allows a single one."""
         if self.refuses(now):
             return None
         self._probing = self.state(now) is BreakerState.HALF_OPEN
         return Permit(self._epoch)
 
     def end(self, permit: Permit, verdict: Verdict, now: float) -> None:
-        """Count how a request ended."""
+        """Record the result of a request."""
         if permit.epoch != self._epoch:
             return
         if self._probing:

@@ -1,9 +1,8 @@
-"""The client of teachers' providers: one question at a time, retried within bounds.
+"""The client of the teachers' providers: sends queries, with bounded retries.
 
-Speaks the OpenAI chat protocol, and OpenRouter's additions where an endpoint is OpenRouter's.
-Failure handling is in `errors`, rate limits in `request_limiter`, cost in `bill`, bytes in
-`http_transport` and `reply`.
-It knows no ceiling, no votes and no actors.
+Speaks the OpenAI chat protocol, and OpenRouter's extensions for OpenRouter endpoints. Failure
+handling is in `errors`, rate limits in `request_limiter`, costs in `bill`, HTTP in `http_transport`
+and `reply`. Budget ceilings, votes and actors are other layers' concerns.
 """
 
 import hashlib
@@ -48,7 +47,7 @@ RETRIES, BREAKER = Retries(), BreakerRules()
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """One chat completion as it is sent, the same at every attempt."""
+    """One chat completion request, identical in every attempt."""
 
     teacher: TeacherEndpoint
     content: bytes
@@ -57,9 +56,9 @@ class _Question:
 
 
 class ProviderClient:
-    """Asks any teacher for its next action. Safe to use from many tasks of one event loop.
+    """Queries any teacher for its next action; safe for many tasks of one event loop.
 
-    A teacher's limits and breaker are kept by its name: give each teacher its own.
+    Limits and breaker are per teacher name: names must be unique.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class ProviderClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the kept connections, so that requests under way fail.
+        """Close the connections, so that running requests fail.
 
-        Waits until the charges of cancelled questions are written.
+        Waits until the charges of cancelled queries are written.
         """
         await self._transport.aclose()
         await self._books.finish()
 
     def check(self, teacher: TeacherEndpoint) -> None:
-        """Raises what would stop every request to this teacher; sends nothing."""
+        """Raise any error that would stop all requests to this teacher; sends nothing."""
         read_key(teacher, self._environ)
         teacher.check_address()
         path = teacher.api_key_file
@@ -110,10 +109,10 @@ class ProviderClient:
         seed: int,
         meter: Meter | None = None,
     ) -> TeacherAnswer:
-        """The teacher's next action; raises a ProviderError, which tells what was `charged`.
+        """Return the teacher's next action; raises a ProviderError, which has the `charged` amount.
 
-        Waits at most `total_s` for it, and for what the meter takes to write. Cancelled, it closes
-        its request and charges all that it had reserved.
+        Waits at most `total_s`, plus the meter's writes. If cancelled, it closes its request and
+        charges everything it had reserved.
         """
         limiter, started = self._limiter(teacher), time.perf_counter()
         bill = Bill(None, teacher.name, None, self._books)
@@ -136,9 +135,9 @@ class ProviderClient:
         )
 
     async def prices(self, teacher: TeacherEndpoint) -> Prices | None:
-        """The teacher's prices in its provider's list of models; None where it lists none.
+        """Return the teacher's prices in its provider's model list; None if it lists none.
 
-        Reads the list, which costs nothing; raises a ProviderError where it cannot.
+        Reads the list, which is free; raises a ProviderError if it cannot.
         """
         self.check(teacher)
         limiter = RequestLimiter(teacher, self._rules)
@@ -146,13 +145,13 @@ class ProviderClient:
         return listed_prices(listing, teacher.model)
 
     def details(self) -> dict[str, Any]:
-        """By teacher: the breaker's state, requests under way and waiting, ends by kind."""
+        """Return by teacher: breaker state, running and waiting requests, results by kind."""
         return {name: limiter.details() for name, limiter in self._limiters.items()}
 
     async def _persist(
         self, limiter: RequestLimiter, attempt: Callable[[int, Deadline], Awaitable[T]]
     ) -> T:
-        """Try until it succeeds, it is final, the attempts are used up or the time is."""
+        """Retry until success, a final error, the last attempt or the deadline."""
         deadline = Deadline.of(self._timeouts)
 
         def give_up(state: RetryCallState) -> bool:
@@ -178,7 +177,7 @@ class ProviderClient:
         number: int,
         deadline: Deadline,
     ) -> TeacherAnswer:
-        """One attempt: in line, reserved, sent, settled."""
+        """Run one attempt: wait for the limits, reserve, send, settle."""
         teacher = question.teacher
         async with limiter.turn(deadline):
             outgoing = Outgoing(
@@ -197,7 +196,7 @@ class ProviderClient:
     async def _list_models(
         self, limiter: RequestLimiter, teacher: TeacherEndpoint, _: int, deadline: Deadline
     ) -> dict[str, Any]:
-        """One attempt to read the provider's list of models."""
+        """Make one attempt to read the provider's model list."""
         async with limiter.turn(deadline):
             outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
             reply = await self._transport.send(outgoing, deadline.left_s)
@@ -223,7 +222,7 @@ def _may_succeed_later(failure: BaseException) -> bool:
 
 
 def _delay_s(retries: Retries, state: RetryCallState) -> float:
-    """The wait before the next attempt: full jitter, on top of a Retry-After where there is one."""
+    """Return the wait before the next attempt: full jitter, on top of any Retry-After."""
     error = state.outcome.exception() if state.outcome is not None else None
     if isinstance(error, ProviderError) and error.retry_after_s is not None:
         return error.retry_after_s + wait_random(0, retries.base_s)(state)
@@ -241,7 +240,7 @@ def _question(
         "messages": list(messages),
         "max_tokens": teacher.max_tokens,
     }
-    # Where providers must honour every parameter, a seed would shut out models that have none.
+    # Where providers must honour every parameter, a seed would exclude models without one.
     if not (teacher.routing or {}).get("require_parameters"):
         body["seed"] = seed
     if teacher.temperature is not None:

@@ -1,4 +1,4 @@
-"""Request coalescing: equal questions under way share one request."""
+"""Request coalescing: concurrent equal queries share one request."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -8,22 +8,22 @@ T = TypeVar("T")
 
 
 class ClientClosed(Exception):
-    """A question met a client that is closed, or that was closed before it had its answer."""
+    """The client was closed before a query had its answer."""
 
     def __str__(self) -> str:
         return "whoever asks is closed: open another and ask again"
 
 
 class RequestCoalescer(Generic[T]):
-    """Belongs to one event loop."""
+    """Coalesces the requests of one event loop."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[T]] = {}
 
     async def get(self, key: str, request: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, bool]:
-        """The answer, and whether an equal question that was under way has brought it.
+        """Return the answer, and whether it came from an equal query already in flight.
 
-        A request goes on where its callers are cancelled. Raises ClientClosed when it is closed.
+        A request continues if its callers are cancelled. Raises ClientClosed once this is closed.
         """
         task, shared = self._tasks.get(key), True
         if task is None:
@@ -39,7 +39,7 @@ class RequestCoalescer(Generic[T]):
             raise
 
     async def aclose(self) -> None:
-        """Cancel the requests under way. Waits until they have ended."""
+        """Cancel running requests. Waits until they have ended."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

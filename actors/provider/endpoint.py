@@ -1,6 +1,6 @@
-"""What the provider client is told: where a teacher is, how long to wait, how often to try.
+"""Settings of the provider client: endpoint, timeouts, retries.
 
-Plain values that travel between processes. They hold no key and read none.
+Plain values that are sent between processes, without API keys.
 """
 
 import math
@@ -17,11 +17,11 @@ from composer_mesh.rollouts.money import Prices
 
 @dataclass(frozen=True, slots=True)
 class TeacherEndpoint:
-    """Where a teacher is asked, and what it may be asked for.
+    """A teacher's endpoint and limits.
 
     `api_key_env` names a variable and `api_key_file` a file; without either no key is sent.
-    `max_tokens` is sent, so that `prices` bound what an answer can cost. `routing` is OpenRouter's
-    `provider` object; one that is not None, even empty, marks an endpoint of OpenRouter.
+    `max_tokens` is sent, so that `prices` bound the cost of an answer. `routing` is OpenRouter's
+    `provider` object; any value but None, even an empty one, marks an OpenRouter endpoint.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TeacherEndpoint:
         return f"{self.base_url.rstrip('/')}/{path}"
 
     def check_address(self) -> None:
-        """Raises ProviderRequestError where nothing can be sent to `base_url`."""
+        """Raise ProviderRequestError if `base_url` is unusable."""
         try:
             url = httpx.URL(self.base_url)
         except httpx.InvalidURL:
@@ -59,11 +59,11 @@ class TeacherEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. `total_s` bounds one question with all its retries and waits.
+    """Timeouts in seconds; `total_s` bounds one query with all its retries and waits.
 
-    `read_s` bounds the wait for the next bytes; None leaves it to `total_s`. `line_s` is how much
-    longer a question may wait for the teacher's own limits, until it is sent for the first time;
-    `math.inf` is for jobs that have all the time.
+    `read_s` bounds the wait for the next bytes; None leaves it to `total_s`. `line_s` is the
+    additional time a query may wait for the teacher's own limits before it is first sent;
+    `math.inf` suits batch jobs.
     """
 
     total_s: float
@@ -86,10 +86,10 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often and how late a failed request is sent again: full jitter, doubling its range.
+    """Number of attempts and their delays: full jitter over a doubling range.
 
-    A provider's Retry-After is the least wait, and jitter comes on top, so that clients that
-    were refused together do not return together.
+    A provider's Retry-After is the minimum wait, and jitter comes on top, so that clients refused
+    together do not retry together.
     """
 
     attempts: int = 4

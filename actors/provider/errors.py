@@ -1,4 +1,4 @@
-"""Why a provider did not answer: an exception class per kind of failure, and its fate.
+"""Errors of providers: an exception class per kind of failure, and its handling.
 
     class                    when                                 retried          breaker  charged
     ProviderAuthError        401, 403, no usable key              no               fails    nothing
@@ -12,19 +12,19 @@
     ProviderTimeout          408, no bytes, no answer             yes              fails    all
                              no connection in time                yes              fails    nothing
     ProviderRequestError     any other status                     no               answers  nothing
-    ProviderMalformed        an answer that is none, or too long  no               fails    all
-    ProviderBudgetError      a ceiling, or a price nobody knows   no               -        nothing
+    ProviderMalformed        an unparsable or too long answer     no               fails    all
+    ProviderBudgetError      a ceiling, or an unknown price       no               -        nothing
     ProviderSuspended        its breaker is open                  no               -        nothing
 
-*retried*: within `attempts` and the time left, after full jitter; a Retry-After that a failure came
-with is the least wait, and one beyond the time left ends the question at once. *breaker*: `fails`
-counts towards opening it, `answers` shows that the provider works, `busy` is neither, `-` was not
-sent. *charged*: what the attempt costs where its body tells neither a cost nor, with known prices,
-its tokens; `all` is all that was reserved for it, because nobody knows whether it was generated.
-An error inside a 200 came after generation began: its class is that of its code, and it is charged
-as a 5xx is. A question that is cancelled is charged all, and counted by no breaker.
+*retried*: within `attempts` and the remaining time, after full jitter; a Retry-After is the minimum
+wait, and one beyond the remaining time ends the query at once. *breaker*: `fails` counts towards
+opening it, `answers` shows that the provider works, `busy` is neither, `-` was not sent. *charged*:
+the cost of an attempt whose body reports neither a cost nor, with known prices, its tokens; `all`
+is its full reservation, because it is unknown whether an answer was generated. An error inside a
+200 came after generation began: its class is that of its code, and it is charged like a 5xx. A
+cancelled query is charged in full, and no breaker counts it.
 
-Their texts never hold a key. Nothing here sends or waits.
+Error messages never contain an API key.
 """
 
 from typing import ClassVar
@@ -34,9 +34,9 @@ from composer_mesh.rollouts.pairs import FailureKind
 
 
 class ProviderError(Exception):
-    """A teacher's provider failed. `retry_after_s` is its own wish, where it gave one.
+    """A teacher's provider failed; `retry_after_s` is its Retry-After, if it sent one.
 
-    `charged` is what the whole question cost, in nano-dollars, all its attempts included.
+    `charged` is the cost of the query with all its attempts, in nano-dollars.
     """
 
     failure_class: ClassVar[str] = "provider"
@@ -81,7 +81,7 @@ class ProviderRateError(ProviderError):
 
 
 class ProviderCrowded(ProviderRateError):
-    """Not sent: the limits that the teacher was given left no room for it in time."""
+    """Not sent: the teacher's own limits left no capacity for the query in time."""
 
     repair = "raise its concurrency or requests_per_minute, or ask fewer states at once"
     transient = False
@@ -118,7 +118,7 @@ class ProviderMalformed(ProviderError):
 
 
 class ProviderBudgetError(ProviderError):
-    """Nothing was sent: the question might cost more than may be spent."""
+    """Not sent: the query might exceed a budget."""
 
     kind = FailureKind.BUDGET
     repair = "raise replay.budget.usd or the max_usd of this teacher, or set its prices"
@@ -126,7 +126,7 @@ class ProviderBudgetError(ProviderError):
 
 
 class ProviderSuspended(ProviderError):
-    """Nothing was sent: the teacher failed too often in a row and is left alone for a while."""
+    """Not sent: the teacher failed too often in a row and is suspended for a while."""
 
     kind = FailureKind.SUSPENDED
     repair = "see to what it last failed with; replay.breaker settles when it is tried again"
@@ -143,6 +143,6 @@ _BY_STATUS: dict[int, type[ProviderError]] = {
 
 
 def error_class(status: int) -> type[ProviderError]:
-    """The class of failure that an HTTP status, or an error body's code, stands for."""
+    """Return the failure class of an HTTP status, or of an error body's code."""
     fallback = ProviderServerError if status >= 500 else ProviderRequestError
     return _BY_STATUS.get(status, fallback)

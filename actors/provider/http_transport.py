@@ -1,8 +1,7 @@
-"""The connections to providers: one request out, its whole response or its loss back.
+"""HTTP connections to providers: sends one request, returns its complete response or its loss.
 
-HTTP/2 where a provider offers it, one pool for all teachers. How many requests are under way is
-settled before they come here, so the pool itself has no bound. Nothing here retries or waits in
-line, and nothing reads what a response says.
+HTTP/2 where a provider offers it, one pool for all teachers. The pool is unbounded, because callers
+limit the number of concurrent requests.
 """
 
 import asyncio
@@ -23,19 +22,19 @@ from composer_mesh.actors.provider.reply import Lost, Reply
 
 LARGEST_BODY = 8 * 2**20
 KEPT_S = 30.0
-"""How long a connection is kept for the next request."""
+"""Seconds an idle connection is kept for the next request."""
 LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 WIRE_LOGS = ("hpack", "httpcore", "httpx")
-"""Loggers that write headers, one of which holds the key, and a line for each request."""
+"""Loggers that write headers, which contain the key, and a line per request."""
 
 
 class TooLong(Exception):
-    """A response that is not read to its end."""
+    """A response exceeds the size limit and is not read to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One request to a teacher's `path`: a POST where it has content."""
+    """One request to a teacher's `path`: a POST if it has content."""
 
     teacher: TeacherEndpoint
     path: str
@@ -52,13 +51,13 @@ class Outgoing:
 
 
 class HttpTransport:
-    """A pool of connections. Belongs to one event loop."""
+    """A connection pool of one event loop."""
 
     def __init__(self, timeouts: Timeouts, transport: httpx.AsyncBaseTransport | None) -> None:
         for name in WIRE_LOGS:
             logging.getLogger(name).setLevel(logging.WARNING)
         self._timeouts = timeouts
-        # A proxy of the environment is never asked for an address of this machine.
+        # Requests to this machine never use a proxy from the environment.
         direct: dict[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(LOOPBACK)
         self._client = httpx.AsyncClient(
             http2=True,
@@ -72,9 +71,9 @@ class HttpTransport:
         await self._client.aclose()
 
     async def send(self, outgoing: Outgoing, within_s: float) -> Reply | Lost:
-        """The whole response, or how the request was lost.
+        """Return the complete response, or how the request was lost.
 
-        Waits at most `within_s`. A request that is cancelled is closed.
+        Waits at most `within_s`. A cancelled request is closed.
         """
         teacher, secret = outgoing.teacher, outgoing.secret
         if self._client.is_closed:
@@ -100,7 +99,7 @@ class HttpTransport:
             return response, await _bounded_body(response)
 
     def _lost(self, teacher: str, fault: Exception) -> Lost:
-        """What became of a request without a whole response. Its own words may hold headers."""
+        """Return the error of a lost request, without its text, which may hold headers."""
         error: ProviderError
         sent, name = True, type(fault).__name__
         match fault:

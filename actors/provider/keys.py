@@ -1,7 +1,6 @@
-"""Keys of providers: where they are read, and how they are kept out of everything that is kept.
+"""API keys of providers: reading them, and redacting them from stored data.
 
-A key is read from the environment or its file at each request and lives in no longer-lived object.
-Nothing here sends anything.
+A key is read from the environment or its file for each request and not stored longer.
 """
 
 import logging
@@ -16,14 +15,14 @@ from composer_mesh.actors.provider.errors import ProviderAuthError
 
 HIDDEN = "[key]"
 SHORTEST_SECRET = 8
-"""Shorter keys are no secrets, and taking them out would spoil ordinary text."""
+"""Shorter keys are not secret, and redacting them would corrupt ordinary text."""
 LONGEST_KEY = 16_384
 
 log = logging.getLogger(__name__)
 
 
 class Secret:
-    """A key for one request, or none. Shows itself only as a header."""
+    """The API key of one request, or none; exposed only as a header."""
 
     __slots__ = ("_key",)
 
@@ -38,7 +37,7 @@ class Secret:
         return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
 
     def hide(self, text: str) -> str:
-        """The text without the key."""
+        """Return the text with the key redacted."""
         return text.replace(self._key, HIDDEN) if self._key and self._is_secret else text
 
     def hide_bytes(self, raw: bytes) -> bytes:
@@ -47,7 +46,7 @@ class Secret:
         return raw
 
     def hide_all(self, value: Any) -> Any:
-        """A JSON value whose texts are without the key, however they were escaped."""
+        """Redact the key in all texts of a parsed JSON value, however they were escaped."""
         if isinstance(value, str):
             return self.hide(value)
         if isinstance(value, list):
@@ -62,7 +61,7 @@ class Secret:
 
 
 def read_key(teacher: TeacherEndpoint, environ: Mapping[str, str]) -> Secret:
-    """The teacher's key as it is now; raises ProviderAuthError where it cannot be sent."""
+    """Read the teacher's current key; raises ProviderAuthError if it cannot be sent."""
     if teacher.api_key_file is not None:
         source, key = str(teacher.api_key_file), _from_file(teacher.name, teacher.api_key_file)
     elif teacher.api_key_env is not None:
@@ -78,14 +77,14 @@ def read_key(teacher: TeacherEndpoint, environ: Mapping[str, str]) -> Secret:
 
 
 def warn_if_others_can_read(path: Path) -> None:
-    """A log line about a key file that every user of the machine can read."""
+    """Log a warning for a key file that other users of the machine can read."""
     if os.name == "posix" and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning("other users can read the key file %s: chmod 600 it", path)
 
 
 def _from_file(teacher: str, path: Path) -> str:
     try:
-        if not path.is_file():  # opening a pipe would wait
+        if not path.is_file():  # opening a pipe would block
             raise ProviderAuthError(teacher, f"the key file {path} is missing or no ordinary file")
         with path.open("rb") as file:
             content = file.read(LONGEST_KEY + 1)

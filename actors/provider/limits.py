@@ -1,7 +1,7 @@
-"""When the next request to one teacher may start: so many a minute, and none while it says wait.
+"""Limits when requests to one teacher may start: a rate per minute, and pauses.
 
-The rate is a leaky bucket of `aiolimiter`, which holds one request: no burst, so no 60 seconds
-hold more starts than the limit, also after a pause. Nothing here knows what is sent.
+The rate is a leaky bucket of `aiolimiter` that holds one request: no bursts, so no 60 seconds
+contain more starts than the limit, also after a pause.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from aiolimiter import AsyncLimiter
 
 MINUTE_S = 60.0
 SPREAD = 0.25
-"""Share of a pause over which requests that have no rate start after it."""
+"""Fraction of a pause over which unthrottled requests start after it."""
 LEAST_SPACING_S = 1e-6
 
 
 class StartLimiter:
-    """Belongs to the event loop that it is made in.
+    """Start limiter of the event loop that it is created in.
 
-    `concurrency` is how many requests may wait here at once; they are spread after a pause.
+    `concurrency` is the maximum number of waiting requests; they are spread after a pause.
     """
 
     def __init__(self, per_minute: int | None, concurrency: int) -> None:
@@ -29,11 +29,11 @@ class StartLimiter:
 
     @property
     def paused_s(self) -> float:
-        """Seconds until requests may start again; 0 where they may."""
+        """Seconds until requests may start again; 0 if they may."""
         return max(0.0, self._paused_until - self._clock())
 
     def pause(self, seconds: float) -> None:
-        """Let nothing start for so long; a shorter pause than the one under way changes nothing."""
+        """Block all starts for some seconds; has no effect during a longer pause."""
         until = self._clock() + seconds
         if seconds > 0 and until > self._paused_until:
             spacing = max(SPREAD * seconds / self._concurrency, LEAST_SPACING_S)
@@ -41,13 +41,13 @@ class StartLimiter:
             self._spread = AsyncLimiter(1, spacing)
 
     async def acquire(self) -> None:
-        """Wait until one request may start. A caller that is cancelled takes no start away."""
+        """Wait until one request may start; a cancelled caller consumes no start."""
         may_start = False
         while not may_start:
             await asyncio.sleep(self.paused_s)
             if (limiter := self._limiter()) is not None:
                 await limiter.acquire()
-            may_start = not self.paused_s  # a pause may have come while this waited for the rate
+            may_start = not self.paused_s  # a pause may have started while this waited for the rate
 
     def _limiter(self) -> AsyncLimiter | None:
         if self._rate is not None:

@@ -1,7 +1,7 @@
-"""What a request can cost, and what its provider says that it did cost.
+"""Bounds on the cost of a request, and the costs that providers report.
 
-Numbers of a provider are untrusted: what is no amount counts as not told. Amounts are
-nano-dollars. Nothing here reserves, spends or sends.
+A provider's numbers are untrusted: an invalid amount counts as not reported. Amounts are
+nano-dollars.
 """
 
 import math
@@ -14,14 +14,14 @@ from composer_mesh.rollouts.money import LARGEST_CHARGE, LARGEST_USD, Prices, do
 
 MILLION = 10**6
 MOST_TOKENS = 10**9
-"""A count above it is no count."""
+"""Higher token counts are invalid."""
 
 
 def highest_prices(teacher: TeacherEndpoint) -> Prices | None:
-    """The most that the teacher's provider may charge; None where nobody knows.
+    """Return the maximum prices of the teacher's provider; None if they are unknown.
 
-    A `max_price` of its routing counts in place of the price that is listed: providers behind one
-    model differ, and a dearer one than the listed may answer within it.
+    A `max_price` of its routing replaces the listed price: providers behind one model differ, and a
+    more expensive one may answer within it.
     """
     if teacher.prices is None:
         return None
@@ -36,7 +36,7 @@ def highest_prices(teacher: TeacherEndpoint) -> Prices | None:
 
 
 def routing_of(teacher: TeacherEndpoint) -> dict[str, Any]:
-    """OpenRouter's `provider` object: no dearer provider answers than the prices allow for."""
+    """Return OpenRouter's `provider` object, which excludes providers above the known prices."""
     routing = dict(teacher.routing or {})
     if (prices := highest_prices(teacher)) is None:
         return routing
@@ -50,13 +50,13 @@ def routing_of(teacher: TeacherEndpoint) -> dict[str, Any]:
 
 
 def bound(teacher: TeacherEndpoint, body_bytes: int) -> int | None:
-    """The most that one request with this body can cost; None where nobody knows."""
+    """Return the maximum cost of a request with this body size; None if unknown."""
     prices = highest_prices(teacher)
     return None if prices is None else prices.bound(body_bytes, teacher.max_tokens)
 
 
 def told_charge(body: Mapping[str, Any] | None, prices: Prices | None) -> int | None:
-    """What a response says it cost: in dollars, or in tokens that have prices; None for neither."""
+    """Return a response's reported cost: in dollars, or in tokens with known prices; else None."""
     usage = body.get("usage") if body is not None else None
     if not isinstance(usage, dict):
         return None
@@ -70,15 +70,15 @@ def told_charge(body: Mapping[str, Any] | None, prices: Prices | None) -> int | 
 
 
 def token_counts(usage: Any) -> tuple[int | None, int | None]:
-    """Prompt and completion tokens of a `usage` object, each None where it is no count."""
+    """Return prompt and completion tokens of a `usage` object, each None if invalid."""
     told = usage if isinstance(usage, dict) else {}
     return _count(told.get("prompt_tokens")), _count(told.get("completion_tokens"))
 
 
 def listed_prices(listing: Mapping[str, Any] | None, model: str) -> Prices | None:
-    """A model's prices in OpenRouter's list of models; None where it has none, or a variable one.
+    """Return a model's prices in OpenRouter's model list; None if absent or variable.
 
-    Tokens of thought are billed as completion tokens or at a price of their own: the higher counts.
+    Reasoning tokens are billed as completion tokens or at their own price: the higher one counts.
     """
     entries = listing.get("data") if listing is not None else None
     for entry in entries if isinstance(entries, list) else []:
@@ -97,7 +97,7 @@ def _prices(pricing: Mapping[str, Any]) -> Prices | None:
 
 
 def _told_cost(usage: Mapping[str, Any]) -> int | None:
-    """OpenRouter's `usage.cost`; with a key of one's own, the provider's own bill comes on top."""
+    """Return OpenRouter's `usage.cost`, plus the upstream provider's bill for a BYOK key."""
     cost = _amount(usage.get("cost"))
     if cost is None or usage.get("is_byok") is not True:
         return cost
@@ -107,7 +107,7 @@ def _told_cost(usage: Mapping[str, Any]) -> int | None:
 
 
 def _amount(usd: Any) -> int | None:
-    """Dollars as a JSON number; an absurd claim counts as the largest charge there is."""
+    """Parse dollars from a JSON number, capped at the largest charge."""
     if isinstance(usd, bool) or not isinstance(usd, int | float):
         return None
     if isinstance(usd, float) and not math.isfinite(usd):
@@ -124,7 +124,7 @@ def _count(value: Any) -> int | None:
 
 
 def _price(value: Any) -> Decimal | None:
-    """Dollars as a JSON number or as text; OpenRouter writes -1 for prices that vary."""
+    """Parse dollars from a JSON number or text; OpenRouter lists variable prices as -1."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     try:

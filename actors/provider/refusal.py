@@ -1,7 +1,6 @@
-"""What a provider's refusal stands for: its status, its error body and its headers as one error.
+"""Converts a provider's error status, body and headers into one typed error.
 
-Everything read here is untrusted: texts are cut and lose their control characters. Nothing here
-sends, waits, charges or reads a key.
+All inputs are untrusted: texts are truncated and stripped of control characters.
 """
 
 import math
@@ -29,16 +28,16 @@ MODERATION_CODES = {
     "moderation_blocked",
 }
 NO_MONEY_CODES = {"insufficient_quota", "billing_hard_limit_reached"}
-"""Sent with 429 and 400, where waiting does not help."""
+"""Error codes sent with 429 and 400 for which retrying does not help."""
 
 
 def refusal(teacher: str, status: int, error: Any, wait_s: float | None) -> ProviderError:
-    """The error of a response with this status."""
+    """Return the error of a response with this status."""
     return _kind(status, error)(teacher, f"status {status}: {error_text(error)}", wait_s)
 
 
 def refusal_in_answer(teacher: str, error: Any, wait_s: float | None) -> ProviderError:
-    """The error of a 200 that holds one: generation failed half-way."""
+    """Return the error of a 200 response with an error: generation failed midway."""
     code = error.get("code") if isinstance(error, dict) else None
     status = int(code) if isinstance(code, int | str) and _is_status(str(code)) else 0
     kind = _kind(status, error) if status >= 400 or _names(error) else ProviderServerError
@@ -47,7 +46,7 @@ def refusal_in_answer(teacher: str, error: Any, wait_s: float | None) -> Provide
 
 
 def error_text(error: Any) -> str:
-    """An error's own words, and why it was moderated, as one line."""
+    """Return an error's message and moderation reasons, as one line."""
     message = error.get("message") if isinstance(error, dict) else error
     message = "it does not say why" if message in (None, "") else message
     reasons = _metadata(error).get("reasons")
@@ -56,28 +55,28 @@ def error_text(error: Any) -> str:
 
 
 def excerpt(text: str, most: int = EXCERPT_CHARS) -> str:
-    """One line of printable characters, cut."""
+    """Return one line of printable characters, truncated."""
     line = " ".join(text[: 20 * most].split())
     line = "".join(char for char in line if char.isprintable())
     return line if len(line) <= most else f"{line[:most]}…"
 
 
 def clean_id(value: Any) -> str:
-    """An id as a provider wrote it, without anything that is no part of one."""
+    """Return a provider's id without characters that are invalid in ids."""
     allowed = string.ascii_letters + string.digits + "-_.:/+=@"
     text = value if isinstance(value, str) else ""
     return "".join(char for char in text[: 4 * ID_CHARS] if char in allowed)[:ID_CHARS]
 
 
 def provider_id(headers: Mapping[str, str], body: Mapping[str, Any] | None, sent: str) -> str:
-    """The provider's own id of a request, or an empty text; an echo of the id sent is none."""
+    """Return the provider's own request id, or ""; an echo of the sent id does not count."""
     told = [headers.get(name) for name in ID_HEADERS]
     told.append(body.get("id") if body is not None else None)
     return next((found for value in told if (found := clean_id(value)) not in ("", sent)), "")
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
-    """Seconds of a Retry-After header, which is a number or a date; None where it is neither."""
+    """Return the seconds of a Retry-After header (number or date); None if invalid."""
     if value is None:
         return None
     try:
@@ -102,7 +101,7 @@ def _kind(status: int, error: Any) -> type[ProviderError]:
 
 
 def _names(error: Any) -> set[str]:
-    """The codes of an error that are words and known here, wherever providers put them."""
+    """Return the known textual codes of an error, from all places where providers put them."""
     if not isinstance(error, dict):
         return set()
     inner = error.get("innererror")
@@ -113,7 +112,7 @@ def _names(error: Any) -> set[str]:
 
 
 def _flagged(error: Any) -> bool:
-    """Whether a 403 is OpenRouter's for a question that was moderated."""
+    """Return whether a 403 is OpenRouter's moderation error."""
     return bool({"reasons", "flagged_input"} & _metadata(error).keys())
 
 

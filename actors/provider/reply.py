@@ -1,7 +1,6 @@
-"""Reading what a provider sent: a response becomes an answer or a typed error, and a charge.
+"""Parses a provider's response into an answer or a typed error, with its charge.
 
-The bytes are untrusted: every field is checked before it is used. Nothing here sends, waits or
-reads a key.
+The bytes are untrusted: every field is checked before use.
 """
 
 import json
@@ -31,12 +30,12 @@ from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, assistant_message, ca
 
 MODEL_CHARS = 120
 OTHER_ERRORS = ("detail", "message")
-"""Where servers that are not OpenAI's put the words of an error."""
+"""Keys under which servers other than OpenAI's put error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response. `request_id` is the one that its request was sent with."""
+    """A complete response; `request_id` is the id sent with its request."""
 
     status: int
     headers: Mapping[str, str]
@@ -45,7 +44,7 @@ class Reply:
     secret: Secret
 
     def body(self) -> dict[str, Any] | None:
-        """The JSON object in it, without the key; None where there is none."""
+        """Return the body's JSON object with the key redacted; None if there is none."""
         try:
             body: dict[str, Any] | None = self.secret.hide_all(_json_object(self.raw))
         except RecursionError:
@@ -53,13 +52,13 @@ class Reply:
         return body
 
     def words(self) -> str:
-        """The beginning of what is no JSON object."""
+        """Return the start of a body that is not a JSON object."""
         return excerpt(self.raw[: 20 * EXCERPT_CHARS].decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """No whole response. `sent` unless the provider certainly never saw the request."""
+    """No complete response; `sent` unless the provider certainly never saw the request."""
 
     error: ProviderError
     sent: bool
@@ -67,20 +66,20 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How one request ended. `charge` in nano-dollars; None: nobody knows what it cost."""
+    """The result of one request; `charge` in nano-dollars, None if unknown."""
 
     outcome: TeacherAnswer | ProviderError
     charge: int | None
 
     def answer(self) -> TeacherAnswer:
-        """The answer; raises the error that came instead."""
+        """Return the answer; raises the error if there is none."""
         if isinstance(self.outcome, ProviderError):
             raise self.outcome
         return self.outcome
 
 
 def read_reply(teacher: TeacherEndpoint, reply: Reply | Lost, call_id: str) -> Reading:
-    """The teacher's action in a response, or why there is none; with what it cost."""
+    """Return the teacher's action in a response, or the error, with the cost."""
     if isinstance(reply, Lost):
         return Reading(reply.error, None if reply.sent else 0)
     body = reply.body()
@@ -97,9 +96,9 @@ def read_reply(teacher: TeacherEndpoint, reply: Reply | Lost, call_id: str) -> R
 
 
 def read_completion(teacher: str, reply: Reply, body: dict[str, Any] | None) -> dict[str, Any]:
-    """The completion in a response; raises the ProviderError that the response stands for.
+    """Return the completion in a response; raises the response's ProviderError.
 
-    A 200 that holds an error is an error: providers send one when generation fails half-way.
+    A 200 that contains an error is an error: providers send one when generation fails midway.
     """
     wait_s = retry_after_s(reply.headers.get("retry-after"))
     if reply.status != 200:
@@ -113,9 +112,10 @@ def read_completion(teacher: str, reply: Reply, body: dict[str, Any] | None) -> 
 
 
 def _answer(teacher: str, reply: Reply, completion: dict[str, Any], call_id: str) -> TeacherAnswer:
-    """The action in a completion; raises a ProviderError where there is none.
+    """Return the action in a completion; raises a ProviderError if there is none.
 
-    A call whose arguments are no JSON object stays an answer: a malformed one, which abstains.
+    A call whose arguments are not a JSON object is still an answer: malformed, counted as
+    abstention.
     """
     choice = _first_choice(completion)
     message = choice.get("message")
@@ -148,10 +148,10 @@ def _answer(teacher: str, reply: Reply, completion: dict[str, Any], call_id: str
 
 
 def action_text(teacher: str, message: dict[str, Any]) -> str:
-    """A provider's assistant message in the student's own words.
+    """Convert a provider's assistant message to the student's action format.
 
-    The student makes one call per turn, so of several only the first counts, and talk beside a
-    call is left out: it is not what teachers agree on.
+    The student makes one call per turn, so only the first of several calls counts, and text next to
+    a call is dropped: teachers are not compared on it.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -196,6 +196,6 @@ def _first_choice(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _error_in(body: dict[str, Any], *others: str) -> Any:
-    """The error of a body: its own, that of its first choice, or what stands under other keys."""
+    """Return a body's error: its own, its first choice's, or the one under other keys."""
     found = [body.get("error"), _first_choice(body).get("error"), *map(body.get, others)]
     return next(filter(None, found), None)

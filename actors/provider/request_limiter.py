@@ -1,7 +1,6 @@
-"""The way to one teacher: how many requests at once, how many a minute, and none while it rests.
+"""Limits the requests to one teacher: concurrency, requests per minute, circuit breaker.
 
-Joins the teacher's slots, its pace and its breaker, and waits for them. What is sent, what it
-costs and whether it is tried again is not known here.
+Combines the teacher's semaphore, start limiter and breaker, and waits for them.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from composer_mesh.actors.provider.limits import StartLimiter
 
 @dataclass
 class Deadline:
-    """When one question must have ended: `total_s` after it left the line, or sooner.
+    """Deadline of one query: at most `total_s` after it is first sent.
 
     `at` is a time of the running event loop.
     """
@@ -41,12 +40,12 @@ class Deadline:
         return self.at - _now()
 
     def leave_line(self) -> None:
-        """The question is about to be sent: from now on it has `total_s`."""
+        """Start the `total_s` period as the query is about to be sent."""
         self.at = min(self.at, _now() + self.timeouts.total_s)
 
 
 class RequestLimiter:
-    """Belongs to one event loop. `counts` tells how questions ended, by kind."""
+    """Request limiter of one event loop; `counts` has the results of queries by kind."""
 
     def __init__(self, teacher: TeacherEndpoint, rules: BreakerRules) -> None:
         self.teacher, self.counts = teacher, Counter[str]()
@@ -58,10 +57,10 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def turn(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Leave to send one request. Waits for the teacher's limits, not beyond the deadline.
+        """Wait for permission to send one request, at most until the deadline.
 
-        What ends the block is counted by the breaker, and a Retry-After pauses all requests. Raises
-        ProviderSuspended while the teacher rests, and ProviderCrowded where the limits leave no
+        The breaker records how the block ends, and a Retry-After pauses all requests. Raises
+        ProviderSuspended while the breaker is open, and ProviderCrowded if the limits leave no
         start in time.
         """
         self.refuse_while_resting()
@@ -84,7 +83,7 @@ class RequestLimiter:
             self._slots.release()
 
     def refuse_while_resting(self) -> None:
-        """Raises ProviderSuspended where no request may be sent now."""
+        """Raise ProviderSuspended if the breaker refuses requests now."""
         now = self._clock()
         if self._breaker.refuses(now):
             rest_s = self._breaker.rest_s(now)
@@ -96,7 +95,7 @@ class RequestLimiter:
             )
 
     def rests_for(self, seconds: float) -> bool:
-        """Whether a request that waits so long would still find it resting."""
+        """Return whether the breaker would still be open after this many seconds."""
         return self._breaker.rest_s(self._clock()) > seconds
 
     def details(self) -> dict[str, Any]:
@@ -125,16 +124,16 @@ class RequestLimiter:
             )
 
     def _pause(self, error: ProviderError) -> None:
-        """Send nothing for as long as the provider asked; at most for a breaker's rest.
+        """Pause all requests for the provider's Retry-After, at most for `rest_s` of the breaker.
 
-        One question's answer is not trusted to stop all the others for longer.
+        A single response is not trusted to stop all other queries for longer.
         """
         if error.retryable and error.retry_after_s is not None:
             self._starts.pause(min(error.retry_after_s, self._rules.rest_s))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """One request, whose end the breaker is told."""
+        """Count one running request, and report its result to the breaker."""
         permit = self._breaker.start(self._clock())
         assert permit is not None, "a resting teacher was asked"
         verdict = Verdict.NOTHING

@@ -51,7 +51,7 @@ class SlotPool:
         return None if slot is None else await self._buffers[slot].write(data)
 
     async def forget(self) -> None:
-        """Reclaim all buffers, also from waiting callers; requires that there are no readers left."""
+        """Reclaim all buffers, also from waiting callers; there must be no readers left."""
         async with self._freed:
             self._step, self._held, self._era = -1, {}, self._era + 1
             self._freed.notify_all()

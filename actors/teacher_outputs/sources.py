@@ -152,7 +152,7 @@ class MeshSource:
         self._head = handle.version, Head(tensors["weight"], tensors.get("bias"))
 
     async def choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
-        """Return a handle to the student's top k ids of one part. Waits for the student's forward."""
+        """Return a handle to the student's top k ids of a part. Waits for its forward."""
         output_buffer = await self._output_buffer_of(step)
         ids = await output_buffer.choice(microbatch)
         self._check_current(output_buffer, step)
@@ -195,7 +195,7 @@ class MeshSource:
         }
 
     async def _output_buffer_of(self, step: int) -> TeacherOutputBuffer:
-        """Return a step's buffer. Waits for its beginning; raises `StepOver` for an earlier step."""
+        """Return a step's buffer. Waits for its start; raises `StepOver` for an earlier step."""
         async with self._begun:
             await self._begun.wait_for(lambda: self._step >= step)
             if self._step > step:

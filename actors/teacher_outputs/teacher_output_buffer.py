@@ -72,7 +72,7 @@ class TeacherOutputBuffer:
             future.set_result(tensors)
 
     async def choice(self, micro: int) -> Tensor:
-        """Return the student's top k ids [N, K]. Waits until the training thread has computed them."""
+        """Return the student's top k ids [N, K]. Waits for the training thread's forward."""
         return await asyncio.shield(self._choices[micro])
 
     async def lose(self, reason: str) -> None:
