@@ -172,7 +172,7 @@ def _reading(path: Path) -> sqlite3.Connection:
     rows = _opened(place)
     try:
         rows.execute("PRAGMA schema_version")
-    except sqlite3.OperationalError:  # reading beside a log needs a -shm file
+    except sqlite3.OperationalError:  # reading with a log needs a -shm file
         rows.close()
         log = path.with_name(f"{path.name}-wal")
         if log.exists() and log.stat().st_size:

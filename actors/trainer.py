@@ -164,7 +164,7 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def student_choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
-        """Return a handle to the student's top k ids of a part. Waits for its forward."""
+        """Return a handle to the student's top k ids of a part. Waits for the student."""
         return await self._teacher_outputs.choice(step, microbatch, part)
 
     @concurrent_endpoint

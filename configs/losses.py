@@ -109,7 +109,7 @@ class GrpoLoss(_RatioLoss):
     """GRPO's clipped surrogate, with DAPO's, Dr. GRPO's and GSPO's options."""
 
     type: Literal["grpo"] = "grpo"
-    """The loss."""
+    """Type of the loss."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip bound of the ratio, as a distance from 1."""
@@ -134,7 +134,7 @@ class CispoLoss(_RatioLoss):
     """CISPO: REINFORCE weighted by a capped, constant ratio."""
 
     type: Literal["cispo"]
-    """The loss."""
+    """Type of the loss."""
 
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Lower bound of the ratio, as a distance from 1; 1 means none."""
@@ -147,7 +147,7 @@ class SapoLoss(_RatioLoss):
     """SAPO: a soft gate on the ratio instead of a clip."""
 
     type: Literal["sapo"]
-    """The loss."""
+    """Type of the loss."""
 
     aggregation: Aggregation = "grpo"
     """Aggregation of token losses: TRL's loss types."""
@@ -163,7 +163,7 @@ class GmpoLoss(_CorrectedLoss):
     """GMPO: the geometric mean of a rollout's token ratios, each clipped."""
 
     type: Literal["gmpo"]
-    """The loss."""
+    """Type of the loss."""
 
     aggregation: Aggregation = "grpo"
     """Aggregation of token losses: TRL's loss types."""
@@ -179,7 +179,7 @@ class VespoLoss(_CorrectedLoss):
     """VESPO: REINFORCE with a smooth weight of a rollout's sequence-level importance ratio."""
 
     type: Literal["vespo"]
-    """The loss."""
+    """Type of the loss."""
 
     k_positive: NotNegative = 2.0
     """Exponent of the ratio for non-negative advantages."""
@@ -207,7 +207,7 @@ class PrimeRlLoss(_BuiltInLoss):
     """PRIME-RL's default: masks tokens whose probability moved too far, and adds a squared KL."""
 
     type: Literal["prime_rl"]
-    """The loss."""
+    """Type of the loss."""
 
     mask_low: NotNegative = 0.2
     """Maximum decrease of a token's probability, for non-positive advantages."""
@@ -236,7 +236,7 @@ class PrimeRlIpoLoss(_BuiltInLoss):
     """PRIME-RL's loss type ipo: masks tokens whose probability moved too far either way."""
 
     type: Literal["prime_rl_ipo"]
-    """The loss."""
+    """Type of the loss."""
 
     threshold: Positive = 0.1
     """Maximum change of a token's probability."""
@@ -252,7 +252,7 @@ class DppoLoss(_BuiltInLoss):
     """DPPO: masks tokens outside a trust region by total variation, KL or ratio."""
 
     type: Literal["dppo"]
-    """The loss."""
+    """Type of the loss."""
 
     aggregation: Aggregation = "dapo"
     """Aggregation of token losses: TRL's loss types."""
@@ -319,7 +319,7 @@ class DecoupledPpoLoss(_BuiltInLoss):
     """AReaL's decoupled PPO: clipped against the trainer, weighted against the generator."""
 
     type: Literal["decoupled_ppo"]
-    """The loss."""
+    """Type of the loss."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip bound of the ratio, as a distance from 1."""
@@ -343,14 +343,14 @@ class ReinforceLoss(_CorrectedLoss):
     """REINFORCE: advantage times log-prob, for runs without lag or with a correction."""
 
     type: Literal["reinforce"]
-    """The loss."""
+    """Type of the loss."""
 
 
 class CustomLoss(_Loss):
     """A user-defined function, called once per rollout with PRIME-RL's fields."""
 
     type: Literal["custom"]
-    """The loss."""
+    """Type of the loss."""
 
     import_path: ImportPath
     """Import path of the function, as my_module.my_loss; the working directory is searched too."""
@@ -387,14 +387,14 @@ class NoLengthPenalty(Section):
     """Rewards without a length penalty."""
 
     type: Literal["none"] = "none"
-    """The length penalty."""
+    """Type of the length penalty."""
 
 
 class OverlongPenalty(Section):
     """DAPO's soft penalty for rollouts near the length limit."""
 
     type: Literal["overlong"]
-    """The length penalty."""
+    """Type of the length penalty."""
 
     max_length: Count
     """Sampled tokens of a rollout at which the full penalty applies."""
@@ -419,7 +419,7 @@ class KimiLengthPenalty(Section):
     """Kimi k1.5's reward for rollouts shorter than the others of the group."""
 
     type: Literal["kimi"]
-    """The length penalty."""
+    """Type of the length penalty."""
 
     weight: NotNegative = 1.0
     """Factor of the length reward, which is between -1/2 and 1/2."""
@@ -429,7 +429,7 @@ class RelativeLengthPenalty(Section):
     """PRIME-RL's penalty relative to the group's longest rollout."""
 
     type: Literal["relative"]
-    """The length penalty."""
+    """Type of the length penalty."""
 
     weight: NotNegative = 0.1
     """Fraction of the group's mean reward that its longest rollout loses."""
@@ -455,7 +455,7 @@ class GroupAdvantage(_Advantage):
     """Rewards minus their group's mean, divided by a standard deviation."""
 
     type: Literal["group"] = "group"
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
     scale: Literal["group", "batch", "none"] = "group"
     """Standard deviation to divide by: the group's (GRPO), the step's, or none (Dr. GRPO)."""
@@ -471,21 +471,21 @@ class RlooAdvantage(_Advantage):
     """Rewards minus the mean of the other rollouts of their group."""
 
     type: Literal["rloo"]
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
 
 class MaxRlAdvantage(_Advantage):
     """Rewards minus their group's mean, divided by that mean."""
 
     type: Literal["max_rl"]
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
 
 class ReinforcePlusPlusAdvantage(_Advantage):
     """Rewards whitened over all sampled tokens of the step."""
 
     type: Literal["reinforce_plus_plus"]
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
     baseline: bool = True
     """Whether to subtract the group's mean first."""
@@ -495,21 +495,21 @@ class OpoAdvantage(_Advantage):
     """Rewards minus the mean of their group weighted by sampled tokens."""
 
     type: Literal["opo"]
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
 
 class GpgAdvantage(_Advantage):
     """Rewards minus their group's mean, scaled by the number of rollouts over rewarded rollouts."""
 
     type: Literal["gpg"]
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
 
 class CustomAdvantage(Section):
     """A user-defined function, called with the step's groups of rollouts."""
 
     type: Literal["custom"]
-    """The advantage estimator."""
+    """Type of the advantage estimator."""
 
     import_path: ImportPath
     """Import path of the function, as my_module.my_advantage; the working directory is searched

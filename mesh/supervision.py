@@ -165,7 +165,7 @@ def reason_of(report: str) -> str:
 
 
 class FaultPolicy(Enum):
-    """What a fault of an actor leads to.
+    """Consequence of an actor's fault.
 
     ESCALATE ends the run. OWNER leaves it to the owner that spawned the actor, which is notified by
     its calls and by `SpawnedActor.death`.

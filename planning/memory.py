@@ -65,7 +65,7 @@ def total(parts: Iterable[Part]) -> int:
 
 
 def in_gb(count: float) -> str:
-    """Format bytes in GB with three significant digits: `0.35`, `24.0`, `131`."""
+    """Format bytes in GB for a table: `0.35`, `24.0`, `131`."""
     value = count / GB
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 

@@ -60,7 +60,7 @@ class TransportRow:
     how: str
 
     def __str__(self) -> str:
-        """Format as `teacher_outputs: sdpo_teacher -> trainer: RDMA buffers`."""
+        """Format as `teacher signals: sdpo_teacher -> trainer: RDMA buffers`."""
         return f"{self.what}: {self.source} -> {', '.join(self.targets)}: {self.how}"
 
 

@@ -88,7 +88,7 @@ def place(
     sizes: ModelSizes | None,
     aliases: Aliases | None = None,
 ) -> Placement:
-    """Place each process of a run; raises `CannotPlace`, or `UnfitPlace` for a config error.
+    """Place each process of a run; raises `CannotPlace`, or `UnfitPlace` whatever the hosts.
 
     Without sizes the memory of models is left out. Processes that stay on a controller's machine
     which is not a host are in no sum.

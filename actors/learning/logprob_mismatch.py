@@ -64,7 +64,7 @@ class LogprobMismatch:
     def note(self, logprobs: Tensor, sampling: Tensor, mask: Tensor, current: Tensor) -> None:
         """Accumulate the masked tokens; `current` is True at tokens of the trained version.
 
-        All are [B, T]. Differences beyond 80 nats and NaN count as 80, which keeps the sums finite.
+        All are [B, T]. Differences beyond 80 nats and NaN count as 80: seen, but finite.
         """
         difference = differences(logprobs, sampling, mask)
         for prefix, where in (("", mask), ("same_version/", mask & current)):

@@ -114,7 +114,7 @@ class _Answers:
         return _sides(self.mask.sum(-1))
 
     def sums(self, ld_alpha: float | None) -> Sides:
-        """Return summed log-probs [B] in nats; `ld_alpha` scales tokens past the shorter end."""
+        """Return summed log-probs [B] in nats; `ld_alpha` weights the longer answer's excess."""
         if ld_alpha is None:
             return _sides(sequence_logprobs(self.logprobs, self.mask))
         shared = torch.minimum(*self.lengths).repeat(2)

@@ -30,7 +30,7 @@ class _Asked:
     def run(self) -> None:
         try:
             self.value = self.work()
-        except (BudgetRefusal, SettledTwice, ValueError) as error:  # these have changed nothing
+        except (BudgetRefusal, SettledTwice, ValueError) as error:  # these errors changed nothing
             self.error = error
 
     def tell(self, failure: BaseException | None) -> None:

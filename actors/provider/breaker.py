@@ -36,7 +36,7 @@ class BreakerState(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Effect of a finished request on the breaker."""
+    """State of the provider, as the end of a request shows it."""
 
     ANSWERED = "answered"
     """The provider works, even if it refused this request."""

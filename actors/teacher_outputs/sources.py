@@ -152,7 +152,7 @@ class MeshSource:
         self._head = handle.version, Head(tensors["weight"], tensors.get("bias"))
 
     async def choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
-        """Return a handle to the student's top k ids of a part. Waits for its forward."""
+        """Return a handle to the student's top k ids of a part. Waits for the student."""
         output_buffer = await self._output_buffer_of(step)
         ids = await output_buffer.choice(microbatch)
         self._check_current(output_buffer, step)
