@@ -102,7 +102,7 @@ def compose_loss(
     by its own count (tokens, tokens, pairs), or by `normalizers[name]` of the whole batch, so that
     losses of microbatches add up.
 
-    Raises ValueError for an unknown wrapper or variant, a missing `taid_t`, shapes that do not fit,
+    Raises ValueError for an unknown objective or variant, a missing `taid_t`, shapes that do not fit,
     and rows of the teacher whose marked ids are not the student's.
     """
     check_choice("sdpo_wrapper", sdpo_wrapper, ("none", "taid", "entropy_opd"))

@@ -29,7 +29,7 @@ SHARDS = "state"
 TRAINING_FILE = "training.json"
 FORMAT = 1
 
-WEIGHTS, MOMENTS, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
+WEIGHTS, OPTIMIZER, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
 """Prefixes of tensor names, by kind."""
 
 _METADATA = {

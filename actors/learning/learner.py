@@ -13,7 +13,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
 from composer_mesh.actors.checkpoints.state import (
     ADAPTERS,
-    MOMENTS,
+    OPTIMIZER,
     TEACHER,
     WEIGHTS,
     CheckpointReader,
@@ -98,7 +98,7 @@ class Learner:
             _add(tensors, ADAPTERS, adapter_weights(self.model))
         if self._teacher is not None:
             _add(tensors, TEACHER, self._teacher.average())
-        _add(tensors, MOMENTS, self.step.optimizer_state())
+        _add(tensors, OPTIMIZER, self.step.optimizer_state())
         rng = self._ranks.gather(random_states(self._ranks.device))
         self._writer.copy(TrainingState(self.version, tensors, self.step.figures(), rng))
 
@@ -118,7 +118,7 @@ class Learner:
             found.read(WEIGHTS, weights)
         else:
             restore_adapters(self.model, found.of(ADAPTERS))
-        self.step.restore(found.figures, found.of(MOMENTS))
+        self.step.restore(found.figures, found.of(OPTIMIZER))
         if self._teacher is not None:
             self._teacher.restore(found.version, found.of(TEACHER))
         if self._ranks.rank < len(found.rng):

@@ -10,7 +10,7 @@ class TornWeights(RuntimeError):
     def __str__(self) -> str:
         wanted, front, back = self.args
         return (
-            f"asked for weights of version {wanted} but read marks {front} and {back}: "
+            f"asked for weights of version {wanted} but read version stamps {front} and {back}: "
             "the publisher has moved on, so pull the handle of the newest version"
         )
 

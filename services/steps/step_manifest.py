@@ -26,7 +26,7 @@ class UnreadableManifest(ValueError):
 
     def __str__(self) -> str:
         return (
-            f"the recipe of step {self.args[0]} cannot be read ({self.args[1]}): take run.sqlite "
+            f"the manifest of step {self.args[0]} cannot be read ({self.args[1]}): take run.sqlite "
             "from a copy of the run, or begin a new run from one of its checkpoints"
         )
 

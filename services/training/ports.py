@@ -1,4 +1,4 @@
-"""What a lasting trainer needs from the mesh, as protocols: fakes and processes both fit.
+"""Ports that the fault-tolerant trainer needs, implemented by fakes and by real processes.
 
 No behaviour here.
 """

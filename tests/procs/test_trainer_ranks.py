@@ -27,7 +27,7 @@ class World:
         self.root, self.folder = root, root / "policy"
         self.steps = learning.batches(learning.write_policy(self.folder))
         self.one = self.alone()
-        rendezvous = root / "meeting"
+        rendezvous = root / "rendezvous"
         multiprocessing.set_forkserver_preload(["learning"])
         work = (rendezvous, self.folder, self.steps, root, HAS_PEFT)
         start_processes(learning.both, work, nprocs=2, start_method="forkserver")

@@ -74,7 +74,7 @@ async def test_weights_travel_with_their_version_by_every_transport(
             assert (await generator.call("describe"))["policy_version"] == handle.version
         assert await generator.call("tied")
         await trainer.call("publish", 3, 0.75, transport)
-        with pytest.raises(TornWeights, match="version 1 but read marks"):
+        with pytest.raises(TornWeights, match="version 1 but read version stamps"):
             await generator.call("pull", handles[0])
         with pytest.raises(WeightsMismatch, match=r"embed\.weight is published as"):
             await other.call("pull", handles[1])
@@ -124,11 +124,11 @@ async def test_the_front_of_what_is_read_one_sidedly_is_read_again_in_the_end(
     assert (await WeightReceiver().receive(handles[0])).version == 1
     [part], [newer] = (handle.parts for handle in handles)
     overtaken = replace(part, offer=replace(part.offer, front=newer.offer.front))
-    with pytest.raises(TornWeights, match="version 1 but read marks 2 and 1"):
+    with pytest.raises(TornWeights, match="version 1 but read version stamps 2 and 1"):
         await WeightReceiver().receive(replace(handles[0], parts=(overtaken,)))
     assert publisher._transport_sender is not None
     publisher._transport_sender.memory(1)[-16:] = 0
-    with pytest.raises(TornWeights, match="version 2 but read marks 2 and 0"):
+    with pytest.raises(TornWeights, match="version 2 but read version stamps 2 and 0"):
         await WeightReceiver().receive(handles[1])
     await publisher.close()
 

@@ -23,7 +23,7 @@ from composer_mesh.rollouts.tool_calls import call_text
 RECIPE: TypeAdapter[list[FilterConfig]] = TypeAdapter(list[FilterConfig])
 
 
-def recipe(*filters: dict[str, Any]) -> PairFilters:
+def filters_of(*filters: dict[str, Any]) -> PairFilters:
     return PairFilters(RECIPE.validate_python(list(filters)))
 
 
@@ -37,7 +37,7 @@ def test_bounds_of_length_may_be_met_and_both_sides_count() -> None:
         pair_of("short chosen", "thr", "eight888"),
         pair_of("long rejected", "four", "nine99999"),
     ]
-    filtered = recipe({"type": "length", "min": 4, "max": 8}).keep(pairs)
+    filtered = filters_of({"type": "length", "min": 4, "max": 8}).keep(pairs)
     assert names(filtered) == ["fits"]
     assert filtered.dropped == {"length": 2}
 
@@ -46,9 +46,9 @@ def test_a_filter_of_one_side_leaves_the_other_alone() -> None:
     pairs = [pair_of("a", "short", "very much longer"), pair_of("b", "very much longer", "short")]
     chosen = {"type": "length", "min": 8, "sides": ["chosen"]}
     rejected = {"type": "length", "min": 8, "sides": ["rejected"]}
-    assert names(recipe(chosen).keep(pairs)) == ["b"]
-    assert names(recipe(rejected).keep(pairs)) == ["a"]
-    filtered = recipe(chosen, rejected).keep(pairs)
+    assert names(filters_of(chosen).keep(pairs)) == ["b"]
+    assert names(filters_of(rejected).keep(pairs)) == ["a"]
+    filtered = filters_of(chosen, rejected).keep(pairs)
     assert names(filtered) == []
     assert filtered.dropped == {"length": 1, "length_2": 1}
 
@@ -95,7 +95,7 @@ def test_the_marks_of_json_do_not_count_against_a_call() -> None:
     noise = call_text("f", {"x": "$%&/()=?!§$%&/()=?"})
     broken = '<tool_call>\n{{{{"":::,,,\n</tool_call>'
     pairs = [pair_of("call", terse), pair_of("noise", noise), pair_of("broken", ADD, broken)]
-    filtered = recipe({"type": "special_characters"}).keep(pairs)
+    filtered = filters_of({"type": "special_characters"}).keep(pairs)
     assert names(filtered) == ["call"]
     assert spoken(f"So:\n{ADD}") == "So: calculator op add a 2 b 3"
 
@@ -103,8 +103,8 @@ def test_the_marks_of_json_do_not_count_against_a_call() -> None:
 def test_the_first_filter_that_fails_counts_the_pair() -> None:
     pairs = [pair_of("a", "!!", "!!")]
     length, special = {"type": "length"}, {"type": "special_characters"}
-    assert recipe(length, special).keep(pairs).dropped == {"length": 1, "special_characters": 0}
-    assert recipe(special, length).keep(pairs).dropped == {"special_characters": 1, "length": 0}
+    assert filters_of(length, special).keep(pairs).dropped == {"length": 1, "special_characters": 0}
+    assert filters_of(special, length).keep(pairs).dropped == {"special_characters": 1, "length": 0}
 
 
 EXACT = {"type": "exact_duplicates"}
@@ -118,16 +118,16 @@ def with_call_id(pair: PreferencePair, name: str) -> PreferencePair:
 
 
 def test_exact_duplicates_are_found_within_and_across_batches() -> None:
-    filters = recipe(EXACT)
+    filters = filters_of(EXACT)
     assert names(filters.keep([pair_of("a"), pair_of("b")])) == ["a"]
     assert names(filters.keep([pair_of("c"), pair_of("d", LOOK)])) == ["d"]
-    assert names(recipe(EXACT).keep([pair_of("c")])) == ["c"]
+    assert names(filters_of(EXACT).keep([pair_of("c")])) == ["c"]
 
 
 def test_a_duplicate_may_be_spelled_otherwise() -> None:
     spelled = call_text("calculator", {"b": 3.0, "a": 2, "op": "add"})
     pairs = [pair_of("a"), pair_of("b", spelled), pair_of("c", rejected="Answer: 5.0")]
-    assert names(recipe(EXACT).keep(pairs)) == ["a"]
+    assert names(filters_of(EXACT).keep(pairs)) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_a_duplicate_may_be_spelled_otherwise() -> None:
     ],
 )
 def test_another_context_or_action_is_no_exact_duplicate(other: PreferencePair) -> None:
-    assert names(recipe(EXACT).keep([pair_of("a"), other])) == ["a", "b"]
+    assert names(filters_of(EXACT).keep([pair_of("a"), other])) == ["a", "b"]
 
 
 def test_ids_of_calls_make_no_other_context() -> None:
     pairs = [with_call_id(pair_of(""), name) for name in ("call_1", "call_x9")]
-    assert names(recipe(EXACT).keep(pairs)) == ["call_1"]
+    assert names(filters_of(EXACT).keep(pairs)) == ["call_1"]
 
 
 NEAR = {"type": "near_duplicates", "threshold": 0.9}
@@ -157,9 +157,9 @@ STORY = (
 def test_a_reworded_task_with_the_same_answer_is_a_near_duplicate() -> None:
     asked = STORY.format(2, 3)
     pairs = [pair_of("a", asked=asked), pair_of("b", asked=asked.replace("dog", "cat"))]
-    filtered = recipe(NEAR).keep(pairs)
+    filtered = filters_of(NEAR).keep(pairs)
     assert (names(filtered), filtered.dropped) == (["a"], {"near_duplicates": 1})
-    assert names(recipe(EXACT).keep(pairs)) == ["a", "b"]
+    assert names(filters_of(EXACT).keep(pairs)) == ["a", "b"]
 
 
 def test_tasks_that_differ_in_numbers_only_are_not_near_duplicates() -> None:
@@ -172,17 +172,17 @@ def test_tasks_that_differ_in_numbers_only_are_not_near_duplicates() -> None:
             pair_of(str(n), text, "I can not answer.", STORY.format(n, 3))
             for n, text in enumerate(chosen)
         ]
-        assert len(recipe(NEAR).keep(pairs).kept) == 9
+        assert len(filters_of(NEAR).keep(pairs).kept) == 9
 
 
 def test_the_same_action_in_another_task_is_no_near_duplicate() -> None:
     tasks = ["What is the value of lamp?", "Convert the value of lamp from yards to feet."]
     pairs = [pair_of(asked, LOOK, "I can not answer.", asked) for asked in tasks]
-    assert names(recipe(NEAR).keep(pairs)) == tasks
+    assert names(filters_of(NEAR).keep(pairs)) == tasks
 
 
 def test_pairs_that_an_earlier_process_kept_are_remembered() -> None:
-    first, again = recipe(EXACT, NEAR), recipe(EXACT, NEAR)
+    first, again = filters_of(EXACT, NEAR), filters_of(EXACT, NEAR)
     kept = first.keep([pair_of("a"), pair_of("b", LOOK)]).kept
     again.remember(kept)
     more = [pair_of("c"), pair_of("d", LOOK), pair_of("e", asked="What is the sum of 2 and 3?")]
@@ -197,4 +197,4 @@ def test_the_default_recipe_keeps_ordinary_pairs() -> None:
 
 
 def test_no_recipe_drops_nothing() -> None:
-    assert recipe().keep([pair_of("a"), pair_of("a")]) == Filtered([pair_of("a")] * 2, {})
+    assert filters_of().keep([pair_of("a"), pair_of("a")]) == Filtered([pair_of("a")] * 2, {})

@@ -1,4 +1,4 @@
-"""The hint desk against a scripted provider: what is paid, what is kept, what is given up."""
+"""The hint service against a scripted provider: what is paid, what is kept, what is given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SDPO channel: each wrapper is its function on whole logits, which the step never makes."""
+"""The SDPO channel: each objective is its function on whole logits, which the step never makes."""
 
 from __future__ import annotations
 

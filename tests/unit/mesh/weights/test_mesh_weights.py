@@ -111,7 +111,7 @@ def test_weights_of_another_floating_dtype_are_converted_where_they_are_applied(
 def test_staged_weights_that_were_replaced_are_refused() -> None:
     weights = staged(tied_model(), 4)
     unstamp(weights.memories[0])
-    with pytest.raises(TornWeights, match="version 4 but read marks -1 and -1"):
+    with pytest.raises(TornWeights, match="version 4 but read version stamps -1 and -1"):
         weights.apply(tied_model())
     with pytest.raises(TornWeights):
         next(weights.tensors())

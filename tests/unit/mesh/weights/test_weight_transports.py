@@ -40,7 +40,7 @@ async def test_the_newest_two_versions_can_be_had_and_no_older_one(transport: Tr
         assert staged.version == handle.version
         assert numbers(staged) == {handle.version}
     await source.publish(3)
-    with pytest.raises(TornWeights, match="asked for weights of version 1 but read marks"):
+    with pytest.raises(TornWeights, match="asked for weights of version 1 but read version stamps"):
         await receiver.receive(handles[0])
     assert numbers(await receiver.receive(handles[1])) == {2}
     with pytest.raises(TornWeights):
@@ -103,7 +103,7 @@ async def test_a_torn_mark_in_front_or_behind_is_refused(place: slice) -> None:
     handle = await source.publish(7)
     assert source.publisher._transport_sender is not None
     source.publisher._transport_sender.memory(0)[place] = 0
-    with pytest.raises(TornWeights, match="version 7 but read marks"):
+    with pytest.raises(TornWeights, match="version 7 but read version stamps"):
         await WeightReceiver().receive(handle)
 
 

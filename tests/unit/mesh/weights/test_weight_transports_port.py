@@ -40,7 +40,7 @@ def test_a_publisher_that_begins_while_shared_memory_is_copied_is_noticed() -> N
     stamp(source, 4, 9)
     memory = Overtaken(source)
     shm._copy(source, memory)  # type: ignore[arg-type]
-    with pytest.raises(TornWeights, match="read marks -1 and 4"):
+    with pytest.raises(TornWeights, match="read version stamps -1 and 4"):
         check_stamps(memory.memory, 4, 9)
 
 
@@ -49,7 +49,7 @@ async def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     handle = await source.publish(1)
     file = handle.parts[0].offer.file
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(TornWeights, match="version 1 but read marks"):
+    with pytest.raises(TornWeights, match="version 1 but read version stamps"):
         await WeightReceiver().receive(handle)
 
 

@@ -1,4 +1,4 @@
-"""The desk waits for money that is only set aside, and never for money that is spent."""
+"""The teacher client waits for money that is only set aside, and never for money that is spent."""
 
 from __future__ import annotations
 

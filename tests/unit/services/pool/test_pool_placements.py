@@ -1,4 +1,4 @@
-"""Replicas start where their seats are, and come again where there is room then."""
+"""Replicas start at their placement, and restart where a host has capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes are told the seats that the placement has for them; a run starts where it is placed."""
+"""Processes are told their placement; a run starts on the host where it is placed."""
 
 from pathlib import Path
 

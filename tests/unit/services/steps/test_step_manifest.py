@@ -50,7 +50,7 @@ def test_a_recipe_comes_back_bit_for_bit(
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"step": 4}', b'{"step": "x", "groups": []}'])
 def test_what_is_no_recipe_is_refused_with_the_repair(body: bytes) -> None:
-    with pytest.raises(UnreadableManifest, match=r"the recipe of step 4 .*: take run\.sqlite"):
+    with pytest.raises(UnreadableManifest, match=r"the manifest of step 4 .*: take run\.sqlite"):
         manifest_from_json(4, body)
 
 
