@@ -102,8 +102,8 @@ def compose_loss(
     by its own count (tokens, tokens, pairs), or by `normalizers[name]` of the whole batch, so that
     losses of microbatches add up.
 
-    Raises ValueError for an unknown objective or variant, a missing `taid_t`, shapes that do not fit,
-    and rows of the teacher whose marked ids are not the student's.
+    Raises ValueError for an unknown objective or variant, a missing `taid_t`, shapes that do not
+    fit, and rows of the teacher whose marked ids are not the student's.
     """
     check_choice("sdpo_wrapper", sdpo_wrapper, ("none", "taid", "entropy_opd"))
     check_choice("dpo_variant", dpo_variant, ("dpo", "ipo", "simpo"))
