@@ -127,14 +127,14 @@ class CommandSignals:
         if not self._caught:
             yield
             return
-        transport_receiver, transport_sender = socket.socketpair()
-        with transport_receiver, transport_sender:
-            transport_receiver.setblocking(False)
-            transport_sender.setblocking(False)
-            before = signal.set_wakeup_fd(transport_sender.fileno(), warn_on_full_buffer=False)
-            loop.add_reader(transport_receiver, transport_receiver.recv, 4096)
+        receiver, sender = socket.socketpair()
+        with receiver, sender:
+            receiver.setblocking(False)
+            sender.setblocking(False)
+            before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+            loop.add_reader(receiver, receiver.recv, 4096)
             try:
                 yield
             finally:
-                loop.remove_reader(transport_receiver)
+                loop.remove_reader(receiver)
                 signal.set_wakeup_fd(before)
