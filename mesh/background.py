@@ -1,7 +1,7 @@
-"""Tasks that run beside everything else and that nobody awaits: one owner, who hears how they end.
+"""Background tasks that are not awaited, with one owner that is notified of failures.
 
-A task that returns or is cancelled has ended as planned. One that raises is told to its owner at
-once, so that no work stops in silence. Knows no actors and no Monarch.
+A task that returns or is cancelled has ended as planned; an exception is reported to its owner at
+once, so that no task fails silently. Independent of actors and Monarch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 
 T = TypeVar("T")
 Failed = Callable[[str, BaseException], None]
-"""What becomes of a task that raised: its name and its error."""
+"""Failure callback: the task's name and its exception."""
 
 
 class BackgroundTasks:
-    """The background tasks of one owner; `failed` is told of each that raises."""
+    """The background tasks of one owner; `failed` is called for each that raises."""
 
     def __init__(self, failed: Failed) -> None:
         self._failed = failed
@@ -28,7 +28,7 @@ class BackgroundTasks:
     def start(
         self, name: str, work: Coroutine[Any, Any, T], failed: Failed | None = None
     ) -> asyncio.Task[T]:
-        """Run `work` beside everything else; `failed` is told in place of the owner's."""
+        """Start `work` as a task; `failed`, if given, replaces the owner's callback."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, failed or self._failed))
@@ -50,6 +50,6 @@ class BackgroundTasks:
 
 
 def told_to_loop(name: str, error: BaseException) -> None:
-    """Tell the loop's exception handler, which logs it, where nobody keeps records."""
+    """Report an error to the loop's exception handler, which logs it, if there is no recorder."""
     about = {"message": f"{name} failed", "exception": error}
     asyncio.get_running_loop().call_exception_handler(about)

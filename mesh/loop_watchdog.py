@@ -1,10 +1,9 @@
-"""A watchdog of an event loop: reports each time that the loop does not answer for too long.
+"""Event-loop watchdog: reports each time that the loop is blocked for too long.
 
-A thread asks the loop, and counts the seconds without an answer. What the loop's thread computes is
-counted, and what it waits for in a callback, but not the machine's part in it: time in which a
-thread of this process was ready to run and had no core, in which the process as a whole stood still
-or another thread held the interpreter, or in which the loop waited for its next event. Off unless
-`COMPOSER_MESH_LOOP_REPORTS` names a folder.
+A thread pings the loop and counts the seconds without an answer. Computation on the loop's thread
+and blocking waits in callbacks count. Time caused by the machine does not: while a thread of this
+process was runnable without a core, the process was paused, another thread held the GIL, or the
+loop waited for events. Off unless `COMPOSER_MESH_LOOP_REPORTS` names a folder.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from types import FrameType
 from weakref import WeakSet
 
 REPORTS = "COMPOSER_MESH_LOOP_REPORTS"
-"""The folder of the reports, a file for each process; without it nothing is watched."""
+"""Environment variable: folder of the reports, one file per process; unset disables watching."""
 LIMIT_S = "COMPOSER_MESH_LOOP_LIMIT_S"
-"""How long a loop may be silent, by the environment; 0.5 s without."""
+"""Environment variable: longest time that a loop may block; 0.5 s by default."""
 PERIOD_S = 0.05
 DEEPEST = 12
-"""Frames of a reported stack, the innermost of all."""
+"""Number of innermost frames in a reported stack."""
 
 Report = Callable[[float, str], None]
 _SELECT = selectors.DefaultSelector.select.__code__
@@ -37,32 +36,32 @@ _watched: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 class _ThreadEnded(Exception):
-    """The loop's thread is gone, whether or not its loop was closed before."""
+    """The loop's thread has ended, whether or not its loop was closed."""
 
 
 class SilentTime:
-    """The seconds of one silence that are the loop's own, slice by slice. Knows no clock."""
+    """Seconds for which the loop itself was blocked, summed over time slices; has no clock."""
 
     def __init__(self, period_s: float, computed_s: float) -> None:
         self._period_s, self._computed_s = period_s, computed_s
         self.seconds = 0.0
 
     def add(self, elapsed_s: float, computed_s: float, machine_s: float) -> None:
-        """A slice without an answer, of which so many seconds were the machine's part.
+        """Add a slice without an answer, of which `machine_s` seconds were caused by the machine.
 
-        `computed_s` is what the loop's thread has computed in all. Who measures is in the same
-        process: that a slice took longer than its period says that this process stood still too.
+        `computed_s` is the loop thread's total CPU time. The measuring thread is in the same
+        process, so a slice that is longer than its period shows that the process itself was paused.
         """
         computed, self._computed_s = computed_s - self._computed_s, computed_s
         self.seconds += max(computed, min(elapsed_s, self._period_s) - machine_s, 0.0)
 
     def end(self, computed_s: float) -> None:
-        """The answer has come; by then the thread had computed so many seconds in all."""
+        """Add the CPU time until the answer; `computed_s` is the thread's total by then."""
         self.seconds += max(computed_s - self._computed_s, 0.0)
 
 
 class LoopWatchdog:
-    """Watches the loop of the thread that makes it, from `start` until `stop` or the loop's end."""
+    """Watches the loop of the thread that creates it, from `start` until `stop` or its end."""
 
     def __init__(self, limit_s: float, report: Report, period_s: float = PERIOD_S) -> None:
         if not 0 < period_s < limit_s:
@@ -81,12 +80,12 @@ class LoopWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more. Waits for the watching thread's end."""
+        """Stop watching. Waits until the watching thread has ended."""
         self._stopped.set()
         self.ended()
 
     def ended(self) -> None:
-        """Wait until nothing is watched any more."""
+        """Wait until the watching thread has ended."""
         self._thread.join()
 
     def _watch(self) -> None:
@@ -96,7 +95,7 @@ class LoopWatchdog:
                 self._stopped.wait(self._period_s)
 
     def _ask(self) -> bool:
-        """Ask the loop for an answer; whether there still is a loop."""
+        """Ping the loop; return False if it is closed."""
         self._answered.clear()
         try:
             self._loop.call_soon_threadsafe(self._answer)
@@ -109,7 +108,7 @@ class LoopWatchdog:
         self._answered.set()
 
     def _count(self) -> None:
-        """Count until the loop answers; report once a silence is over the limit, with its stack."""
+        """Count until the loop answers; report a block above the limit, with the loop's stack."""
         silent, stack = SilentTime(self._period_s, self._computed_s()), ""
         before, queued = time.monotonic(), queued_by_thread()
         while not self._answered.wait(self._period_s) and not self._stopped.is_set():
@@ -133,7 +132,7 @@ class LoopWatchdog:
             raise _ThreadEnded from None
 
     def _is_idle(self) -> bool:
-        """Whether the loop waits for events, or for the interpreter after one has come."""
+        """Whether the loop waits for events, or for the GIL after one has arrived."""
         frame = self._frame()
         return frame is not None and frame.f_code is _SELECT
 
@@ -148,7 +147,7 @@ class LoopWatchdog:
 
 
 def queued_by_thread() -> dict[str, float]:
-    """Seconds that each thread of this process has waited for a core; empty but on Linux."""
+    """Return the seconds that each thread has waited for a core; empty except on Linux."""
     found = {}
     for task in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread may end meanwhile
@@ -157,15 +156,15 @@ def queued_by_thread() -> dict[str, float]:
 
 
 def longest_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """The longest that one thread has waited for a core between two looks.
+    """Return the longest time that one thread waited for a core between two samples.
 
-    The loop's thread may wait for another one, which waits for the core.
+    The loop's thread may be waiting for another thread that waits for the core.
     """
     return max((waited - before.get(task, 0.0) for task, waited in after.items()), default=0.0)
 
 
 def watch_this_loop(name: str) -> None:
-    """Watch the running loop, once, where the environment asks for it; `name` is in its reports."""
+    """Watch the running loop, once, if the environment enables it; `name` appears in reports."""
     folder, loop = os.environ.get(REPORTS), asyncio.get_running_loop()
     if not folder or loop in _watched:
         return

@@ -1,4 +1,4 @@
-"""Waits for several tasks, so that none is left running whatever happens."""
+"""Helpers that wait for several tasks and never leave one running."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
@@ -25,10 +25,10 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
-    """Do long work in a thread, so that the event loop goes on. Waits for its end.
+    """Run blocking work in a thread, so that the event loop continues. Waits for its end.
 
-    A thread cannot be stopped: whoever is cancelled while it waits here waits for the end too, so
-    that a lock around the call is held as long as the work needs it.
+    A thread cannot be stopped, so a cancelled caller also waits for the end: a lock around the call
+    is held as long as the work needs it.
     """
     working = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
@@ -40,7 +40,7 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks, once, and wait until each of them has ended.
 
-    Whoever cancels the waiting meanwhile does not disturb how they end; it is raised afterwards.
+    A cancellation of this wait does not interrupt their cleanup; it is raised afterwards.
     """
     tasks = list(tasks)
     for task in tasks:
@@ -53,6 +53,6 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
             disturbed = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # noted, so that asyncio does not complain that nobody did
+            task.exception()  # retrieved, so that asyncio does not log it as never retrieved
     if disturbed is not None:
         raise disturbed

@@ -1,7 +1,7 @@
-"""Which held-out episodes an evaluation plays: each problem once, so that trials are independent.
+"""Selects the held-out episodes of an evaluation: each problem once, for independent trials.
 
-A task of few problems begins again at its first; a problem that comes again says nothing new about
-a policy, and would only make the interval of its success narrower than it is.
+A task with few problems repeats them by index; repeats add no information about a policy and would
+make the confidence interval of its success rate too narrow.
 """
 
 import json
@@ -11,7 +11,7 @@ from composer_mesh.rollouts.tasks import Episode, Task
 
 
 def heldout_indices(task: Task, count: int) -> list[int]:
-    """The first `count` held-out episodes by index, without those that repeat an earlier one."""
+    """Return the first `count` held-out episodes by index, without repeated problems."""
     first: dict[str, int] = {}
     for index in range(count):
         first.setdefault(_problem(task.episode("heldout", index)), index)
@@ -19,7 +19,7 @@ def heldout_indices(task: Task, count: int) -> list[int]:
 
 
 def fewer_episodes(indices: Sequence[int], count: int) -> str:
-    """What is said where a task has fewer held-out problems than were asked for; else nothing."""
+    """Return a message if a task has fewer held-out problems than `count`; else an empty string."""
     if len(indices) == count:
         return ""
     return (

@@ -1,7 +1,6 @@
-"""A step's batch as bytes, pickled once for all ranks and piece by piece.
+"""A step's batch, pickled once for all ranks in pieces.
 
-A message that holds it costs its sender and its reader a copy of the bytes. Nothing here knows
-actors.
+A message that holds it costs its sender and its receiver one copy of the bytes each.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from composer_mesh.rollouts.batches import StepBatch
 
 Pieces = tuple[bytes, ...]
 TURN_BYTES = 1 << 20
-"""What is packed in one turn of the event loop: some milliseconds."""
+"""Bytes pickled before yielding to the event loop: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A batch on its way to the ranks: its samples, views and pairs as bytes, and what is left."""
+    """A batch in transfer to the ranks: pickled samples, views and pairs, and the other fields."""
 
     rest: StepBatch
     samples: Pieces
@@ -30,13 +29,13 @@ class PackedBatch:
 
     @classmethod
     async def of(cls, batch: StepBatch) -> PackedBatch:
-        """A batch packed. Other work of the event loop runs in between."""
+        """Pack a batch; yields to the event loop in between."""
         rest = replace(batch, samples=[], views=[], pairs=[])
         parts = [await _packed(items) for items in (batch.samples, batch.views, batch.pairs)]
         return cls(rest, *parts)
 
     def unpack(self) -> StepBatch:
-        """The batch, equal to what was packed. It is work for a thread."""
+        """Return a batch equal to the packed one. CPU-heavy: run it in a thread."""
         samples, views, pairs = map(_unpacked, (self.samples, self.views, self.pairs))
         return replace(self.rest, samples=samples, views=views, pairs=pairs)
 

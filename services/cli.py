@@ -1,7 +1,7 @@
-"""The command line: reads arguments, turns a bad one into one message and status 2.
+"""The command line: parses arguments; invalid ones give one message and status 2.
 
-What each command does is in `commands`. A command about a run whose controller is on another
-machine runs there; `launch.reach` decides that.
+The commands are in `commands`. `launch.reach` runs a command about a run whose controller is on
+another machine on that machine.
 """
 
 import os
@@ -58,13 +58,13 @@ LONG_COMMANDS = {
     "ablate": training.ablate,
     "replay": inspection.replay,
 }
-"""Those that write down what they did when a signal ends them."""
+"""Commands that record their results when a signal ends them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Without `argv` it is that of this process, whose signals are the command's until it is gone.
+    Without `argv` it uses the process's arguments and handles its signals until it ends.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     signals = CommandSignals()
@@ -91,7 +91,7 @@ def _short(arguments: Namespace, words: Sequence[str]) -> int:
 
 
 def _refusing(command: Callable[[], int]) -> int:
-    """The exit status of a command, also where it raised: then its one message is printed."""
+    """Return a command's exit status; prints the message of an expected error."""
     try:
         return command()
     except REFUSALS as error:

@@ -1,1 +1,1 @@
-"""The hosts of a run: workers that serve them, leases that end them, addresses and certificates."""
+"""Hosts of a run: workers, leases, addresses, certificates, tunnels and the roster."""

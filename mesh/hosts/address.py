@@ -1,7 +1,7 @@
-"""Addresses on which a host may listen: what is refused, and which one a machine has.
+"""Listen addresses of hosts: which are refused, and which one a machine uses.
 
-Whoever reaches a worker's port runs code there, so only loopback and private addresses pass unless
-somebody names more. Nothing here listens.
+Access to a worker's port allows code execution, so only loopback and private addresses are accepted
+unless the user allows more.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ PRIVATE = tuple(
     # RFC 1918; RFC 6598, which cloud and overlay networks use for pods; RFC 4193
     for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 )
-ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has it, so the default route leads there
+ELSEWHERE = "192.0.2.1"  # RFC 5737, assigned to no host, so routed by default
 
 
 class BadAddress(ValueError):
-    """An address that is none, or on which no host may listen: the value, the bound, the repair."""
+    """Invalid address, or one that a host may not listen on: the value, the bound, the repair."""
 
 
 def split(address: str) -> tuple[str, str, int]:
-    """Scheme, host and port of an address; an IPv6 host is without its brackets."""
+    """Split an address into scheme, host and port; an IPv6 host is without its brackets."""
     scheme, there, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -61,15 +61,15 @@ def split(address: str) -> tuple[str, str, int]:
 
 
 def join(scheme: str, host: str, port: int) -> str:
-    """The address that `split` takes apart."""
+    """Join scheme, host and port into an address; the inverse of `split`."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_listen(address: str, subnets: Sequence[str] = (), any_address: bool = False) -> None:
-    """Raise `BadAddress` where a host must not listen; `any_address` lets every one pass.
+    """Raise `BadAddress` if a host must not listen there; `any_address` allows all.
 
-    A name is looked up, and every address that it has must pass. Without `subnets` private
-    addresses pass, with them those inside; loopback, which nobody else reaches, always does.
+    A name is resolved, and all its addresses must be allowed: private ones, or with `subnets` those
+    inside of them. Loopback is always allowed, since other hosts cannot reach it.
     """
     _, host, _ = split(address)
     networks = [_network(subnet) for subnet in subnets]
@@ -82,10 +82,10 @@ def check_listen(address: str, subnets: Sequence[str] = (), any_address: bool = 
 
 
 def own_address(scheme: str, subnets: Sequence[str] = (), towards: str | None = None) -> str:
-    """An address of this machine on which it may listen, as the host part of an address.
+    """Return an address of this machine that it may listen on, as the host part of an address.
 
-    The one from which it reaches `towards`, a host or an address; without it that of the default
-    route, else any that passes, loopback last. Raises `BadAddress` where none passes.
+    It is the one used to reach `towards`, a host or an address; by default that of the default
+    route, else any allowed one, loopback last. Raises `BadAddress` if none is allowed.
     """
     if scheme not in SCHEMES:
         raise BadAddress(f"scheme is {scheme!r} but must be one of {', '.join(SCHEMES)}")
@@ -107,7 +107,7 @@ def own_address(scheme: str, subnets: Sequence[str] = (), towards: str | None = 
 
 
 def free_port(host: str) -> int:
-    """A port on which nobody listens at that address now; raises `BadAddress` if it is elsewhere's.
+    """Return a port that is unused at that address; raises `BadAddress` for other hosts' addresses.
 
     Another program may take it before it is used.
     """
@@ -131,7 +131,7 @@ def _own_towards(scheme: str, subnets: Sequence[str], towards: str) -> str:
 
 
 def _why_not(ip: Ip, networks: Sequence[Network]) -> str:
-    """Why nobody may listen there; empty where one may."""
+    """Return why an IP may not be listened on; empty if it may."""
     ip = ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip
     if ip.is_unspecified:
         return (
@@ -174,7 +174,7 @@ def _ip(text: str) -> Ip:
 
 
 def _route_to(host: str) -> Iterator[Ip]:
-    """The address from which packets to a host leave; nothing is sent. Empty without a route."""
+    """Yield the source address for packets to a host, without sending any; none without a route."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -185,7 +185,7 @@ def _route_to(host: str) -> Iterator[Ip]:
 
 
 def _interfaces() -> Iterator[Ip]:
-    """Every address of this machine, IPv4 first; those that need a scope are left out."""
+    """Yield this machine's addresses, IPv4 first, except those that need a scope."""
     entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in entries:

@@ -1,7 +1,7 @@
-"""The actor that speaks for a host: hears its controller, looks after processes, tells what it has.
+"""The actor on a remote host that answers the controller's beats and manages its processes.
 
-One on each host of a run that is not the controller's own. It can do what only a process of that
-machine can: wait for an end, kill a group, read `/proc`. It decides nothing.
+There is one on each host except the controller's. It does what needs a process on that machine:
+waits for process exits, kills process groups, reads `/proc`. The controller makes all decisions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from composer_mesh.planning.host_capacity import HostResources
 
 LONGEST_LINE = 200
 TELL_S = 1.0
-"""How long the parent of a process may take to note how that ended."""
+"""Longest time until the parent of a process has recorded its exit status."""
 
 
 @dataclass(frozen=True)
 class HostAbout:
-    """What a host says of itself; `server` is the process that starts the others there."""
+    """Description of a host; `server` is the process that starts the others there."""
 
     machine: HostResources
     hostname: str
@@ -42,7 +42,7 @@ class HostAbout:
 
 
 class HostAgent(MeshActor):
-    """The agent of the worker that has started this process."""
+    """The agent of the worker that started this process."""
 
     kind = "host_agent"
 
@@ -53,9 +53,9 @@ class HostAgent(MeshActor):
 
     @concurrent_endpoint
     async def beat(self, number: int, heard: int) -> None:
-        """The controller is there, and has heard the answer to beat `heard`: the lease goes on.
+        """Renew the lease: the controller is alive and has received the answer to beat `heard`.
 
-        Raises where this host's server stands still, because it can then start and end nothing.
+        Raises if this host's server is stopped, because it can then start and end no processes.
         """
         if processes.stands_still(os.getppid()):
             raise RuntimeError(f"process {os.getppid()}, which serves this host, is stopped")
@@ -63,19 +63,19 @@ class HostAgent(MeshActor):
 
     @concurrent_endpoint
     async def give_back(self) -> None:
-        """The run is over: the worker ends everything here, this process too."""
+        """Release the host: the worker ends all processes here, including this one."""
         self._lease.end()
 
     @concurrent_endpoint
     async def about(self) -> HostAbout:
-        """What this host has."""
+        """Return the description of this host."""
         machine = await asyncio.to_thread(this_machine)
         found = await asyncio.to_thread(versions)
         return HostAbout(machine, socket.gethostname(), sys.executable, os.getppid(), found)
 
     @concurrent_endpoint
     async def ended(self, pid: int, wait_s: float) -> str | None:
-        """How a process of this host has ended. Waits at most `wait_s`; None while it runs."""
+        """Return how a process of this host ended, None while it runs. Waits at most `wait_s`."""
         if not await processes.wait_gone(pid, wait_s):
             return None
         for _ in range(10):
@@ -86,18 +86,18 @@ class HostAgent(MeshActor):
 
     @concurrent_endpoint
     async def kill(self, pids: Sequence[int]) -> None:
-        """End processes of this host that did not when asked, and the groups that they lead."""
+        """Kill processes that did not end on request, and the process groups that they lead."""
         for pid in pids:
             processes.kill_group(pid)
 
     @concurrent_endpoint
     async def born(self, marks: Sequence[str]) -> list[int]:
-        """Living processes that this worker has started with all these words as arguments."""
+        """Return live processes started by this worker with all these words as arguments."""
         return processes.children_of(os.getppid(), marks)
 
     @concurrent_endpoint
     async def sees(self, path: Path) -> str | None:
-        """What a file holds, at most a line of it; None where this host has no such file."""
+        """Return a file's first `LONGEST_LINE` characters of one line; None without such a file."""
         return await asyncio.to_thread(_first_line, path)
 
     @concurrent_endpoint

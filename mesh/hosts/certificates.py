@@ -1,7 +1,7 @@
-"""The certificates of a run's hosts: an authority of its own, and one for each process that talks.
+"""TLS certificates of a run's hosts, one per process, signed by the run's own authority.
 
-Both ends of a connection show one and refuse every other authority, so who cannot read `ca.key`
-reaches no worker. Which address a host has is not decided here.
+Both ends of a connection present one and refuse every other authority, so without `ca.key` no
+worker is reachable.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Key: TypeAlias = ec.EllipticCurvePrivateKey
 CA, CA_KEY = "ca.pem", "ca.key"
 CERT, KEY = "host.pem", "host.key"
 LIFE = timedelta(days=5 * 365)
-CLOCKS = timedelta(hours=1)  # by which the clocks of hosts may differ
+CLOCKS = timedelta(hours=1)  # allowed clock difference between hosts
 ENDS = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
 
 
 class BadAuthority(RuntimeError):
-    """A folder without a usable certificate authority: which file, why, and the repair."""
+    """A folder has no usable certificate authority: which file, why, and the repair."""
 
 
 def make_authority(folder: Path) -> None:
-    """Make a certificate authority in a folder, as a whole or not at all; one there is kept.
+    """Create a certificate authority in a folder atomically, unless it has one.
 
-    Only its owner can read the folder. Raises `BadAuthority` where half of one is there.
+    Only its owner can read the folder. Raises `BadAuthority` if it is incomplete.
     """
     if _is_whole(folder):
         return
     try:
         _make(folder)
     except OSError as error:
-        if not _is_whole(folder):  # else another process was faster
+        if not _is_whole(folder):  # else another process has created it
             raise BadAuthority(
                 f"{folder} cannot be made ({error.strerror}): make it possible, or name a folder "
                 "that is not there yet (cluster.authority)"
@@ -51,16 +51,16 @@ def make_authority(folder: Path) -> None:
 
 
 def new_authority() -> dict[str, bytes]:
-    """A certificate authority as its files, for who keeps them elsewhere than in a folder."""
+    """Return a new certificate authority as file contents, for storage outside of a folder."""
     key = ec.generate_private_key(ec.SECP256R1())
     return {CA_KEY: _key_text(key), CA: _text(_authority(key))}
 
 
 def tls_environment(authority: Path, own: Path, hosts: Sequence[str]) -> dict[str, str]:
-    """Make a key and a certificate for these addresses, and what tells Monarch to use them.
+    """Create a key and a certificate for these addresses; return Monarch's environment for them.
 
-    The folder `own` is made for them; who connects to this process must have called it by one of
-    `hosts`, IP addresses or DNS names. Raises `BadAuthority`.
+    Creates the folder `own` for them. Clients must connect by one of `hosts`, IP addresses or DNS
+    names. Raises `BadAuthority`.
     """
     if not hosts:
         raise ValueError("hosts is empty: name at least one address that others call this host")
@@ -90,7 +90,7 @@ def _make(folder: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        # One look, because another process may put the whole folder there at any time.
+        # Listed once, because another process may rename the complete folder to here at any time.
         there = [path.name for path in folder.iterdir() if path.name in (CA, CA_KEY)]
     except FileNotFoundError:
         return False
@@ -104,7 +104,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _load(folder: Path) -> tuple[x509.Certificate, Key]:
-    """An authority that can sign; looked at before anything is made from it."""
+    """Load an authority that can sign, and check it."""
     pem, key_pem = _read(folder / CA), _read(folder / CA_KEY)
     mode = (folder / CA_KEY).stat().st_mode & 0o777
     if mode & 0o007:
@@ -212,7 +212,7 @@ def _key_text(key: Key) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """A file of the owner alone, from its first byte on; one there is replaced as a whole."""
+    """Write a file that only its owner can read from its creation on, replacing it atomically."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     with os.fdopen(handle, "wb") as file:
         file.write(data)

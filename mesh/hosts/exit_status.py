@@ -1,9 +1,9 @@
-"""How the processes of a host have ended, noted by their parent for others to read.
+"""Exit statuses of a host's processes, recorded by their parent for other processes to read.
 
     WORKER_FOLDER/ends/1234   "its process failed: Killed(sig=9)"
 
-Monarch collects its children; only a thread that sleeps in the kernel for one of them sees its end
-before that. One that ends right after its birth may go unseen.
+Monarch reaps its children; only a thread that blocks in the kernel for one of them sees its exit
+before that. The exit of a process right after its start may be missed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LOOK_S = 0.2
 
 
 class ExitStatuses:
-    """The notes of one worker."""
+    """The exit statuses of one worker's processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._folder.mkdir(exist_ok=True)
 
     def keep(self) -> None:
-        """Note every end of a child of this process, for as long as it lives."""
+        """Record the exit of each child of this process; never returns."""
         known: set[int] = set()
         while True:
             living = set(children_of(os.getpid(), ()))
@@ -39,7 +39,7 @@ class ExitStatuses:
             time.sleep(LOOK_S)
 
     def of(self, pid: int) -> str | None:
-        """How a process has ended; None where that is not known, or it has not."""
+        """Return how a process ended; None if it is unknown or still running."""
         with contextlib.suppress(OSError):
             return (self._folder / str(pid)).read_text()
         return None
@@ -47,7 +47,7 @@ class ExitStatuses:
     def _note_end(self, pid: int) -> None:
         words = wait_for_child(pid)
         draft = self._folder / f".{pid}"
-        with contextlib.suppress(OSError):  # the folder goes with its worker
+        with contextlib.suppress(OSError):  # the folder is removed with its worker
             if words is not None:
                 draft.write_text(words)
                 draft.replace(self._folder / str(pid))

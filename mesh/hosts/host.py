@@ -1,4 +1,4 @@
-"""What a host can do for whoever owns processes there, and what is done only while it is there."""
+"""The port to a host: starting, watching and ending processes there."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ T = TypeVar("T")
 
 
 class Host(Protocol):
-    """Where processes can be: how they are started, watched and ended there."""
+    """A host on which processes can be started, watched and ended."""
 
     name: str
     lost: asyncio.Future[str] | None
-    """Done, with the reason, once nothing there can be reached any more; None where that is us."""
+    """Completed with the reason once the host is unreachable; None for the controller's machine."""
 
     @property
     def mesh(self) -> HostMesh:
-        """Monarch's view of it."""
+        """Monarch's host mesh of this host."""
         ...
 
     def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
-        """The program of a process called `name`, of a run with this token."""
+        """Return the bootstrap command of a process called `name`, of a run with this token."""
         ...
 
     async def ended(self, pid: int) -> str:
-        """Wait until a process has ended; says how."""
+        """Wait until a process has ended; return how."""
         ...
 
     async def wait_gone(self, pid: int, deadline_s: float) -> bool:
-        """Wait until a process is gone; False where it still is at the deadline."""
+        """Wait until a process is gone; return False if it is not at the deadline."""
         ...
 
     async def kill(self, pids: Sequence[int]) -> None:
-        """End processes that are beyond asking, and the groups that they lead."""
+        """Kill processes that no longer respond, and the process groups that they lead."""
         ...
 
     async def born(self, *marks: str) -> list[int]:
-        """Processes that were started there with these words as arguments."""
+        """Return processes that were started there with these words as arguments."""
         ...
 
 
 def is_lost(host: Host) -> bool:
-    """Whether nothing there can be reached any more."""
+    """Whether the host is unreachable."""
     return host.lost is not None and host.lost.done()
 
 
 async def unless_lost(starting: Coroutine[Any, Any, T], host: Host) -> T:
-    """What is started on a host; raises `HostLost` where that goes meanwhile."""
+    """Await the start of something on a host; raises `HostLost` if the host is lost meanwhile."""
     task = asyncio.ensure_future(starting)
     either: list[asyncio.Future[Any]] = [task] if host.lost is None else [task, host.lost]
     try:

@@ -1,6 +1,7 @@
-"""The address by which other hosts reach this process's host, and the interface that has it.
+"""The address by which other hosts reach this process's host, and its network interface.
 
-The host's worker tells the address to every process that it starts (`mesh.share.ADDRESS`).
+The host's worker passes the address to each process that it starts
+(`mesh.process_resources.ADDRESS`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from composer_mesh.mesh.process_resources import ADDRESS
 
 
 class NoAddress(RuntimeError):
-    """A process that others must reach was not told by which address, or by none that they can."""
+    """A process that others must reach has no address, or none that they can reach."""
 
 
 def cluster_address(environ: Mapping[str, str] = os.environ) -> str:
-    """An IP address of this host that the other hosts of the run reach; raises `NoAddress`."""
+    """Return an IP address of this host that other hosts of the run reach; raises `NoAddress`."""
     told = environ.get(ADDRESS, "")
     if not told:
         raise NoAddress(f"{ADDRESS} is not set, so no other host could reach this process")
@@ -31,7 +32,7 @@ def cluster_address(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _looked_up(name: str) -> str:
-    """What a name means here, which is often loopback for a machine's own."""
+    """Resolve a name to an address that is not loopback, as a machine's own name often is."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -50,7 +51,7 @@ def _looked_up(name: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface of this machine that has an IP address; raises `NoAddress`."""
+    """Return the interface of this machine that has an IP address; raises `NoAddress`."""
     wanted = ip_address(address)
     if wanted.version == 4 and wanted.is_loopback:
         return "lo"  # which has all of 127.0.0.0/8

@@ -1,7 +1,7 @@
-"""How long a host goes on without its controller: a lease, renewed by word and kept in a file.
+"""The lease of a host: how long it continues without its controller, stored in a file.
 
-The host's agent renews it when the controller asks; the worker, a process of its own that nothing
-can hold up, looks whether it has run out. Both are processes of one machine and read one clock.
+The host's agent renews it on the controller's beats; the worker, a separate process without
+blocking work, checks whether it has expired. Both run on one machine and use the same clock.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ ENDED = "ended"
 
 @dataclass(frozen=True)
 class Lease:
-    """The lease of one worker, in a folder of its own."""
+    """The lease of one worker, stored in its folder."""
 
     folder: Path
     clock: Callable[[], float] = time.monotonic
 
     def renew(self, at: float | None = None) -> None:
-        """The controller was there at a time of the clock; now, where none is said."""
+        """Renew the lease as of a time of the clock, by default now."""
         self._write(f"{self.clock() if at is None else at:.3f}")
 
     def end(self) -> None:
-        """The run has ended: the host is not needed any more."""
+        """Mark the run as ended: the host is released."""
         self._write(ENDED)
 
     @property
     def ended(self) -> bool:
-        """Whether the controller has given the host back."""
+        """Whether the controller has released the host."""
         return self._read() == ENDED
 
     def age_s(self) -> float | None:
-        """Seconds since it was renewed; None before the first time."""
+        """Seconds since the last renewal; None before the first."""
         said = self._read()
         if not said or said == ENDED:
             return None
@@ -56,10 +56,11 @@ class Lease:
 
 
 class Beats:
-    """Turns the beats of a controller into renewals of a lease.
+    """Renews a lease by the controller's beats.
 
-    A beat counts from its arrival, but only once the controller says that it has heard the answer:
-    where answers are lost on their way, it takes the host for lost, and so must the host itself.
+    A beat counts from its arrival, but only once the controller reports that it received the
+    answer: if answers are lost, the controller considers the host lost, and so must the host
+    itself.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -67,7 +68,7 @@ class Beats:
         self._came: dict[int, float] = {}
 
     def came(self, number: int, heard: int) -> None:
-        """A beat, and the last one whose answer the controller has; 0 is none yet."""
+        """Handle a beat; `heard` is the last one that the controller got an answer to, or 0."""
         now = self._lease.clock()
         self._came[number] = now
         self._came = {one: at for one, at in self._came.items() if one >= heard}

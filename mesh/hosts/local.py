@@ -1,4 +1,4 @@
-"""The machine of the controller as a host: its processes are children of this one."""
+"""The controller's machine as a host: its processes are children of this one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LocalHost:
 
     @property
     def mesh(self) -> HostMesh:
-        """The first use starts Monarch in this process."""
+        """Monarch's host mesh; the first use starts Monarch in this process."""
         if self._mesh is None:
             with without_noise():
                 self._mesh = this_host()
@@ -39,9 +39,9 @@ class LocalHost:
         return BootstrapCommand(sys.executable, None, arguments, dict(env))
 
     async def ended(self, pid: int) -> str:
-        """The kernel tells before Monarch does, unless Monarch has collected the process first.
+        """Wait for the exit with the kernel, which reports it before Monarch unless that reaped it.
 
-        Monarch tells too, but only when it asks next, and then it may need half a minute.
+        Monarch reports it only at its next poll, which may take half a minute.
         """
         reason = await processes.end_of_child(pid)
         if reason is None:

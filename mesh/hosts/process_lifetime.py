@@ -1,6 +1,6 @@
-"""Processes that must not outlive others: what the kernel offers for it, on Linux.
+"""Ties the lifetime of processes to others by Linux kernel features.
 
-Elsewhere these do nothing, and the slower ways stand alone: looking, and leases.
+On other systems these functions do nothing; polling and leases remain, which are slower.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LOOK_S = 0.05
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever the processes below this one leave behind."""
+    """Become the parent of orphaned descendants."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -34,9 +34,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_descendants(deadline_s: float = 10.0) -> list[int]:
-    """Kill all that this process has started, and what that has started; collect it.
+    """Kill and reap all descendants of this process.
 
-    Waits until none is left; returns those that still are at the deadline.
+    Waits until none is left; returns those that remain at the deadline.
     """
     end = time.monotonic() + deadline_s
     while (left := descendants(os.getpid())) and time.monotonic() < end:
@@ -49,7 +49,7 @@ def end_descendants(deadline_s: float = 10.0) -> list[int]:
 
 
 def collect() -> dict[int, int]:
-    """The children of this process that have ended, with their wait status."""
+    """Reap the children of this process that have ended; return their wait status by pid."""
     found: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -1,8 +1,8 @@
-"""A host that a worker offers: attached to, watched by its agent, lost when it is silent.
+"""A host offered by a worker: attached, monitored through its agent, lost when it is silent.
 
-The controller beats; while the agent answers, the lease of the worker is renewed. A host that is
-silent for longer than its lease has ended all that it ran for the run, whatever cut it off: that is
-why its work may be given to others then, and why it never serves again.
+The controller sends beats; while the agent answers, the worker's lease is renewed. A host that is
+silent for longer than its lease has ended all processes of the run, whatever cut it off: therefore
+its work may then be assigned to others, and it is never used again.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
 
 BEATS = 5
-"""How often the controller beats in the time of a lease."""
+"""Beats of the controller per lease duration."""
 MARGIN = 1.4
-"""A host counts as lost after that many leases of silence: by then it has ended its own."""
+"""A host is lost after this many leases of silence; by then it has ended its processes."""
 REFUSALS = 2
-"""A worker whose port has refused that often is gone, and what it had started with it."""
+"""A worker whose port has refused this many connections is gone, with all that it started."""
 ASKED = 0.8
-"""The share of a beat in which the agent must answer; the rest is for a look whether it is there.
+"""The part of a beat in which the agent must answer; the rest is for checking its port.
 
-So a silent host is lost when it should be, and not a look later for every beat.
+So the checks do not delay the moment at which a silent host counts as lost.
 """
 AGAIN_S = 1.0
 LOOK_S = 5.0
-"""How long the agent waits for an end before it is asked again."""
+"""How long one request to the agent waits for a process exit."""
 ANSWER_S = 30.0
 
 
 class HostRefused(MeshError):
-    """A worker that cannot serve this run: what was found, what must be, the repair."""
+    """A worker cannot serve this run: what was found, what is required, the repair."""
 
 
 class RemoteHost:
-    """One attached worker. `close` gives it back, and it ends."""
+    """One attached worker; `close` releases it, and it ends."""
 
     def __init__(self, name: str, address: str, lease_s: float) -> None:
         self.name, self.address = name, address
@@ -71,15 +71,15 @@ class RemoteHost:
 
     @property
     def known(self) -> HostAbout:
-        """What it said of itself when it was attached."""
+        """The host's description from the time it was attached."""
         if self.about is None:
             raise HostLost(self.name, "it is not attached")
         return self.about
 
     async def attach(self, deadline_s: float) -> None:
-        """Attach, start its agent, compare versions. Raises `HostRefused`.
+        """Attach, start the agent, compare versions. Raises `HostRefused`.
 
-        The deadline holds for the whole.
+        The deadline covers all of it.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -115,20 +115,20 @@ class RemoteHost:
         await self._ask("beat", 1, 0)
 
     async def close(self, deadline_s: float) -> None:
-        """Give the host back: its worker ends. Waits for its word, at most `deadline_s`."""
+        """Release the host, whose worker then ends. Waits for its answer, at most `deadline_s`."""
         await self._beating.close()
         if self._agent is not None and self.lost is not None and not self.lost.done():
-            with contextlib.suppress(MeshError):  # then its lease runs out
+            with contextlib.suppress(MeshError):  # otherwise its lease expires
                 await self._ask("give_back", deadline_s=deadline_s)
         self.lose("it was given back")
 
     async def sees(self, path: os.PathLike[str]) -> str | None:
-        """The first line of a file as this host sees it; None where it has no such file."""
+        """Return the first line of a file on this host; None if it has no such file."""
         found: str | None = await self._ask("sees", path)
         return found
 
     async def has_folder(self, path: os.PathLike[str]) -> bool:
-        """Whether it has a folder."""
+        """Whether the host has a folder."""
         found: bool = await self._ask("has_folder", path)
         return found
 
@@ -137,7 +137,7 @@ class RemoteHost:
         return BootstrapCommand(self.known.python, None, arguments, {**self._places(), **env})
 
     def _places(self) -> dict[str, str]:
-        """Where the user stands, and which modules are found there: the same as here."""
+        """Return the environment that gives the same working directory and module paths as here."""
         paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         return {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -146,7 +146,7 @@ class RemoteHost:
         }
 
     async def ended(self, pid: int) -> str:
-        """The agent waits in small parts, so that an answer that is lost holds nobody up."""
+        """Wait in short requests, so that a lost answer blocks only briefly."""
         while True:
             try:
                 words: str | None = await self._ask("ended", pid, LOOK_S)
@@ -161,13 +161,13 @@ class RemoteHost:
     async def wait_gone(self, pid: int, deadline_s: float) -> bool:
         try:
             return await self._ask("ended", pid, deadline_s) is not None
-        except MeshError:  # nothing there can be asked: its lease ends it
+        except MeshError:  # no agent answers: its lease ends the process
             return False
 
     async def kill(self, pids: Sequence[int]) -> None:
-        """Waits until the agent has done it, or the host is lost and has ended them itself.
+        """Wait until the agent has killed them, or the host is lost and has ended them itself.
 
-        Until one of both is sure, nobody may come in their place.
+        No replacement may start before one of both is certain.
         """
         while not is_lost(self):
             try:
@@ -184,9 +184,9 @@ class RemoteHost:
         return found
 
     async def _beat(self) -> None:
-        """Beat until the host is silent for too long.
+        """Send beats until the host is silent for too long.
 
-        Time is counted in beats, so that it stands still while this process itself does.
+        Time is counted in beats, so that it does not pass while this process itself is paused.
         """
         loop, every_s = asyncio.get_running_loop(), self._lease_s / BEATS
         silent, refused, heard, number = 0, 0, 1, 1
@@ -205,18 +205,18 @@ class RemoteHost:
         self.lose(f"it gave no sign of life for {self._lease_s * MARGIN:g} s")
 
     def _lose_unwatched(self, task: str, error: BaseException) -> None:
-        """Without beats its lease runs out, and it ends what it ran."""
+        """Mark the host as lost: without beats its lease expires, and it ends its processes."""
         self.lose(f"{task} failed: {cause_of(error)}")
 
     async def _until_it_listens(self) -> None:
-        """Monarch gives an address up for good that it could not reach."""
+        """Wait for the port, since Monarch never retries an address that it could not reach."""
         while True:
             if await self._listens(AGAIN_S):
                 return
             await asyncio.sleep(AGAIN_S)
 
     async def _listens(self, deadline_s: float) -> bool | None:
-        """Whether somebody listens there; None where its machine does not say so in time."""
+        """Whether the port accepts connections; None if the machine does not answer in time."""
         _, host, port = addresses.split(self.address)
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), deadline_s)
@@ -228,7 +228,7 @@ class RemoteHost:
         return True
 
     def lose(self, reason: str) -> None:
-        """Take note that nothing there can be reached any more."""
+        """Mark the host as unreachable."""
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(f"its host {self.name} is lost: {reason}")
 

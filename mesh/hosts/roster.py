@@ -1,9 +1,9 @@
-"""Who is there: a folder that all hosts see, with one small file for each worker.
+"""Worker discovery: a shared folder with one small file per worker.
 
     runs/NAME/hosts/gpu-0.json  {"name": "gpu-0", "address": "tls://10.0.0.5:22300", ...}
 
-A worker that comes in place of another under the same name replaces its file. A record says where a
-worker listens, not that it still does.
+A worker that replaces another of the same name overwrites its file. A record gives a worker's
+address, not whether it is still listening.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 ROSTER = "hosts"
-"""The folder of a run in which its workers announce themselves."""
+"""Folder in a run's directory in which its workers announce themselves."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A worker: where it listens, with which interpreter; `boot` and `pid` tell it from others."""
+    """A worker's address and interpreter; `boot` and `pid` identify its process."""
 
     name: str
     address: str
@@ -30,7 +30,7 @@ class Record:
 
 
 def announce(folder: Path, record: Record) -> None:
-    """Write or replace the record of a worker, as a whole."""
+    """Write or replace the record of a worker atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{record.name}.{os.getpid()}"
     draft.write_text(json.dumps(asdict(record)) + "\n")
@@ -38,19 +38,19 @@ def announce(folder: Path, record: Record) -> None:
 
 
 def withdraw(folder: Path, record: Record) -> None:
-    """Remove a worker's own record; that of another under the same name stays."""
+    """Remove a worker's own record, but not that of another worker with the same name."""
     if _read(_file(folder, record.name)) == record:
         _file(folder, record.name).unlink(missing_ok=True)
 
 
 def read_roster(folder: Path) -> list[Record]:
-    """The workers that have announced themselves, by their names in natural order."""
+    """Return the announced workers, sorted by name in natural order."""
     found = (_read(file) for file in folder.glob("*.json"))
     return sorted((one for one in found if one is not None), key=_in_order)
 
 
 def read_record(folder: Path, name: str) -> Record | None:
-    """The record under a name, None where there is none."""
+    """Return the record of a name, None if there is none."""
     return _read(_file(folder, name))
 
 
@@ -59,7 +59,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _read(file: Path) -> Record | None:
-    """A record; what is no record is none, for the folder belongs to the user too."""
+    """Read a record; return None for other files, which users may have put there."""
     try:
         about: dict[str, Any] = json.loads(file.read_text())
         return Record(**{key: about[key] for key in Record.__dataclass_fields__})
@@ -68,6 +68,6 @@ def _read(file: Path) -> Record | None:
 
 
 def _in_order(record: Record) -> tuple[str, int, str]:
-    """`gpu-10` after `gpu-9`."""
+    """Sort key of a natural order: `gpu-10` after `gpu-9`."""
     stem, _, number = record.name.rpartition("-")
     return (stem, int(number), "") if number.isdecimal() else (record.name, -1, "")

@@ -1,8 +1,8 @@
 """The program of a worker that serves Monarch: it starts the processes of a run on its host.
 
-A worker starts it and looks after it (`worker`). Its argument is the address that it listens on. It
-ends with its worker, and everything that it has started ends with it. How each of these has ended
-it notes in the worker's folder, where the host's agent reads it: only a parent can know.
+A worker starts and monitors it (`worker`). Its argument is the address to listen on. It ends with
+its worker, and all processes that it started end with it. It records their exit statuses, which
+only a parent receives, in the worker's folder, where the host's agent reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 
 FOLDER = "COMPOSER_MESH_WORKER_FOLDER"
-"""The folder of the worker, in the environment of all that it starts."""
+"""Environment variable with the worker's folder, set for all processes that it starts."""
 LOOK_S = 0.5
 
 
@@ -31,12 +31,12 @@ def serve(address: str, folder: Path) -> None:
     threading.Thread(
         target=ExitStatuses(folder).keep, name="ends of processes", daemon=True
     ).start()
-    # Who may attach is settled by the certificates of the transport: docs/threat-model.md.
+    # The transport's certificates decide which clients may attach: docs/threat-model.md.
     run_worker_loop_forever(address=address, ca="trust_all_connections")
 
 
 def end_with(parent: int) -> None:
-    """End this process once its worker is gone, where the kernel does not see to it."""
+    """End this process once its worker is gone, where the kernel does not do it."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)

@@ -1,8 +1,8 @@
-"""The ssh tunnels through which hosts reach each other where every port is on loopback.
+"""SSH tunnels between hosts whose ports are all bound to loopback.
 
-The machine of the controller holds one ssh to each host. Every worker has the same address,
-127.0.0.1 and a port of its own, on all machines; a connection between two hosts passes through the
-controller's machine. Nothing here starts ssh.
+The controller's machine runs one ssh to each host. Every worker has the same address on all
+machines, 127.0.0.1 and its own port; connections between two hosts pass through the controller's
+machine. Builds the commands only; it starts no ssh.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = (
-    "BatchMode=yes",  # asks nobody for a password
-    "ExitOnForwardFailure=yes",  # a port that is taken ends it, instead of a tunnel without it
+    "BatchMode=yes",  # never prompts for a password
+    "ExitOnForwardFailure=yes",  # a port in use ends ssh, instead of a tunnel without it
     "ConnectTimeout=15",
-    "ServerAliveInterval=5",  # a line that is cut is noticed after 15 s
+    "ServerAliveInterval=5",  # a broken connection is detected after 15 s
     "ServerAliveCountMax=3",
-    "ControlMaster=no",  # a shared connection would keep the ports when this ssh has ended
+    "ControlMaster=no",  # a shared connection would hold the ports after this ssh has ended
     "ControlPath=none",
     "ForwardAgent=no",
     "ForwardX11=no",
@@ -26,12 +26,12 @@ PATIENCE = (
 
 
 class TunnelRefused(ValueError):
-    """Hosts that cannot be reached so: what was found, and the repair."""
+    """Hosts that cannot be reached by tunnels: what was found, and the repair."""
 
 
 @dataclass(frozen=True)
 class Tunnel:
-    """One ssh, which runs on the controller's machine for as long as the run."""
+    """One ssh process, which runs on the controller's machine during the run."""
 
     destination: str
     command: tuple[str, ...]
@@ -40,9 +40,9 @@ class Tunnel:
 def tunnels(
     destinations: Sequence[str], ports: Sequence[int], controller_port: int, options: Sequence[str]
 ) -> tuple[Tunnel, ...]:
-    """The tunnels between hosts, in their order; one worker's port for each destination.
+    """Return the tunnels of hosts, in order; `ports` has one worker port per destination.
 
-    `options` are further arguments of ssh, before ours. Raises `TunnelRefused`.
+    `options` are further arguments of ssh, placed first. Raises `TunnelRefused`.
     """
     _check(destinations, [*ports, controller_port])
     return tuple(
@@ -60,7 +60,7 @@ def _others(ports: Sequence[int], own: int) -> Iterator[int]:
 def _ssh(
     destination: str, port: int, back: Sequence[int], options: Sequence[str]
 ) -> tuple[str, ...]:
-    """Its worker's port comes to the controller's machine, every other port goes there."""
+    """Return the command that forwards the host's worker port here, and every other port there."""
     patience = [part for option in PATIENCE for part in ("-o", option)]
     forwards = ["-L", _forward(port)]
     for other in back:

@@ -1,7 +1,7 @@
-"""What a host has installed that must be the same everywhere, and how hosts differ.
+"""Installed versions that must be the same on all hosts, and how hosts differ.
 
-Messages between processes are pickles of our own classes, so a host with another Python, torch,
-Monarch or other sources of ours would fail later, or silently compute something else.
+Messages between processes are pickles of this package's classes, so a host with another Python,
+torch, Monarch or composer-mesh would fail later, or silently compute something else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SOURCES = "composer-mesh sources"
 
 @cache
 def versions() -> dict[str, str]:
-    """Name and version of each; our own sources by their digest."""
+    """Return name and version of each; this package's sources by their digest."""
     python = ".".join(platform.python_version_tuple()[:2])
     found = {"Python": python} | {name: _version(name) for name in PACKAGES}
     return found | {SOURCES: _digest()}
 
 
 def differences(host: str, here: dict[str, str], there: dict[str, str]) -> list[str]:
-    """`gpu-1 has torch 2.12.0, the controller 2.13.0` for each that differs."""
+    """Describe each difference, as `gpu-1 has torch 2.12.0, the controller 2.13.0`."""
     return [
         f"{host} has {name} {there.get(name, 'of no version')}, the controller {mine}"
         for name, mine in here.items()

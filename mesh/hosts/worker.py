@@ -1,13 +1,13 @@
-"""The command `composer-mesh worker`: offers this host to a run, and ends all of it afterwards.
+"""The command `composer-mesh worker`: offers this host to a run, and cleans it up afterwards.
 
-    worker  (this process: knows no Monarch, nothing can hold it up)
+    worker  (this process: without Monarch, never blocked)
     └── serve   (Monarch's host: listens, starts processes)
-        ├── the host's agent, which hears the controller and renews the lease
+        ├── the host's agent, which receives beats and renews the lease
         └── the actors of the run
 
-Whoever reaches the port may run any code here, so it is bound to an address that only the hosts of
-a run reach, and by TLS to those that its authority knows. When the controller gives the host back,
-or is not heard for the time of the lease, nothing of the run stays, whatever state it is in.
+Access to the port allows code execution, so it is bound to an address that only the hosts of a run
+reach, and TLS admits only certificates of its authority. When the controller releases the host, or
+is silent for the duration of the lease, all processes of the run are ended, whatever their state.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from composer_mesh.mesh.processes import is_alive
 
 AUTO = "auto"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""As in `[[placement.hosts]]`; it is part of the name of a file."""
+"""As in `[[placement.hosts]]`; it is part of a file name."""
 LOOK_S = 0.1
 LISTEN_S = 60.0
 ENDED, LEFT_ALONE = 0, 1
 
 
 class WorkerRefused(Exception):
-    """A worker that cannot be started so: what was given, the bound and the repair."""
+    """A worker cannot be started with these options: the value, the bound and the repair."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker was asked for on its command line.
+    """Command-line options of a worker.
 
-    `lease_s` is how long it goes on without its controller, `wait_s` how long it waits for one;
-    `with_process` is a local process without which there is no use for it.
+    `lease_s` is how long it continues without its controller, `wait_s` how long it waits for one;
+    `with_process` is a local process with which it ends.
     """
 
     listen: str = "tls://auto:0"
@@ -68,9 +68,9 @@ class WorkerOptions:
 
 
 def worker_command(options: WorkerOptions) -> int:
-    """Serve one run. The status is 0 when the run gave the host back or SIGTERM ended it.
+    """Serve one run. The status is 0 when the run released the host or SIGTERM ended it.
 
-    1 when no controller came, when it was not heard any more, or when serving failed.
+    It is 1 when no controller came, when the controller was lost, or when serving failed.
     """
     folder = Path(tempfile.mkdtemp(prefix="composer-mesh-worker-"))
     try:
@@ -114,7 +114,7 @@ class _Worker:
             return self._say(name, *self._until_it_ends(serving))
 
     def _until_it_listens(self, serving: int, address: str) -> str | None:
-        """Wait until somebody accepts connections; why nobody does, or None."""
+        """Wait until the port accepts connections; return why it does not, or None."""
         _, host, port = addresses.split(address)
         end = self.clock() + LISTEN_S
         while self.clock() < end and not self._told:
@@ -126,7 +126,7 @@ class _Worker:
         return "it was told to end" if self._told else f"it did not listen within {LISTEN_S:g} s"
 
     def _until_it_ends(self, serving: int) -> tuple[str, int]:
-        """Wait for the end, and say what it is."""
+        """Wait for the end; return its reason and exit status."""
         lease, began, options = Lease(self.folder), self.clock(), self.options
         while True:
             if self._told:
@@ -146,7 +146,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _announced(self, record: Record) -> Iterator[None]:
-        """On the roster while the block runs, where there is one."""
+        """Announce the worker on the roster, if there is one, while the block runs."""
         roster = self.options.roster
         if roster is not None:
             announce(roster, record)
@@ -158,9 +158,9 @@ class _Worker:
                     withdraw(roster, record)
 
     def _address(self, name: str) -> str:
-        """Where to listen. A port on which this name was found before is not used again.
+        """Return the listen address; a port on which this name was announced before is not reused.
 
-        Monarch cannot attach twice to one address, so one that comes back must have another.
+        Monarch cannot attach twice to one address, so a restarted worker must have another.
         """
         options = self.options
         scheme, host, port = addresses.split(options.listen)
@@ -177,7 +177,7 @@ class _Worker:
         return addresses.join(scheme, host, port)
 
     def _environment(self, address: str) -> Mapping[str, str]:
-        """That of all that is started here; a key of its own for TLS."""
+        """Return the environment of all processes started here, with a new key for TLS."""
         scheme, host, _ = addresses.split(address)
         env = {**os.environ, FOLDER: str(self.folder)}
         if scheme != "tls":
@@ -200,6 +200,6 @@ class _Worker:
 
 
 def _write(stream: TextIO, words: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # who started it may have left
+    with contextlib.suppress(BrokenPipeError):  # its starter may have closed the pipe
         stream.write(f"composer-mesh worker {words}\n")
         stream.flush()

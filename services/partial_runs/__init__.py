@@ -1,1 +1,1 @@
-"""Half a run: its trainer alone on stored rollouts, or its generators alone."""
+"""Partial runs: a trainer alone on stored rollouts, or generators alone."""

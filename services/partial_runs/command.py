@@ -1,9 +1,9 @@
-"""Half a run: started, watched and taken down like a whole one, with half of its actors.
+"""Partial runs: started, watched and shut down like full runs, with half of the actors.
 
     train CONFIG --from-traces DIR    the trainer alone, on the rollouts of a run
-    train CONFIG --rollout-only         the generators alone; nothing is learned
+    train CONFIG --rollout-only       the generators alone; nothing is trained
 
-What either does is `train_from_traces` and `sampling`.
+Their work is implemented by `train_from_traces` and `sampling`.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
 def partial_run_command(
     config: Config, output: Path, source: Path | None, signals: CommandSignals
 ) -> int:
-    """Replay the rollouts of a run, or sample where `source` is None; exits as train does."""
+    """Train on the rollouts of a run, or sample if `source` is None; exit status as of train."""
     shown = RunView(config.run.name, config.run.steps)
     with ExitStack() as stack:
         reader = None if source is None else stack.enter_context(RunReader(source))
@@ -72,11 +72,11 @@ def partial_run_command(
 
 @dataclass
 class PartialRun(Run, ABC):
-    """What both halves have in common."""
+    """Common base of the two partial runs."""
 
     half: Half = "sampling"
     told: str = "nothing was done"
-    """What came of it, for the one who started it."""
+    """Result that is printed for the user."""
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
         return await RunMesh.start(config, host, self.event, self.half, self._hosts.place())
@@ -94,17 +94,17 @@ class PartialRun(Run, ABC):
         await self._work(mesh, task, chat)
 
     def _left(self, state: str) -> str:
-        """Half a run is not resumed."""
+        """Describe the result: a partial run cannot be resumed."""
         return self.told if state == "stopped" else ""
 
     @abstractmethod
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
-        """What this half does with its actors. Waits for the end of it."""
+        """Do the work of this partial run. Waits until it is done."""
 
 
 @dataclass
 class SamplingRun(PartialRun):
-    """The generators of a run, without a trainer."""
+    """Sampling with the generators, without a trainer."""
 
     half: Half = "sampling"
     rollouts: RolloutsOnly | None = None
@@ -129,12 +129,12 @@ class SamplingRun(PartialRun):
 
 @dataclass
 class TrainFromTracesRun(PartialRun):
-    """The trainer of a run, on what `source` has stored."""
+    """Training on the rollouts stored in `source`."""
 
     half: Half = "training"
     source: RunReader | None = None
     root: Path = Path()
-    """The directory of the run whose rollouts these are."""
+    """Directory of the run that the rollouts are from."""
     training: TrainingFromTraces | None = None
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
@@ -181,7 +181,7 @@ class TrainFromTracesRun(PartialRun):
         assert self.source is not None
         advantages = make_advantages(self.config.advantage)
         report = partial(self.event, "late_reward", "")
-        # Its steps hold corrections of steps before them, which this config may not ask for.
+        # Stored steps contain late-reward corrections, which this config may not enable.
         before = load_config(self.root / "config.toml", model_later=True)
         late = make_late_rewards(before, self.source.rewards, advantages, report)
         return StepBuilder(Batcher(self.config, task, chat, advantages), late)

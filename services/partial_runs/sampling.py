@@ -1,7 +1,7 @@
-"""Rollouts without a trainer: groups are sampled and stored by one version; nothing is learned.
+"""Samples and stores rollouts with one policy version, without a trainer.
 
-As many groups are under way as in a whole run, whose window lets `max_lag` steps' worth ahead. The
-groups stay `finished`: a later `train --from-traces` takes them in their order.
+As many groups are in flight as in a full run, whose window allows `max_lag` steps ahead. The groups
+stay `finished`: a later `train --from-traces` uses them in order.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from composer_mesh.services.steps.ports import Store
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was sampled in `seconds`, a step's worth or all of it; `tokens` are the sampled ones."""
+    """Totals of the rollouts sampled in `seconds`; `tokens` counts sampled ones only."""
 
     step: int
     rollouts: int
@@ -37,7 +37,7 @@ class Sampled:
 
 
 class RolloutsOnly:
-    """Belongs to one event loop. `tell` hears of each step's worth of groups."""
+    """Sampling loop of one event loop; `tell` is called with each step's worth of groups."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RolloutsOnly:
         self.done: list[Sampled] = []
 
     async def run(self) -> None:
-        """Sample every group of the run. Waits for the last one; nothing is left under way."""
+        """Sample every group of the run. Waits for the last one; no task is left running."""
         try:
             await self._run()
         finally:
@@ -60,7 +60,7 @@ class RolloutsOnly:
 
     @property
     def total(self) -> Sampled:
-        """All that was sampled."""
+        """Totals over all steps."""
         rollouts = sum(one.rollouts for one in self.done)
         rewards = sum(one.reward * one.rollouts for one in self.done)
         return Sampled(

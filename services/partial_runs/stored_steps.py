@@ -1,9 +1,9 @@
-"""The steps that a run's store can make: as they were trained, then those of the groups left over.
+"""Training steps built from a run's store: stored steps first, then the remaining groups.
 
-    a step with a recipe    its groups, pairs and late rewards, as they were composed
-    groups without a step   `prompts_per_step` at a time in their order, with the pairs they have
+    a step with a manifest  rebuilt from its groups, pairs and late rewards
+    groups without a step   `prompts_per_step` at a time in order, with their pairs
 
-A run that only sampled has the second sort alone. Nothing here trains.
+A run that only sampled has no manifests.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ READABLE = (GroupState.FINISHED, GroupState.TRAINED)
 
 
 class StoredStepLost(MeshError):
-    """A step that cannot be made of the store: which, counted from 1, and why."""
+    """A step cannot be built from the store: its number, counted from 1, and the reason."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(step, why)
@@ -43,7 +43,7 @@ class StoredStepLost(MeshError):
 
 
 class OtherPolicy(MeshError):
-    """The stored ids are not those that this run's policy reads and writes."""
+    """The stored token ids are not those of this run's tokenizer and chat template."""
 
     def __init__(self, trace_id: str) -> None:
         super().__init__(trace_id)
@@ -59,17 +59,16 @@ class OtherPolicy(MeshError):
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A step to train, and the metrics of the first time, None where there was none."""
+    """A step to train, and the metrics of its first training, None if there was none."""
 
     composed: PlannedStep
     before: Mapping[str, Any] | None
 
 
 class StoredSteps:
-    """The steps of one store for a config, which may be another than the one they were made with.
+    """The steps of one store, built for a config that may differ from the original one.
 
-    Pairs that the config's loss cannot use, for want of a reference's scores, are left out and
-    counted.
+    Pairs without the reference scores that the config's loss needs are dropped and counted.
     """
 
     def __init__(self, reader: RunReader, config: Config, step_builder: StepBuilder) -> None:
@@ -78,9 +77,9 @@ class StoredSteps:
         self.pairs_left_out = 0
 
     def __iter__(self) -> Iterator[StoredStep]:
-        """At most `run.steps` of them.
+        """Yield at most `run.steps` steps.
 
-        Raises StoredStepLost where one cannot be made, OtherPolicy where its ids mean nothing here.
+        Raises StoredStepLost if one cannot be built, OtherPolicy if its token ids do not match.
         """
         pairs, step = self._pairs(), 0
         manifests = {row.step: row for row in self._reader.steps() if row.manifest}
@@ -124,7 +123,7 @@ class StoredSteps:
         return Group(group_id, traces, worded_from_json(worded) if worded else WordedHints())
 
     def _check_ids(self, traces: Sequence[Trace]) -> None:
-        """Compare the first prompt there is: a policy's ids are right for all rollouts or none."""
+        """Check the first prompt only: token ids match for all rollouts or for none."""
         trace = next((trace for trace in traces if trace.turns), None)
         if self._known or trace is None:
             return
@@ -134,7 +133,7 @@ class StoredSteps:
         self._known = True
 
     def _pairs(self) -> dict[str, PreferencePair]:
-        """The pairs that this config can train, none where its channel is off."""
+        """Return the pairs that this config can train on, none if its replay channel is off."""
         if not self._config.replay.on:
             return {}
         found = {row.pair_id: pair_from_json(row.body) for row in self._reader.pairs()}
@@ -148,7 +147,7 @@ class StoredSteps:
 def as_trained(
     steps: Iterable[StoredStep], own: RunReader, first: int, until: int
 ) -> list[Trained]:
-    """Steps from `first` up to before `until`, with what came of them in the run `own`."""
+    """Return steps from `first` up to before `until`, with their metrics in the run `own`."""
     metrics = [row.metrics or {} for row in own.steps()][first:until]
     both = zip(islice(steps, first, until), metrics, strict=True)
     return [Trained(step.composed.batch, came) for step, came in both]

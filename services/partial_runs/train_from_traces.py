@@ -1,7 +1,7 @@
-"""A trainer without generators: it trains the steps that a run has stored, one after another.
+"""Training on stored rollouts without generators.
 
-What is the same and what is not, compared with the first time, is told at the end. No rollout is
-sampled, no teacher asked, and nothing evaluated: there is nobody who could.
+Differences from the first training are reported at the end. Without generators and teacher replay
+nothing is sampled, queried or evaluated.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from composer_mesh.services.training.weight_sync import published
 
 
 class TeacherSyncOnly:
-    """The port `WeightSync` of a run whose SDPO teachers are the only ones that pull."""
+    """Weight sync for a run in which only the SDPO teachers pull."""
 
     def __init__(self, ranks: Ranks, teachers: SdpoTeachers | None, deadline_s: float) -> None:
         self._ranks, self._teachers, self._deadline_s = ranks, teachers, deadline_s
 
     async def sync(self, on_snapshot: MayTrain | None = None) -> int:
-        """Publish and let the teachers pull; returns the version. Nobody trains beside it."""
+        """Publish, let the teachers pull, and return the version; no step runs concurrently."""
         del on_snapshot
         handle = await published(self._ranks(), self._deadline_s)
         if self._teachers is not None:
@@ -34,7 +34,7 @@ class TeacherSyncOnly:
 
 @dataclass(frozen=True)
 class TrainingFromTracesPorts:
-    """The world, as far as a replay needs it. `weights` is None where nobody pulls."""
+    """Dependencies of the training loop; `weights` is None if no teacher pulls."""
 
     trainer: Training
     weights: WeightSync | None
@@ -45,7 +45,7 @@ class TrainingFromTracesPorts:
 
 
 class TrainingFromTraces:
-    """Belongs to one event loop."""
+    """Training loop over stored steps, in one event loop."""
 
     def __init__(
         self, config: Config, steps: Iterable[StoredStep], ports: TrainingFromTracesPorts
@@ -56,8 +56,8 @@ class TrainingFromTraces:
         self.step = self._saved = 0
 
     async def run(self) -> None:
-        """Train every step there is, then save. Waits for the last checkpoint."""
-        # Making a batch reads files and takes CPU time, which the event loop lacks.
+        """Train all stored steps, then save. Waits for the last checkpoint."""
+        # Building a batch reads files and uses the CPU, which would block the event loop.
         while (stored := await asyncio.to_thread(next, self._steps, None)) is not None:
             await self._one_step(stored)
         if self.step != self._saved:

@@ -132,7 +132,7 @@ class ReplicaSpec:
 
     @property
     def task_failed(self) -> Failed:
-        """What becomes of a background task of the service that raised."""
+        """What happens with an exception of a service's background task."""
         return told_to_loop if self.record is unheard else recorded_by(self.record)
 
     async def start(self, replica: Replica) -> None:

@@ -100,7 +100,7 @@ class RestartManager:
     async def _heal(self, dead: Replica, burial: asyncio.Task[None]) -> None:
         now, died = asyncio.get_running_loop().time, ActorDied(dead.name, dead.reason)
         began = now()
-        await asyncio.wait([burial])  # its port, its files and its memory are free again
+        await asyncio.wait([burial])  # its port, files and memory are free again
         try:
             replica = await restart(self._budget(dead.slot), died, partial(self._come, dead))
         except GivenUp as end:

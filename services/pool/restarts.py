@@ -77,7 +77,7 @@ class RestartBudget:
         return is_deterministic(error) and key == before
 
     def spent(self) -> str:
-        """What is said where no restart is left."""
+        """Return the message for an exhausted budget."""
         return self._rules.spent()
 
     def served(self) -> None:

@@ -1,1 +1,1 @@
-"""One run from its config to its end: its processes, its hosts, and what is taken down after it."""
+"""One run from config to shutdown: its processes, hosts, placement, status and resume state."""

@@ -1,6 +1,6 @@
-"""The train command: builds a run from its config, runs it, and takes it down again.
+"""The train command: builds a run from its config, runs it and shuts it down.
 
-The order of start and stop, and what a person is told. The run itself is the controller's.
+Owns the start and stop order and what is reported to the user; the controller runs the loop.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
     *(CheckpointFailed, ConfigError, NoCapacity, UnreadableCheckpoint, UnreadableManifest),
 )
-"""Errors that say all there is to know, and what to do about it."""
+"""Errors whose message is complete, so no traceback is printed."""
 
 
 def train_command(
@@ -75,8 +75,8 @@ def train_command(
 ) -> int:
     """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
 
-    A run that goes on comes with the changes of its config, also where there are none. However many
-    signals come, the run is taken down and its summary written.
+    `resumed` is not None for a resumed run: its config changes, possibly none. However many signals
+    arrive, the run is shut down and its summary written.
     """
     began = time.monotonic()
     ceiling = config.replay.budget.usd if config.replay.on else None
@@ -92,7 +92,7 @@ def train_command(
         restarts=run.restarts,
         rest=run.rest,
     )
-    # A run should not begin with the import of what draws its end.
+    # Imported late, since plotting is not needed before the end.
     from composer_mesh.services.directory.curve import draw_reward_curve
 
     curve = output / "reward.png"
@@ -110,7 +110,7 @@ def train_command(
 
 @dataclass
 class Run:
-    """One run while it lives."""
+    """State of one run: its store, view, hosts, mesh and controller."""
 
     config: Config
     store: RunStore
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def restarts(self) -> int:
-        """Processes that were started in place of others."""
+        """Number of processes started as replacements."""
         return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
 
     @property
@@ -146,7 +146,7 @@ class Run:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """What the teachers did after the last step, as metrics of a step."""
+        """Teacher metrics gathered after the last step."""
         if self.controller is None:
             return {}
         return replay_metrics(self.controller.step, Taken([], self.controller.rest))
@@ -169,7 +169,7 @@ class Run:
         except ONE_LINE as error:
             self.failure = str(error)
             return FAILED
-        except Exception as error:  # noqa: BLE001  supervision boundary: what is done is kept
+        except Exception as error:  # noqa: BLE001  supervision boundary: results are kept
             self.failure = "".join(traceback.format_exception(error)).rstrip()
             return FAILED
         finally:
@@ -177,19 +177,19 @@ class Run:
             await self._watch.ended(state)
 
     async def stop(self, now: bool = False) -> bool:
-        """Let the run end; whether a checkpoint is written before. Does not wait for it."""
+        """Request a stop without waiting; return whether a checkpoint is written first."""
         return self.stopping.ask(now)
 
     async def join(self, address: str) -> str:
-        """Attach a further worker; the name that its host has in the run."""
+        """Attach another worker and return its host's name in the run."""
         return await self._hosts.join(address)
 
     def _left(self, state: str) -> str:
-        """From where a run that was stopped goes on."""
+        """Describe where a stopped run would resume."""
         return whence(self.store.root, self.config.run.steps) if state == "stopped" else ""
 
     async def _live_with_hosts(self, supervisor: Supervisor) -> None:
-        """Live on the hosts of the run, and give them back however it ends."""
+        """Run on the hosts of the run, and release them however it ends."""
         host = MeshHost(supervisor)
         hosts = self._hosts = RunHosts(self.config, self.store.root, host, self.event)
         try:
@@ -219,7 +219,7 @@ class Run:
             self.view.phase("stopping actors")
 
     async def _look_back(self, changes: Sequence[Change]) -> None:
-        """Read what the run has, and tell from where it goes on, with which changes."""
+        """Load the resume state; record what it resumes from and the config changes."""
         for change in changes:
             self.event("config_changed", "", str(change))
         past = self._past = await load_resume_state(self.store, self.config, self.event)
@@ -265,7 +265,7 @@ class Run:
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
-        # Seconds, for it imports transformers; hosts would take so long a silence for the end.
+        # Takes seconds, since it imports transformers; a blocked loop would cost the hosts' leases.
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         chat = ChatFormat(tokenizer, task.tools)
         check_chat(chat, hints=self.config.sdpo.on)
@@ -287,7 +287,7 @@ class Run:
         if self.resumed is not None:
             self.view.phase("training the steps since the checkpoint again")
             await trainer.catch_up(controller.resume_state.past)
-            controller.resume_state.past.clear()  # the trainer keeps what it may need
+            controller.resume_state.past.clear()  # the trainer holds those it needs
         await controller.run()
 
     def _progress(self) -> tuple[int, int]:

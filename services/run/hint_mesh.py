@@ -1,6 +1,6 @@
-"""The hint writer of a run: its pool of one, where it asks, where its cache is, and its port.
+"""The hint writer of a run: its pool of one process, its endpoint, cache and port.
 
-Only runs with writer = "llm" have one. What is asked and what becomes of it is `hint_writing`.
+Used only with writer = "llm"; `hint_writing` makes the requests and uses the replies.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ CACHE_FILE = "hints.sqlite"
 
 @dataclass
 class MeshHintWriter:
-    """The writer's actor as the controller's port.
+    """Implements the controller's hint-writer port with the writer's actor.
 
-    `spent` are requests and dollars that the run spent before: they count in its budget.
+    `spent` are the requests and dollars that the run spent before; they count against its budget.
     """
 
     pool: Service
@@ -28,7 +28,7 @@ class MeshHintWriter:
     spent: tuple[int, float] = (0, 0.0)
 
     async def load(self, expert_url: str, run: Path) -> None:
-        """Open its cache and connections; raises where the key, address or file is unusable."""
+        """Open its cache and connections; raises if the key, address or file is unusable."""
         asked = self.config.sdpo.hints.asked
         assert asked is not None
         cache = asked.cache or run / CACHE_FILE
@@ -36,10 +36,10 @@ class MeshHintWriter:
         await self.pool.load(writer, asked, cache.absolute(), *self.spent)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
-        """One reply for each request. Waits at most the writer's own timeout."""
+        """Return one reply per request. Waits at most the writer's own timeout."""
         asked = self.config.sdpo.hints.asked
         assert asked is not None
-        # Its timeout is its own to keep; the deadline is for a process that does not answer.
+        # The writer enforces its own timeout; the deadline covers a process that does not answer.
         deadline_s = self.config.run.deadline_s + asked.timeout_s
         pool = self.pool.options(deadline_s=deadline_s)
         replies: list[HintReply] = await pool.write(list(requests))
@@ -47,7 +47,7 @@ class MeshHintWriter:
 
 
 def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
-    """Where the configured writer is asked."""
+    """Return the endpoint of the configured writer."""
     asked = config.sdpo.hints.asked
     assert asked is not None
     if asked.kind == "builtin":

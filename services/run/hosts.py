@@ -1,7 +1,7 @@
-"""The hosts of a run: waited for, attached, given back; watched for those that go and that come.
+"""The hosts of a run: waits for them, attaches and releases them, watches losses and joins.
 
-Where processes go is `placements`' decision, and what becomes of an actor whose host is lost its
-owner's. A run on this machine alone has none of them.
+`placements` places processes, and an actor's owner handles the loss of its host. A run on this
+machine alone has no hosts here.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from composer_mesh.services.launch.orders import AUTHORITY
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 
 LOOPBACK = "127.0.0.1"
-"""Where the admin server of the run listens, with the same certificate."""
+"""Address of the run's admin server, which uses the same certificate."""
 LOOK_S = 1.0
 GIVE_BACK_S = 5.0
 JOIN_S = 60.0
-"""Longest wait for a worker that joins a run that goes on."""
+"""Longest wait for a worker that joins a running run."""
 
 
 @dataclass(frozen=True)
 class AttachedWorker:
-    """A worker that the run may attach to."""
+    """A worker that the run can attach to."""
 
     name: str
     address: str
@@ -53,7 +53,7 @@ class AttachedWorker:
 
 @dataclass
 class RunHosts:
-    """The workers of one run; without any it runs on this machine."""
+    """The workers of one run; a run without any uses this machine."""
 
     config: Config
     root: Path
@@ -61,9 +61,9 @@ class RunHosts:
     record: Recorder
     placements: ProcessPlacements | None = None
     read: Callable[[Path], list[Record]] = read_roster
-    """Reads who has announced themselves."""
+    """Reads the roster of announced workers."""
     shared_memory: bool = False
-    """Whether weights travel in the memory of one host, so that no second one may join it."""
+    """Whether weights use the shared memory of one host, so that no second host may join."""
     _own: str = ""
     _all: list[RemoteHost] = field(default_factory=list)
     _attached: dict[str, RemoteHost] = field(default_factory=dict)
@@ -76,25 +76,25 @@ class RunHosts:
 
     @property
     def count(self) -> int | None:
-        """How many have been attached; None in a run that has no workers."""
+        """Number of attached hosts; None in a run without workers."""
         return len(self._attached) or None
 
     @property
     def cores(self) -> int | None:
-        """Cores of all hosts; None in a run that has no workers."""
+        """Cores of all live hosts; None in a run without workers."""
         there = (one for one in self._attached.values() if not is_lost(one))
         return sum(one.known.machine.cores for one in there) or None
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names of the hosts, by what Monarch calls them; this machine is one of them."""
+        """Host names by their Monarch address, including this machine."""
         own = {_as_monarch_says(self._own): NAME} if self._own else {}
         return own | {_as_monarch_says(one.address): one.name for one in self._attached.values()}
 
     async def attach(self) -> None:
-        """Wait for every worker and attach it. Raises `HostRefused`, with the host and the repair.
+        """Attach every worker. Waits for all; raises `HostRefused` with the host and the repair.
 
-        Until all are there nothing of the run is started.
+        No process of the run is started before all are attached.
         """
         workers = await self._workers()
         self.mesh.room_s = self.config.cluster.attach_s
@@ -102,14 +102,14 @@ class RunHosts:
         await together(*(self._attach(one) for one in workers))
 
     def place(self) -> ProcessPlacements:
-        """The placement of the run on the hosts that it has."""
+        """Place the run on its attached hosts."""
         there = [_machine(one) for one in self._attached.values()]
         self.placements = ProcessPlacements.of(self.config, there or None)
         return self.placements
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Tell the placement of hosts that go, and of those that announce themselves."""
+        """Attach workers that announce themselves while the block runs."""
         if not self.config.cluster.remote:
             yield
             return
@@ -120,7 +120,7 @@ class RunHosts:
             await cancel_and_wait([joining])
 
     async def join(self, address: str) -> str:
-        """Attach a further worker, for `composer-mesh join`; its name."""
+        """Attach another worker, for `composer-mesh join`, and return its name."""
         if not self.config.cluster.remote:
             raise ControlRefused(
                 "cluster.kind is 'local', so this run has no workers: start it with another kind"
@@ -136,14 +136,14 @@ class RunHosts:
         return worker.name
 
     async def give_back(self) -> None:
-        """End the workers. Call it once no process of the run is left on them."""
+        """End the workers. Call it when no process of the run is left on them."""
         await self._watching.close()
         await asyncio.gather(*(one.close(GIVE_BACK_S) for one in self._all))
         for keys in self._keys:
             keys.cleanup()
 
     def _listen(self, first: str) -> None:
-        """Let workers reach this process, at one address only. Before Monarch starts in it."""
+        """Listen for workers at one address. Must run before Monarch starts in this process."""
         cluster = self.config.cluster
         scheme, towards, _ = addresses.split(first)
         own = cluster.address or addresses.join(
@@ -152,12 +152,12 @@ class RunHosts:
         addresses.check_listen(own, cluster.subnets)
         _, host, port = addresses.split(own)
         if scheme == "tls":
-            # Processes of this machine use the key too, for as long as they live.
+            # Processes of this machine use the key too, until they end.
             keys = tempfile.TemporaryDirectory(prefix="composer-mesh-tls-")
             self._keys.append(keys)
             authority = cluster.authority or self.root / AUTHORITY
             os.environ.update(tls_environment(authority, Path(keys.name), [host, LOOPBACK]))
-            reload_config_from_env()  # Monarch has read it once, when it was imported
+            reload_config_from_env()  # Monarch read it when it was imported
         os.environ[ADDRESS] = host
         self._own = addresses.join(scheme, host, port or addresses.free_port(host))
         enable_transport(self._own)
@@ -194,14 +194,14 @@ class RunHosts:
         self.record("host_lost", "", reason, host=host.name)
 
     def _leave(self, host: RemoteHost) -> None:
-        """Place nothing there any more, unless another has its name by now."""
+        """Remove the host from the placement, unless another host has its name by now."""
         if self.placements is not None and self._attached.get(host.name) is host:
             self.placements.lose(host.name)
 
     async def _watch_roster(self) -> None:
-        """Attach workers that announce themselves while the run goes on.
+        """Attach workers that announce themselves during the run.
 
-        A roster that cannot be read is an event for each new reason, and is read again.
+        An unreadable roster is recorded once per reason and read again.
         """
         refused: set[str] = set()
         trouble = ""
@@ -221,7 +221,7 @@ class RunHosts:
                     await self._attach_announced(one, refused)
 
     async def _attach_announced(self, one: Record, refused: set[str]) -> None:
-        """Attach a worker in place of the one that had its name; note it where that is refused."""
+        """Attach a worker, replacing one of the same name; record a refusal."""
         if (old := self._attached.get(one.name)) is not None:
             old.lose(f"a new worker has its name, at {one.address}")
             self._leave(old)
@@ -232,7 +232,7 @@ class RunHosts:
             self.record("host_refused", "", str(error), host=one.name)
 
     async def _workers(self) -> list[AttachedWorker]:
-        """Those of the config, or all that are expected on the roster. Waits for them."""
+        """Return the configured workers, or all expected ones of the roster. Waits for them."""
         cluster = self.config.cluster
         names = [host.name for host in described_hosts(self.config.placement)]
         if cluster.kind == "hosts":
@@ -254,7 +254,7 @@ class RunHosts:
             await asyncio.sleep(LOOK_S)
 
     async def _check_files(self, host: RemoteHost) -> None:
-        """Refuse a host that does not see the run's files where they are here."""
+        """Refuse a host that does not see the run's files under the same path."""
         probe, word = self.root / f".probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
         probe.write_text(word)
         try:
@@ -279,5 +279,5 @@ def _machine(host: RemoteHost) -> HostResources:
 
 
 def _as_monarch_says(address: str) -> str:
-    """`tls:10.0.0.5:22300` for `tls://10.0.0.5:22300`."""
+    """Return the address in Monarch's form: `tls:10.0.0.5:22300` for `tls://10.0.0.5:22300`."""
     return address.replace("://", ":", 1)

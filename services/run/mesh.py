@@ -1,6 +1,6 @@
-"""The actors of one run: which ones its config asks for, started, loaded, and asked how they are.
+"""The actors of one run: starts those that the config needs, loads them, reports their status.
 
-What they do together is the controller's business; what happens when one dies, the supervisor's.
+The controller coordinates their work; the supervisor handles their deaths.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from composer_mesh.services.training.teaching import SdpoTeachers
 DESCRIBE_DEADLINE_S = 5.0
 
 Half = Literal["both", "training", "sampling"]
-"""Which actors a run has: all, the trainer with its SDPO teachers, or those of the rollouts."""
+"""Which actors a run has: all, the trainer with its SDPO teachers, or the rollout actors."""
 
 
 class NotStarted(LookupError):
-    """An actor was asked for that this half of a run does not have."""
+    """The requested actor is not part of this partial run."""
 
 
 @dataclass(frozen=True)
 class RunMesh:
-    """The living actors of a run; a channel that is off has none, and half a run only its half."""
+    """The live actors of a run, without those of disabled channels or of the other partial run."""
 
     config: Config
     host: MeshHost
@@ -60,12 +60,12 @@ class RunMesh:
 
     @property
     def generators(self) -> Service:
-        """Who samples; raises NotStarted where nobody does."""
+        """The pool of generators; raises NotStarted in a run without them."""
         return self._rollouts[0]
 
     @property
     def environments(self) -> Service:
-        """Who steps episodes; raises NotStarted where nobody does."""
+        """The pool of environments; raises NotStarted in a run without them."""
         return self._rollouts[1]
 
     @property
@@ -83,7 +83,7 @@ class RunMesh:
         half: Half = "both",
         placements: ProcessPlacements | None = None,
     ) -> "RunMesh":
-        """Start every process at once, where its seat is. Waits until each actor answers."""
+        """Start all processes concurrently at their placements. Waits until each actor answers."""
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
         placements = placements or ProcessPlacements.of(config)
@@ -109,9 +109,9 @@ class RunMesh:
         return cls(config, host, half, *ring, own, replay, reference, experts, hints, token)
 
     async def prepare(self) -> Path:
-        """The folder of the initial policy. Waits for a warm start where none is cached.
+        """Return the folder of the initial policy. Waits for a warm start if none is cached.
 
-        Where nobody trains, the trainer goes then.
+        A sampling-only run stops the trainer afterwards.
         """
         folder = await self.trainers.prepare()
         if self.half == "sampling":
@@ -121,9 +121,9 @@ class RunMesh:
     async def load(
         self, folder: Path, task: Task, run: Path, checkpoint: Path | None = None
     ) -> None:
-        """Give every actor what it works with; `run` is the run's directory. Waits for all.
+        """Load every actor; `run` is the run's directory. Waits for all.
 
-        The trainer goes on from a checkpoint where one is given.
+        The trainer resumes from `checkpoint` if one is given.
         """
         config = self.config
         loads: list[Coroutine[Any, Any, Any]] = []
@@ -140,7 +140,7 @@ class RunMesh:
 
     @property
     def pools(self) -> dict[str, Service]:
-        """The services of the run by the kind of their actors."""
+        """The run's services by actor kind."""
         hints = None if self.hints is None else self.hints.pool
         generators, environments = self.sampling or (None, None)
         pools = {
@@ -155,19 +155,19 @@ class RunMesh:
 
     @property
     def restarts(self) -> int:
-        """Processes that were started in place of others."""
+        """Number of processes started as replacements."""
         own = 0 if self.teachers is None else self.teachers.restarts
         return own + sum(pool.restarts for pool in self.pools.values())
 
     async def close(self) -> None:
-        """Stop the pools and end what is done beside the run: nothing is started again."""
+        """Stop the pools and cancel replacements: nothing is restarted afterwards."""
         closing = [pool.close() for pool in self.pools.values()]
         if self.teachers is not None:
             closing.append(self.teachers.close())
         await asyncio.gather(*closing)
 
     async def _load_asking(self, task: Task, run: Path) -> None:
-        """The experts first, because the others must know their address."""
+        """Load the experts first, since the others need their address."""
         url = ""
         if self.experts is not None:
             url = await self._serve_experts(self.experts)
@@ -177,7 +177,7 @@ class RunMesh:
             await self.hints.load(url, run)
 
     async def _serve_experts(self, server: Service) -> str:
-        """Their address, which stays the same in whatever process they are."""
+        """Start the expert server and return its URL, which replacements reuse."""
         teachers = [one for one in self.config.replay.teachers if one.kind == "builtin"]
         experts = [Expert(one.name, one.error_rate or 0.0) for one in teachers]
         await server.load(self.config, experts, self.token)
@@ -186,7 +186,7 @@ class RunMesh:
         return url
 
     async def describe(self) -> list[ActorStatus]:
-        """How each actor is. Waits a few seconds at most; one that is silent is called busy."""
+        """Return each actor's status; reports one as busy that does not answer in seconds."""
         told = await asyncio.gather(*(_describe(actor) for actor in self.host.actors))
         used = {actor.name: seconds for actor, seconds in told if seconds is not None}
         percent = self._cpu.look(used)
@@ -201,7 +201,7 @@ async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def _describe(actor: SpawnedActor) -> tuple[ActorStatus, float | None]:
-    """What it says of itself, and the seconds of CPU that its process has used."""
+    """Return an actor's status and its process's CPU seconds."""
     known = ActorStatus(actor.name, actor.kind, actor.pid, host=actor.host.name)
     try:
         about = await actor.call("describe", deadline_s=DESCRIBE_DEADLINE_S)

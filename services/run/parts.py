@@ -1,7 +1,4 @@
-"""What a run's controller is made of, from its config, its store and its living actors.
-
-Only puts parts together; each says itself what it does. When they are made is `assembly`.
-"""
+"""Builds the controller and trainer of a run from its config, store and live actors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +42,7 @@ Event = Callable[..., None]
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one run, made when its actors are loaded."""
+    """Builds the parts of one run after its actors are loaded."""
 
     config: Config
     store: RunStore
@@ -55,7 +52,7 @@ class RunParts:
     event: Event
 
     def trainer(self, checkpoint: Checkpoint | None) -> FaultTolerantTrainer:
-        """The trainer's ranks, and what outlives them."""
+        """Return the trainer, which survives the deaths of its ranks."""
         config, ranks, teachers = self.config, self.mesh.trainers, self.mesh.teachers
         deadline = config.run.deadline_s
         sync = MeshWeightSync(lambda: ranks.all, self.mesh.generators, teachers, deadline)
@@ -71,11 +68,11 @@ class RunParts:
     async def controller(
         self, trainer: FaultTolerantTrainer, watch: Watcher, past: Past
     ) -> Controller:
-        """The controller of a run that has a past, or an empty one. Waits until that is composed.
+        """Build the controller of a new or resumed run. Waits until the resumed steps are rebuilt.
 
-        Teachers are asked from here on about what they were not asked before.
+        From here on teachers are queried about states that they were not queried about before.
         """
-        # Seconds, for filters import what finds near duplicates.
+        # Takes seconds, since near-duplicate filters import their library.
         step_builder, stream = self._step_builder(), await in_thread(self._pair_stream)
         resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
@@ -107,7 +104,7 @@ class RunParts:
         return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
 
     def rollouts(self, past: Past) -> Rollouts:
-        """What samples, which knows an earlier process of the run."""
+        """Return the rollout sampler with the failures of earlier processes of the run."""
         closed = self.config.schedule.max_lag == 0
         generation: Any = LockstepGeneration if closed else PooledGeneration
         retries = Retries(self.config.supervision, self.store.add_poisoned, self.event)
@@ -122,7 +119,7 @@ class RunParts:
         reference: Any = mesh.reference
         if reference is not None:
             reference = reference.options(deadline_s=self.config.run.deadline_s)
-        teachers: Any = mesh.replay  # a service answers to the endpoints of its actor
+        teachers: Any = mesh.replay  # a service has its actor's endpoints
         return make_pair_stream(self.config, teachers, reference, self.chat, self.store, waiting)
 
     def _hint_writing(self) -> HintWriting | None:

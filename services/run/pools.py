@@ -1,7 +1,4 @@
-"""The pools of a run: how many processes of which kind, under which rules they come again.
-
-What they do is `mesh`'s business; how a pool works, `service`'s.
-"""
+"""The actor pools of a run: number and kind of processes, environment and restart rules."""
 
 import os
 from collections.abc import Mapping
@@ -27,7 +24,7 @@ from composer_mesh.services.run.hint_mesh import MeshHintWriter
 from composer_mesh.services.service import Service
 
 ALL_AT_ONCE = 1_000_000
-"""Generators and environments batch and queue by themselves: the more they see, the better."""
+"""No limit: generators and environments batch and queue by themselves."""
 NOTHING: Mapping[str, str] = {}
 ASKING = ("teacher_replay", "hint_writer")
 NO_PROXY = "NO_PROXY"
@@ -35,11 +32,10 @@ NO_PROXY = "NO_PROXY"
 
 @dataclass(frozen=True)
 class Pools:
-    """Starts the pools that a config asks for. Each method waits until its processes answer.
+    """Starts the pools that a config needs. Each method waits until its processes answer.
 
-    Each process starts where its seat is, and is told its part of that host. What a pool
-    was asked when a process died or failed, it is asked again: all its endpoints give
-    the same answer twice, but for what a session holds.
+    Each process starts at its placement, with its resources on that host. Calls that failed or
+    whose process died are retried: all endpoints are idempotent, except for session state.
     """
 
     config: Config
@@ -48,21 +44,21 @@ class Pools:
     record: Recorder
 
     async def generators(self) -> Service:
-        """Replicas with a policy version each."""
+        """Start the generators, each with its own policy version."""
         count, env = self.config.generator.replicas, process_environment(self.config)
         return await self._pool(
             "generator", GeneratorActor, count, env, max_outstanding=ALL_AT_ONCE
         )
 
     async def environments(self) -> Service:
-        """Replicas with sessions: an attempt of an episode is lost with its replica."""
+        """Start the environments; an episode attempt is lost with its replica."""
         count = self.config.environment.replicas
         return await self._pool("environment", EnvironmentActor, count, max_outstanding=ALL_AT_ONCE)
 
     async def teachers(self, token: str) -> Service:
-        """Replicas that are all alike."""
+        """Start the interchangeable teacher-replay actors."""
         replay = self.config.replay
-        # A panel keeps its own time; the deadline is for a process that does not answer.
+        # A panel has its own timeouts; the deadline covers a process that does not answer.
         patience_s = self.config.run.deadline_s + replay.timeout_s
         return await self._pool(
             "teacher_replay",
@@ -73,14 +69,14 @@ class Pools:
         )
 
     async def hint_writer(self, token: str) -> MeshHintWriter:
-        """One process that asks a language model."""
+        """Start the process that writes hints with a language model."""
         pool = await self.one("hint_writer", HintWriterActor, {TOKEN_ENV: token})
         return MeshHintWriter(pool, self.config)
 
     async def one(
         self, name: str, kind: type[MeshActor], further: Mapping[str, str] = NOTHING
     ) -> Service:
-        """A process that no other stands beside: calls wait while it is replaced."""
+        """Start a single unreplicated process: calls wait while it is replaced."""
         return await self._pool(name, kind, 1, further, numbered=False)
 
     async def _pool(
@@ -115,10 +111,11 @@ class Pools:
 def asking_env(
     config: Config, kind: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What a process on another host must be told that asks models over HTTP; else nothing.
+    """Return the environment that a process on another host needs for HTTP model requests.
 
-    Processes of this machine inherit its keys; another host has them from here, and gives them only
-    to who needs them. No proxy that it knows is asked for the run's own experts.
+    Processes of this machine inherit its API keys; other hosts get them from here, only for
+    processes that need them. `NO_PROXY` is extended so that the run's own experts are reached
+    directly.
     """
     told = {name: environ[name] for name in key_variables(config, kind) if name in environ}
     if kind in ASKING and config.serves_experts and environ.get(ADDRESS):

@@ -1,13 +1,12 @@
-"""A run directory whose controller is gone, read so that the run goes on where it was.
+"""Loads the resume state of a run directory whose controller has ended.
 
-    newest whole checkpoint c      steps c .. s-1 are done: their batches are made again
-    recipes of steps               step s, if it was planned, is trained from its recipe
+    newest intact checkpoint c     steps c .. s-1 are done: their batches are rebuilt
+    manifests of steps             step s, if planned, is trained from its manifest
     finished groups                wait for the window, and are not sampled again
-    asked, pairs, hints, rewards   what the teachers' channel and the late rewards remember
+    queries, pairs, hints, rewards   the state of teacher replay and late rewards
 
-What is damaged is set aside, never used: a group that no step has taken is sampled again, and from
-the first step on that cannot be made again the run's steps are superseded. Nothing here starts
-anything or trains.
+Damaged data is quarantined, never used: an untaken group is sampled again, and steps from the first
+one that cannot be rebuilt on are superseded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,13 +44,13 @@ STALE = "it was sampled by a version that does not count any more"
 
 @dataclass(frozen=True)
 class Past:
-    """What a run directory holds that a run needs to go on; all of it whole.
+    """The intact contents of a run directory that a resumed run needs.
 
-    `again` are the steps since the checkpoint that are done, in their order, `known` those before
-    that late rewards may still correct. `groups` are those of all these steps and of the `planned`
-    one; those in `waiting` no step has taken. `taken` groups are accounted for as far as asking is
-    concerned. `sizes` are those of the last step's groups, `words_spent` requests and dollars of
-    the hint writer.
+    `again` are the finished steps since the checkpoint, in order, `known` earlier ones that late
+    rewards may still correct. `groups` are those of all these steps and of the `planned` one;
+    `waiting` are those that no step has taken. `taken` counts groups whose teacher queries are
+    settled. `sizes` are those of the last step's groups, `words_spent` requests and dollars of the
+    hint writer.
     """
 
     checkpoint: Checkpoint | None = None
@@ -69,17 +68,17 @@ class Past:
     poisoned: list[dict[str, Any]] = field(default_factory=list)
 
     def groups_of(self, manifest: StepManifest) -> list[Group]:
-        """The groups of a step, as they were composed."""
+        """Return the groups that a step was built from."""
         found = [(group_id, self.groups[group_id]) for group_id in manifest.groups]
         return [Group(n, one.traces, one.worded or WordedHints()) for n, one in found]
 
     def pairs_of(self, manifest: StepManifest) -> list[PreferencePair]:
-        """The pairs of a step."""
+        """Return the pairs of a step."""
         return [self.pairs[pair_id] for pair_id in manifest.pairs]
 
 
 class _Lost(Exception):
-    """Something that cannot be read again: a group, what it was for, and why."""
+    """Data that cannot be read: the step and group it belongs to, and why."""
 
     def __init__(self, step: int | None, group_id: int | None, why: str) -> None:
         super().__init__(step, group_id, why)
@@ -87,12 +86,12 @@ class _Lost(Exception):
 
 
 async def load_resume_state(store: RunStore, config: Config, record: Recorder) -> Past:
-    """What a claimed run directory holds; sets aside what is damaged, which `record` is told.
+    """Load a claimed run directory; quarantine and `record` what is damaged.
 
-    Reads every byte of the newest checkpoint, and all groups that are needed, in a thread: hosts
-    that are attached hold a silent event loop for a lost controller.
+    Reads every byte of the newest checkpoint, and all needed groups, in a thread: attached hosts
+    take an unresponsive event loop for a lost controller.
 
-    Raises RunDirectoryError where store and checkpoints are not of one run.
+    Raises RunDirectoryError if store and checkpoints belong to different runs.
     """
     checkpoint = await newest_undamaged(store.root.absolute(), record)
     while True:
@@ -106,7 +105,7 @@ async def load_resume_state(store: RunStore, config: Config, record: Recorder) -
 
 
 def resume_state_of(past: Past, step_builder: StepBuilder) -> ResumeState:
-    """What the controller begins with; the composer knows all these steps then."""
+    """Return the controller's resume state; registers its steps with the step builder."""
     for manifest in past.known:
         step_builder.remember(manifest, past.groups_of(manifest))
     again = [
@@ -124,9 +123,9 @@ def resume_state_of(past: Past, step_builder: StepBuilder) -> ResumeState:
 def trained_steps(
     reader: RunReader, config: Config, step_builder: StepBuilder, first: int, until: int
 ) -> list[Trained]:
-    """Steps that are done, from `first` up to before `until`, made again by a new composer.
+    """Rebuild the finished steps from `first` up to before `until` with a new step builder.
 
-    Raises RunDirectoryError where one cannot be made.
+    Raises RunDirectoryError if one cannot be rebuilt.
     """
     done = [row for row in reader.steps() if row.metrics is not None]
     stored = {row.group_id: row for row in reader.groups()}
@@ -145,7 +144,7 @@ def trained_steps(
 
 
 def restore_teacher_queries(past: Past, stream: PairStream, reader: RunReader, first: int) -> None:
-    """Let a stream know what was asked, and ask about what was not of groups before `first`."""
+    """Restore a stream's query records, and query unqueried groups before `first`."""
     asked = (query_record_from_json(row.group_id, row.body, past.pairs) for row in reader.asked())
     for group_id in range(stream.restore(asked, past.taken), first):
         if traces := _traces(reader, group_id):
@@ -155,7 +154,7 @@ def restore_teacher_queries(past: Past, stream: PairStream, reader: RunReader, f
 
 
 async def _go_back(store: RunStore, step: int, why: str, record: Recorder) -> None:
-    """Let the run go on from before a step, without the rollouts of versions after it."""
+    """Supersede the steps from `step` on, and quarantine rollouts of later versions."""
     await store.supersede(step)
     record("steps_superseded", "", f"step {step + 1} and those after it are trained anew: {why}")
     rows = list(store.reading.rows(Where(state=GroupState.FINISHED)))
@@ -213,7 +212,7 @@ def _manifest(row: StepRow) -> StepManifest:
 def _needed(
     reader: RunReader, stored: Mapping[int, GroupRow], manifests: Iterable[StepManifest]
 ) -> dict[int, StoredGroup]:
-    """The groups that steps are made again of."""
+    """Read the groups that steps are rebuilt from."""
     found: dict[int, StoredGroup] = {}
     for manifest in manifests:
         for group_id in manifest.groups:
@@ -227,7 +226,7 @@ def _needed(
 
 
 def _waiting(reader: RunReader, row: GroupRow) -> StoredGroup:
-    """A finished group that no step has taken."""
+    """Read a finished group that no step has taken."""
     try:
         return _stored(reader, row.group_id)
     except DamagedRecord as damaged:
@@ -247,13 +246,13 @@ def _known(
     max_age: int,
     groups: dict[int, StoredGroup],
 ) -> Iterator[StepManifest]:
-    """The steps before the checkpoint that late rewards may correct, and can still be read."""
+    """Steps before the checkpoint that late rewards may correct and that are readable."""
     for row in done[max(0, first - max_age) : first] if max_age else ():
         manifest = _manifest(row)
         try:
             groups |= {group_id: _stored(reader, group_id) for group_id in manifest.groups}
         except DamagedRecord:
-            continue  # a reward for one of its rollouts expires, and says so
+            continue  # a reward for one of its rollouts expires, which is reported
         yield manifest
 
 
@@ -267,7 +266,7 @@ def _words_spent(reader: RunReader, stored: Iterable[int]) -> tuple[int, float]:
 
 
 def _traces(reader: RunReader, group_id: int) -> list[Trace]:
-    """The rollouts of a group that is trained; none where they cannot be read."""
+    """Return the rollouts of a trained group; none if they are unreadable."""
     try:
         return reader.traces(group_id)
     except DamagedRecord:

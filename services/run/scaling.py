@@ -1,7 +1,4 @@
-"""The size of a running run's pools: which kinds may change, within which bounds, and the change.
-
-How replicas come and go is the pools' business; how somebody asks for it, `control`'s.
-"""
+"""Resizes the pools of a running run: which kinds are scalable, and within which bounds."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ PER_CORE, FEW_CORES = 4, 16
 
 
 class Pool(Protocol):
-    """Replicas of one kind, whose number can change."""
+    """Resizable replicas of one kind."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +31,7 @@ class Pool(Protocol):
 
 
 class Scaling:
-    """Changes the pools of one run and records each change."""
+    """Resizes the pools of one run and records each change."""
 
     def __init__(
         self,
@@ -43,22 +40,22 @@ class Scaling:
         largest: int | None = None,
         cores: int | None = None,
     ) -> None:
-        """`cores` are those of all hosts, this machine's if unset; they bound a pool's size."""
+        """`cores` are those of all hosts, by default of this machine; they bound a pool's size."""
         self._pools, self._record = pools, record
         self._largest = largest or max(FEW_CORES, PER_CORE * (cores or os.cpu_count() or 1))
 
     async def scale(self, **wanted: Any) -> dict[str, dict[str, int]]:
-        """Have so many replicas of each kind; returns how many there were and are.
+        """Resize pools to the given replica counts; return the counts before and after.
 
-        Refuses all of it where one part cannot be. Waits until new replicas serve and old ones have
-        left.
+        Refuses the complete request if one part is invalid. Waits until new replicas serve and old
+        ones have ended.
         """
         if not wanted:
             raise ControlRefused("no pool was named: say for example generator=3")
         for kind, count in wanted.items():
             self._check(kind, count)
         changing = (self._resize(kind, count) for kind, count in wanted.items())
-        changes = await asyncio.gather(*changing, return_exceptions=True)  # none disturbs another
+        changes = await asyncio.gather(*changing, return_exceptions=True)  # independent
         if failed := [change for change in changes if isinstance(change, BaseException)]:
             raise failed[0]
         return {

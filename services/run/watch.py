@@ -1,7 +1,7 @@
-"""What a run opens to those who look into it: its status file, servers, and the control socket.
+"""Live inspection of a run: its status file, servers and control socket.
 
-It shows the mesh as it is, every other second, and takes commands for its pools. It decides nothing
-about the run, and what cannot be shown is no reason to end it.
+Updates the status every 2 seconds and takes commands for the pools. It makes no decisions about the
+run, and its failures do not end it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATUS_EVERY_S = 2.0
 
 
 class Inspectable(Protocol):
-    """A mesh, as far as it is shown."""
+    """The part of a mesh that is shown."""
 
     @property
     def pools(self) -> Mapping[str, Service]: ...
@@ -45,7 +45,7 @@ class Inspectable(Protocol):
 
 
 class Hosts(Protocol):
-    """The hosts of a run: their names by what Monarch calls them, and their cores."""
+    """The hosts of a run: names by Monarch address, and cores."""
 
     @property
     def names(self) -> Mapping[str, str]: ...
@@ -55,9 +55,9 @@ class Hosts(Protocol):
 
 
 class RunWatch:
-    """The looks that one run allows; `progress` says its steps and restarts so far.
+    """Status and control of one run; `progress` returns its steps and restarts so far.
 
-    `commands` are those that it takes besides changes of its pools.
+    `commands` are accepted in addition to `scale`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RunWatch:
         self._writer = ThreadPoolExecutor(1, "run-status")
 
     async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
-        """Start the servers, before the first actor, and say by which commands to look."""
+        """Start the servers, before the first actor, and show the commands for inspection."""
         telemetry = await start_telemetry() if self._config.telemetry else None
         admin = await start_admin(host, telemetry)
         self.opened(transport, admin, telemetry)
@@ -87,12 +87,12 @@ class RunWatch:
         self._view.hints(commands_for(self._root, self._config.telemetry))
 
     def opened(self, transport: str, admin: str | None, telemetry: str | None) -> None:
-        """Know the addresses of the servers; from now on there is a status to tell."""
+        """Set the servers' addresses; the status is written from now on."""
         self._known = {"admin_url": admin, "telemetry_url": telemetry, "transport": transport}
 
     @asynccontextmanager
     async def over(self, mesh: Inspectable) -> AsyncIterator[None]:
-        """Keep the status true and take commands while the block runs."""
+        """Update the status and take commands while the block runs."""
         watching = BackgroundTasks(self._watch_failed)
         watching.start("status", self._watch(mesh))
         try:
@@ -103,9 +103,9 @@ class RunWatch:
             await watching.close()
 
     async def ended(self, state: str) -> None:
-        """Leave the run's last state in its status file. Waits until it is there.
+        """Write the run's final state to its status file. Waits until it is written.
 
-        It comes also where nobody waits for it any more; a disk that does not take it is told.
+        The write completes even if the caller is cancelled; a disk error is recorded.
         """
         if not self._known:
             return
@@ -144,7 +144,7 @@ class RunWatch:
         self._record("status_stopped", "", cause_of(error))
 
     def _write(self, **changes: Any) -> asyncio.Future[None]:
-        """Have the status written after those before it, by a thread: the disk may be a server."""
+        """Write the status in a thread after earlier writes, since the disk may be remote."""
         self._known |= changes
         step, restarts = self._progress()
         status = RunStatus(

@@ -1,7 +1,4 @@
-"""How the weights of a run travel: chosen once, at its start, and then the same for every actor.
-
-What a transport does is `mesh.weights`; what it is chosen by, too.
-"""
+"""The weight transport of a run: chosen once at its start, the same for every actor."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,10 +15,10 @@ from composer_mesh.services.run.weights_folder import weights_folder
 async def settled(
     config: Config, root: Path, record: Recorder, hosts: int | None = None
 ) -> AsyncIterator[tuple[Config, Transport]]:
-    """A run's config with its transport named, and why it is this one; `root` is its directory.
+    """Yield the config with its transport named, and the choice; `root` is the run directory.
 
-    `hosts` are those that the run has, which its config may not say. Raises `TransportUnavailable`
-    with the repair. `disk` has a folder of the run's own while the block runs.
+    `hosts` is the run's host count if the config does not give it. Raises `TransportUnavailable`
+    with the repair. `disk` has a folder owned by the run while the block runs.
     """
     transport = choose(config.weights, host_count(config) if hosts is None else hosts)
     if transport.name != "disk":

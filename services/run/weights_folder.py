@@ -1,8 +1,8 @@
-"""The folder in which one run keeps the files of the `disk` transport.
+"""The folder in which one run stores the files of the `disk` transport.
 
-A run makes a new folder each time it starts, notes it in its own directory and marks it with that
-directory's name. It removes only folders that it noted and that carry its mark, and in them only
-what publishers of weights made; anything else stays and is an event.
+A run makes a new folder at each start, lists it in its own directory and marks it with that
+directory's name. It removes only folders that it listed and that carry its mark, and in them only
+the files of weight publishers; anything else is left and recorded as an event.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from composer_mesh.mesh.weights.transports.disk import FOLDER_PREFIX
 from composer_mesh.services.store.whole_files import write_whole
 
 NOTES_FILE = ".weights-folders"
-"""In the run's directory: a line for each folder that the run has made and not yet removed."""
+"""File in the run's directory: one line per folder that the run made and has not removed."""
 OWNER_FILE = "owner.txt"
-"""In the folder: the run directory that owns it."""
+"""File in the folder: the run directory that owns it."""
 
 
 class FolderKept(Exception):
-    """A folder is not removed: why not."""
+    """A folder was not removed; the message is the reason."""
 
 
 @asynccontextmanager
 async def weights_folder(root: Path, parent: Path | None, record: Recorder) -> AsyncIterator[Path]:
-    """A new folder for the run in `root`, under `parent` if one is given; it goes with the block.
+    """Make a folder for the run in `root`, under `parent` if given; removed after the block.
 
-    What an earlier process of this run left is removed first. What cannot be removed is the event
-    `weights_kept`, and is tried again by the next start.
+    Leftovers of earlier processes of this run are removed first. A failed removal is recorded as
+    event `weights_kept` and retried at the next start.
     """
     folders = RunFolders(root)
     await _remove(folders, record)
@@ -56,15 +56,15 @@ class RunFolders:
         self._notes = self._root / NOTES_FILE
 
     def make(self, parent: Path | None) -> Path:
-        """Make a folder of a name that nothing has had before, and mark it.
+        """Make and mark a folder with a unique name.
 
-        Raises `TransportUnavailable` with the repair where there can be none.
+        Raises `TransportUnavailable` with the repair if that fails.
         """
         name = f"{'weights' if parent is None else self._root.name}-{secrets.token_hex(8)}"
         folder = (self._root if parent is None else parent.absolute()) / name
         self._note(
             [*self._noted(), folder]
-        )  # before it is made, so that a kill leaves none unknown
+        )  # listed before it is made, so that a kill leaves none unlisted
         try:
             folder.mkdir(parents=True)
             write_whole(folder / OWNER_FILE, f"{self._root}\n".encode())
@@ -75,7 +75,7 @@ class RunFolders:
         return folder
 
     def remove(self) -> list[tuple[Path, str]]:
-        """Remove them all; those that stay, each with the reason."""
+        """Remove all folders; return the remaining ones with the reasons."""
         kept = []
         for folder in self._noted():
             try:
@@ -93,7 +93,7 @@ class RunFolders:
             self._check_owner(owner)
             for made in folder.glob(f"{FOLDER_PREFIX}*"):
                 shutil.rmtree(made)
-        own = [owner, *folder.glob(f".{OWNER_FILE}.*")]  # a kill leaves a draft of it
+        own = [owner, *folder.glob(f".{OWNER_FILE}.*")]  # a kill leaves a temporary file of it
         if others := sorted({one.name for one in folder.iterdir()} - {one.name for one in own}):
             raise FolderKept(f"the run did not make {', '.join(others)}: move that away")
         for one in own:

@@ -1,12 +1,12 @@
-"""SIGINT and SIGTERM of one command, from its first line until its process is gone.
+"""SIGINT and SIGTERM handling of one command, from its start until its process has ended.
 
     before `hold`       nothing is started yet: the first signal raises `Interrupted`
-    after `hold`        no signal raises; each waits for `check` or `heard_by`
-    in `heard_by`       each is given to a listener, on the event loop
-    after `heard_by`    none disturbs: what the first one promised is being written
+    after `hold`        no signal raises; signals are queued for `check` or `heard_by`
+    in `heard_by`       each is passed to a listener, on the event loop
+    after `heard_by`    ignored: the shutdown that the first one started is being completed
 
-So only the first signal can raise, and only where nothing has been promised. A run that hangs is
-killed by a third one that comes long after the second, as by SIGKILL.
+So only the first signal can raise, and only before anything is started. A hung run is killed, as by
+SIGKILL, by a third signal that arrives long after the second.
 """
 
 import asyncio
@@ -22,14 +22,16 @@ from types import FrameType
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 SIGNALLED = 128
 ECHO_S = 2.0
-"""SIGTERM within this time of another signal is the same wish: a batch system may tell several
-processes, which hand it on."""
+"""Seconds after another signal in which SIGTERM is a duplicate.
+
+Batch systems may signal several processes, which forward it.
+"""
 KILL_AFTER_S = 30.0
-"""A third signal that comes so long after the second kills the process: taking down hangs."""
+"""A third signal this long after the second kills the process, since its shutdown hangs."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came before anything was started."""
+    """A signal arrived before anything was started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -37,12 +39,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def kill_this_process() -> None:
-    """End as by SIGKILL: the run's other processes notice and end themselves."""
+    """Kill this process by SIGKILL: the run's other processes detect it and end."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class CommandSignals:
-    """The signals of one command; called by Python with each of them, once `caught`."""
+    """Signal handler of one command, installed by `caught`."""
 
     def __init__(
         self,
@@ -58,11 +60,11 @@ class CommandSignals:
 
     @property
     def status(self) -> int:
-        """The exit status that the first signal stands for; 0 where none has come."""
+        """Exit status for the first signal; 0 if none has arrived."""
         return SIGNALLED + self._received[0] if self._received else 0
 
     def __call__(self, number: int, _frame: FrameType | None = None) -> None:
-        """Take note of a signal. Raises `Interrupted` where nothing is started yet."""
+        """Handle a signal. Raises `Interrupted` if nothing is started yet."""
         now = self._clock()
         if number == signal.SIGTERM and self._times and now - self._times[-1] < ECHO_S:
             return
@@ -78,9 +80,9 @@ class CommandSignals:
 
     @contextmanager
     def caught(self, for_good: bool = False) -> Iterator[None]:
-        """Catch them during the block; with `for_good` they are ignored from its end on.
+        """Handle signals during the block; with `for_good` they are ignored afterwards.
 
-        Python's own end would be disturbed by them. Call it on the main thread.
+        Otherwise they could disturb the interpreter's shutdown. Must be called on the main thread.
         """
         before = {number: signal.signal(number, self) for number in NUMBERS}
         self._caught = True
@@ -92,20 +94,20 @@ class CommandSignals:
                 signal.signal(number, signal.SIG_IGN if for_good else before[number])
 
     def hold(self) -> None:
-        """Let no signal raise from now on. Raises `Interrupted` where one has come."""
+        """Raise for no further signal. Raises `Interrupted` if one has arrived."""
         self._held = True
         self.check()
 
     def check(self) -> None:
-        """Raise `Interrupted` where a signal has come, perhaps within what swallows exceptions."""
+        """Raise `Interrupted` if a signal has arrived, even if its exception was swallowed."""
         if self._received:
             raise Interrupted(self._received[0])
 
     @contextmanager
     def heard_by(self, listener: Callable[[int], None]) -> Iterator[None]:
-        """Give each signal to the listener on the running loop, also those that were held.
+        """Pass each signal to the listener on the running loop, including queued ones.
 
-        What was scheduled before this call runs before the listener does.
+        Callbacks scheduled before this call run before the listener does.
         """
         loop = asyncio.get_running_loop()
 
@@ -123,7 +125,7 @@ class CommandSignals:
 
     @contextmanager
     def _wakes(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Wake the loop when a signal comes in the moment in which it falls asleep."""
+        """Wake the loop also for a signal that arrives just before it blocks in select."""
         if not self._caught:
             yield
             return

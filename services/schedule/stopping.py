@@ -24,7 +24,7 @@ T = TypeVar("T")
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a run stopped by SIGTERM or by a command."""
 GRACE_S = 60.0
-"""Longest time from SIGTERM to the moment at which no checkpoint is waited for any more."""
+"""Longest time after SIGTERM that a checkpoint is waited for."""
 TAKE_DOWN_S = 30.0
 """Part of Slurm's grace period that is reserved for shutting the run down."""
 
@@ -42,15 +42,15 @@ def grace_s(config: Config) -> float:
 
 
 class Stopping:
-    """A request to stop one run, shared by those that make it and those that honour it.
+    """A stop request of one run, shared by those that make it and those that honour it.
 
-    While `heeded` is set, a training loop will finish what is under way before it stops.
+    While `heeded` is set, a training loop will finish the running step before it stops.
     """
 
     def __init__(self) -> None:
         self.heeded = False
         self.stopped = False
-        """Whether the run ends because somebody wished it to."""
+        """Whether the run ends because of a stop request."""
         self._over = False
         self._asked = asyncio.Event()
         self._work: asyncio.Future[Any] | None = None
@@ -61,11 +61,11 @@ class Stopping:
         return self._asked.is_set()
 
     def cancels(self, work: asyncio.Future[Any]) -> None:
-        """Know what to cancel where nobody heeds the wish."""
+        """Set the task to cancel when no training loop honours the request."""
         self._work = work
 
     def ask(self, now: bool = False) -> bool:
-        """Let the run stop; whether a checkpoint is written before. Later wishes change nothing."""
+        """Request a stop; return whether a checkpoint is written first. Repeats have no effect."""
         if self._over:
             return False
         if self.heeded and not now:
@@ -77,16 +77,16 @@ class Stopping:
         return False
 
     def left(self) -> None:
-        """What was under way is finished, or left, because somebody asked."""
+        """Mark the run as stopped on request, after its work was finished or abandoned."""
         self.stopped = True
         self.take_down()
 
     def take_down(self) -> None:
-        """The work is over, however it ended: who asks from now on changes nothing."""
+        """Mark the work as over: later stop requests have no effect."""
         self._over = True
 
     async def until_asked(self) -> None:
-        """Wait until somebody lets the run stop."""
+        """Wait until a stop is requested."""
         await self._asked.wait()
 
     def check(self) -> None:
@@ -123,10 +123,10 @@ async def until_interrupted(
     patience_s: float | None = GRACE_S,
     patient: Collection[int] = (signal.SIGTERM,),
 ) -> int:
-    """Run to the end, or until SIGINT or SIGTERM, then shut down in order; return the exit status.
+    """Run `work` to its end or a signal, then shut down in order; return the exit status.
 
-    The first signal, if it is a `patient` one, waits that long for what is under way. Signals that
-    came before are heard as soon as the work has begun, so that it tells of its end.
+    If the first signal is in `patient`, running work gets `patience_s` to finish. Signals that
+    arrived earlier are delivered once the work has started, so that it reports its end.
     """
     wish = stopping or Stopping()
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()

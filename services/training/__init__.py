@@ -1,1 +1,1 @@
-"""Optimizer steps over the trainer's ranks and the SDPO teachers, and the weights after them."""
+"""Optimizer steps over the trainer's ranks and SDPO teachers, checkpoints and weight sync."""

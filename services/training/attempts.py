@@ -1,11 +1,10 @@
-"""Work that needs the same processes, one beside another, and repairs of them that run alone.
+"""Retries concurrent work on shared processes after each repair; repairs run exclusively.
 
     attempt   ------x                    ----------> result        the fault
-    attempt   --------x interrupted      ------> result            tried again too
-    repair            ======== alone ====
+    attempt   --------x interrupted      ------> result            retried too
+    repair            ===== exclusive ===
 
-A fault is met by whoever needs the processes, and mended once. What a fault is, and what mends it,
-is the caller's business.
+A fault that several attempts run into is repaired once. Callers define faults and repairs.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ Mend = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Attempts:
-    """Belongs to one event loop. What could not be mended ends everything else that is tried."""
+    """Retry loop of one event loop; a failed repair ends all attempts."""
 
     def __init__(self) -> None:
         self._alone = asyncio.Lock()
@@ -32,10 +31,10 @@ class Attempts:
         work: Callable[[], Coroutine[Any, Any, T]],
         mend: Callable[[Exception], Coroutine[Any, Any, None]],
     ) -> T:
-        """The result of some work, tried again after each repair. Waits for a repair under way.
+        """Return the result of `work`, retried after each repair. Waits for a running repair.
 
-        Work that has ended is done, and work that was interrupted never was: what it changes here,
-        it has to change after its last `await`.
+        An attempt either completes or has no effect: it must change state here only after its last
+        `await`.
         """
         while True:
             async with self._alone:
@@ -54,20 +53,20 @@ class Attempts:
             await self._repair(lambda: mend(found), before)  # noqa: B023  awaited at once
 
     async def repair(self, mend: Mend) -> None:
-        """Mend what nobody may have met yet. Waits for a repair under way.
+        """Repair a fault that no attempt has run into yet. Waits for a running repair.
 
-        Raises what an earlier repair has failed with: it is why nothing can be mended any more.
+        Raises the error of an earlier failed repair, after which nothing can be repaired.
         """
         await self._repair(mend, None)
 
     async def interrupt(self) -> None:
-        """Void what is under way, from within a repair; after it, all of that is tried again."""
+        """Cancel all running attempts, from within a repair; they are retried after it."""
         self._repairs += 1
         voided, self._under_way = self._under_way, set()
         await cancel_and_wait(voided)
 
     async def _repair(self, mend: Mend, before: int | None) -> None:
-        """Mend, unless there was a repair since there had been `before` of them."""
+        """Repair, unless another repair has run since the count was `before`."""
         async with self._alone:
             if self._failure is not None:
                 raise self._failure
@@ -80,7 +79,7 @@ class Attempts:
                 raise
 
     async def _interrupted(self, task: asyncio.Task[Any]) -> bool:
-        """Wait for the end of an attempt; whether it was a repair that ended it."""
+        """Wait until an attempt ends; return whether a repair cancelled it."""
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:

@@ -1,11 +1,10 @@
-"""Checkpoints on their way to the disk: one at a time, begun between steps and written beside them.
+"""Checkpoint writing: one at a time, started between steps, written concurrently with training.
 
-    begin     a draft; ranks, and a teacher whose average nobody else has, copy their state
-    finish    they have written it; the draft becomes the checkpoint, older ones may go
+    begin     opens a draft; ranks, and one teacher if it holds an EMA, copy their state
+    finish    waits until they have written it, commits the draft, prunes older checkpoints
 
-What fails here for want of a disk is told once and costs the run nothing but a checkpoint; the
-second failure in succession, and that of the last step, ends it. When a checkpoint is due, and what
-a death meanwhile means, is `fault_tolerant_trainer`'s business.
+The first write that fails is recorded as an event; the second failure in succession, and one of the
+last step, ends the run. `fault_tolerant_trainer` decides when to checkpoint and handles deaths.
 """
 
 import asyncio
@@ -28,11 +27,11 @@ from composer_mesh.mesh.waiting import in_thread, together
 from composer_mesh.services.training.teaching import Record
 
 FAILURES = 2
-"""Checkpoints in succession that cannot be written when the run ends."""
+"""Number of successive checkpoint failures that ends the run."""
 
 
 class Writer(Protocol):
-    """The ranks, as far as they write."""
+    """The trainer ranks as checkpoint writers."""
 
     async def save(self, draft: Path, export: bool) -> None: ...
 
@@ -40,13 +39,13 @@ class Writer(Protocol):
 
 
 class AverageLost(Exception):
-    """The moving average of teachers in processes of their own cannot be kept."""
+    """The moving average of SDPO teachers in separate processes cannot be saved."""
 
 
 class KeepsAverage(Protocol):
-    """Teachers in processes of their own: one copies their moving average, and writes it.
+    """SDPO teachers in separate processes: one of them copies and writes their moving average.
 
-    Both raise `AverageLost`.
+    Both methods raise `AverageLost`.
     """
 
     async def keep(self, version: int) -> None: ...
@@ -55,7 +54,7 @@ class KeepsAverage(Protocol):
 
 
 class CheckpointWrites:
-    """The newest checkpoint of a run, and the one that is being written."""
+    """Writes a run's checkpoints; holds the newest one and the one being written."""
 
     def __init__(
         self,
@@ -74,19 +73,19 @@ class CheckpointWrites:
 
     @property
     def under_way(self) -> int | None:
-        """The step whose checkpoint is being written."""
+        """Step whose checkpoint is being written, or None."""
         return None if self._draft is None else self._draft.step
 
     async def look(self) -> None:
-        """Set aside what is damaged: the newest one is whole then. Waits until all of it is read.
+        """Quarantine damaged checkpoints; `newest` is intact afterwards. Waits until all is read.
 
-        None is left where there is no other.
+        `newest` is None if no intact checkpoint exists.
         """
         if self.newest is not None:
             self.newest = await newest_undamaged(self._root.absolute(), self._record)
 
     async def begin(self, step: int) -> None:
-        """Waits until the state of a step is copied; its checkpoint is under way then."""
+        """Start the checkpoint of a step. Waits until its state is copied."""
         self._draft = None
         try:
             draft = Draft(self._root.absolute(), step)
@@ -98,7 +97,7 @@ class CheckpointWrites:
         self._draft = draft
 
     async def finish(self) -> None:
-        """Waits until the checkpoint under way is on disk; the newest one is this one then."""
+        """Commit the checkpoint being written; it becomes `newest`. Waits until it is on disk."""
         draft = self._draft
         if draft is None:
             return
@@ -123,7 +122,7 @@ class CheckpointWrites:
 
     @contextmanager
     def _told(self, step: int) -> Iterator[None]:
-        """A checkpoint without the average is better than none, and not the same."""
+        """Turn `AverageLost` into an event: the checkpoint is written without the average."""
         try:
             yield
         except AverageLost as lost:
@@ -131,7 +130,7 @@ class CheckpointWrites:
             self._record("average_not_kept", "", detail)
 
     async def _commit(self, draft: Draft, files: list[Written]) -> None:
-        """A thread cannot be stopped, so whoever stops waiting for it waits for its end too."""
+        """Commit in a thread, which cannot be stopped, so cancellation waits for it too."""
         work = asyncio.ensure_future(asyncio.to_thread(self._committed, draft, files))
         try:
             await asyncio.shield(work)
@@ -160,9 +159,9 @@ class CheckpointWrites:
 
 
 async def newest_undamaged(root: Path, record: Record) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; newer ones go to its quarantine, and `record` is told.
+    """Return the newest intact checkpoint; quarantine and `record` the damaged newer ones.
 
-    Every byte is read, in a thread. Raises `EarlierCheckpoint`.
+    Reads every byte, in a thread. Raises `EarlierCheckpoint`.
     """
     found, aside = await in_thread(newest_whole, root)
     for one in aside:

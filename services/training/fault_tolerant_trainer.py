@@ -1,22 +1,19 @@
-"""Training that outlives its ranks: what a death undid is done again, from the newest checkpoint.
+"""Training that survives rank deaths by replaying steps from the newest checkpoint.
 
-    steps trained     c-1 | c   c+1  ...  s-1 | s under way
+    steps trained     c-1 | c   c+1  ...  s-1 | s running
     checkpoint            ^
-    after a death         load c, train c ... s-1 again, serve s again, then s
+    after a death         load c, replay c ... s-1, serve s again, then train s
 
-The batches since the checkpoint are kept here, so nothing is sampled twice and versions go on from
-s. A step, and the sync of the version before it, may be under way together: a death interrupts both
-and is mended once; then the newest version is served, and the step tried again. Replayed steps are
-trained as they were the first time, with the teachers' signals too: the teachers follow the trainer
-through its versions once more, a moving average from where it was at the checkpoint. Where that is
-lost, steps that had its signals are trained without them. What has become different is said by the
-event `trainer_restarted`.
+The batches since the checkpoint are stored here, so nothing is sampled twice and versions continue
+from s. A step and the sync of the version before it may run concurrently: a death interrupts both
+and is repaired once; then the newest version is served, and the step is retried. Replayed steps are
+trained as before, including teacher outputs: the teachers pull the trainer's versions again, and a
+moving average starts from its state at the checkpoint. If that is lost, steps that had teacher
+outputs are trained without them. The event `trainer_restarted` reports the differences.
 
-Checkpoints are written beside the steps. A step's batch is kept until a checkpoint after it is on
-disk; one that a death interrupted is written when its step has been trained again. Where the newest
-one turns out to be damaged, the one before it takes its place, and the store gives the steps since.
-
-What a rank is, a step, or a pull, is not known here.
+Checkpoints are written concurrently with steps. A step's batch is stored until a later checkpoint
+is on disk; a checkpoint that a death interrupted is written when its step has been replayed. If the
+newest one is damaged, the one before it is used, and the run's store supplies the steps since.
 """
 
 import asyncio
@@ -42,9 +39,9 @@ T = TypeVar("T")
 
 
 class FaultTolerantTrainer:
-    """The ports `Training` and `WeightSync` of a run, and its checkpoints.
+    """Implements the ports `Training` and `WeightSync`, and writes checkpoints.
 
-    `teachers` is None where none live in processes of their own.
+    `teachers` is None unless SDPO teachers run in separate processes.
     """
 
     def __init__(
@@ -75,18 +72,18 @@ class FaultTolerantTrainer:
         self.restarts = 0
 
     async def train(self, batch: StepBatch) -> Metrics:
-        """Make the next version out of a batch. Waits for a restart where a rank has died."""
+        """Train a batch into the next version. Waits for a restart if a rank has died."""
         return await self._attempts.insist(lambda: self._train(batch), self._recover)
 
     async def sync(self, on_snapshot: MayTrain | None = None) -> int:
-        """Serve the newest version everywhere; returns it. A step may be trained beside it."""
+        """Serve the newest version everywhere and return it. A step may be trained concurrently."""
         self._serves = True
         return await self._attempts.insist(lambda: self._sync(on_snapshot), self._recover)
 
     async def save(self, step: int) -> None:
-        """Begin the checkpoint of a step. Waits for the one before it, and until all is copied.
+        """Start the checkpoint of a step. Waits for the previous one and until its state is copied.
 
-        The last one of a run is on disk when this returns.
+        The run's last checkpoint is on disk when this returns.
         """
         began = time.monotonic()
         await self.saved()
@@ -103,10 +100,10 @@ class FaultTolerantTrainer:
             await self._writing
 
     async def catch_up(self, past: Sequence[Trained]) -> None:
-        """Train the steps after the checkpoint that the run begins with once more, in their order.
+        """Replay the steps after the checkpoint that a resumed run starts from, in order.
 
-        Called once, when the ranks are loaded and before anything else; the first sync serves what
-        they come to. The event `run_caught_up` compares the steps with their first time.
+        Called once, after the ranks are loaded and before anything else; the first sync serves the
+        resulting version. The event `run_caught_up` compares the steps with their first training.
         """
         self._since, self._behind = list(past), bool(past or self._writes.newest)
         self._version += len(past)
@@ -115,7 +112,7 @@ class FaultTolerantTrainer:
             self._since = []
 
     async def _catch_up(self) -> None:
-        """A restart has trained the steps too: what it interrupted has nothing left to do."""
+        """Replay the steps, unless an interrupting restart has already done so."""
         if self._behind:
             differs = await self._ranks.guard(self._retrain(self._due()))
             if differs.steps:
@@ -132,7 +129,7 @@ class FaultTolerantTrainer:
         return {**metrics, "time/checkpoint_stall_s": stalled}
 
     async def _sync(self, on_snapshot: MayTrain | None) -> int:
-        """A restart serves the newest version too: what it interrupted has nothing left to do."""
+        """Sync, unless an interrupting restart has already served the newest version."""
         if self._served != self._version:
             self._served = await self._ranks.guard(self._weights.sync(on_snapshot))
         return self._served
@@ -145,14 +142,14 @@ class FaultTolerantTrainer:
         self._forget_saved()
 
     def _forget_saved(self) -> None:
-        """Batches that no restart will need, because a checkpoint came after them."""
+        """Drop the batches that a newer checkpoint makes unnecessary."""
         if (newest := self._writes.newest) is not None:
             self._since = [one for one in self._since if one.batch.step >= newest.step]
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what needs a trainer; one that dies is replaced at once, also while nobody trains.
+        """Run `work`, replacing dead ranks at once, even between steps.
 
-        What may not be replaced ends the work with its cause.
+        Raises the cause if a rank may not be replaced.
         """
         task, watching = asyncio.ensure_future(work), asyncio.create_task(self._watch())
         try:
@@ -174,7 +171,7 @@ class FaultTolerantTrainer:
             await self._recover(died)
 
     async def _recover(self, error: Exception) -> None:
-        """Bring new ranks to the version that was lost. Raises the cause where that may not be."""
+        """Restart the ranks at the lost version. Raises the cause if they may not restart."""
         cause = await self._ranks.cause_of(error)
         while True:
             self._check(cause)
@@ -205,9 +202,9 @@ class FaultTolerantTrainer:
         self._tell(cause, resumed_from, differs)
 
     async def _find_begin(self) -> None:
-        """Never begin from a damaged checkpoint, but from one before it, with more steps.
+        """Find an intact checkpoint to restart from, and load the steps since it from the store.
 
-        Raises what is wrong where the run's directory does not give them: no restart would help.
+        Raises if the run directory does not have these steps, since no restart would help.
         """
         await self._writes.look()
         self._forget_saved()
@@ -223,9 +220,9 @@ class FaultTolerantTrainer:
             self._since = [*again, *self._since]
 
     async def _retrain(self, save: int | None) -> Differences:
-        """Train the steps since the checkpoint once more, as they were trained then.
+        """Replay the steps since the checkpoint with their original batches.
 
-        The checkpoint of the step `save` is written when that has been trained.
+        The checkpoint of step `save` is written when that step has been replayed.
         """
         found, average = Differences(), self._average is not None
         teachers = self._teachers
@@ -245,21 +242,21 @@ class FaultTolerantTrainer:
         return found
 
     def _begun(self) -> tuple[Path | None, int]:
-        """The checkpoint that training begins again from, and its version."""
+        """Return the checkpoint that training restarts from, and its version."""
         newest = self._writes.newest
         return (None, 0) if newest is None else (newest.folder, newest.step)
 
     def _due(self) -> int | None:
-        """The newest step of those behind whose checkpoint should be there."""
+        """Return the newest replayed step that should have a checkpoint."""
         every = self._config.trainer.checkpoint_every
         return self._version // every * every if every else None
 
     def _check(self, cause: Exception) -> None:
-        """Raise what ends the run: others' deaths, errors that come again, the budget's end."""
+        """Raise errors that end the run: other actors' deaths, repeated errors, a spent budget."""
         if isinstance(cause, MeshError) and getattr(cause, "actor", "") not in self._ranks.names():
             raise cause
         if isinstance(cause, CheckpointFailed):
-            raise cause  # no other process would have a better disk
+            raise cause  # another process would use the same disk
         if is_deterministic(cause):
             error = (self._version, error_key(cause))
             if error == self._failed:
@@ -281,12 +278,12 @@ class FaultTolerantTrainer:
 
 
 def told(cause: Exception) -> str:
-    """A cause in one line of an event; a death names its actor, so it needs no type."""
+    """Return a cause as one line for an event; a death names its actor, so it needs no type."""
     return " ".join(str(cause).split()) if isinstance(cause, ActorDied) else cause_of(cause)
 
 
 def _with(cause: Exception, why: str) -> Exception:
-    """The cause with what makes it final, where it is a death; another error says enough."""
+    """Append to a death the reason why it is final; other errors are returned unchanged."""
     if isinstance(cause, ActorDied):
         return ActorDied(cause.actor, f"{cause.reason}; {why}")
     return cause

@@ -1,7 +1,4 @@
-"""Ports that the fault-tolerant trainer needs, implemented by fakes and by real processes.
-
-No behaviour here.
-"""
+"""Protocols through which `FaultTolerantTrainer` uses the mesh."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -16,14 +13,14 @@ T = TypeVar("T")
 
 
 Earlier = Callable[[int, int], list[Trained]]
-"""Steps that are done, from the first up to before the second, read from the run's store.
+"""Returns finished steps, from the first up to before the second, from the run's store.
 
-Called in a thread. Raises what ends the run where one cannot be made again.
+Called in a thread. Raises, which ends the run, if a step cannot be rebuilt.
 """
 
 
 class Ranks(Writer, Protocol):
-    """The processes that train, as `TrainerRanks` has them."""
+    """The trainer's processes, implemented by `TrainerRanks`."""
 
     async def begin_again(self, checkpoint: Path | None) -> int: ...
 
@@ -39,17 +36,17 @@ class Ranks(Writer, Protocol):
 
 
 class Step(Protocol):
-    """One try of an optimizer step, as `MeshTraining` makes it."""
+    """One attempt at an optimizer step, implemented by `MeshTraining`."""
 
     async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> Metrics: ...
 
 
 class Teachers(KeepsAverage, Protocol):
-    """Teachers in processes of their own, as far as a restart of the trainer concerns them.
+    """SDPO teachers in separate processes, as a trainer restart needs them.
 
-    `forget` makes them ready for steps that they have served before, `restore` gives an average
-    what it was at a checkpoint, or at the run's start, and tells whether it could; `follow` brings
-    them the weights that the trainer has now.
+    `forget` prepares them to serve replayed steps; `restore` resets a moving average to its state
+    at a checkpoint, or at the run's start, and returns whether it could; `follow` makes them pull
+    the trainer's current weights.
     """
 
     async def forget(self) -> None: ...

@@ -1,8 +1,4 @@
-"""The trainer's processes: one for each rank, which live and die together.
-
-Starts, connects, loads and replaces them. When that is done, and what is trained, is not known
-here.
-"""
+"""The trainer's processes, one per rank: starts, connects, loads and replaces them together."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -27,15 +23,16 @@ T = TypeVar("T")
 
 WARM_START_DEADLINE_S = 1800.0
 WRITE_DEADLINE_S = 1800.0
-"""A checkpoint is written beside the steps, so only a disk that hangs is late."""
+"""Checkpoints are written concurrently with steps, so only a hung disk exceeds this."""
 NEWS_S = 3.0
-"""How long a death may come after the error that it caused elsewhere."""
+"""Longest delay between an error that a rank's death caused elsewhere and the report of the death.
+"""
 ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Ranks of one host sum their gradients over its loopback device; others find theirs."""
+"""Ranks on one host sum gradients over its loopback device; others find their interface."""
 
 
 class TrainerRanks:
-    """`trainer`, or `trainer-0` and so on; `trainer.2` is the process after it."""
+    """Trainer processes named `trainer`, or `trainer-0`, …; a restart appends `.2`, `.3`, …."""
 
     def __init__(
         self,
@@ -60,11 +57,11 @@ class TrainerRanks:
 
     @property
     def first(self) -> SpawnedActor:
-        """The rank that prepares, publishes and writes."""
+        """Rank 0, which prepares the policy, publishes and writes."""
         return self.all[0]
 
     def names(self) -> list[str]:
-        """What the ranks' processes are called now, or were when they last started."""
+        """Return the ranks' current process names, or those of their last start."""
         return list(self._current)
 
     async def start(self) -> None:
@@ -83,16 +80,16 @@ class TrainerRanks:
         self._started.set()
 
     async def prepare(self) -> Path:
-        """The folder of the initial policy. Waits for a warm start where none is cached."""
+        """Return the folder of the initial policy. Waits for a warm start if none is cached."""
         folder: Path = await self.first.call(
             "prepare", self._config, deadline_s=WARM_START_DEADLINE_S
         )
         return folder
 
     async def load(self, folder: Path, checkpoint: Path | None = None) -> int:
-        """Connect the ranks and give them the initial policy, or a checkpoint that came of it.
+        """Connect the ranks and load the initial policy, or a checkpoint of it.
 
-        Returns the version that they have then.
+        Returns the version that is loaded.
         """
         self._folder = folder
         await self._connect()
@@ -102,19 +99,19 @@ class TrainerRanks:
         return versions[0]
 
     async def save(self, draft: Path, export: bool) -> None:
-        """Begin to write a checkpoint to an absolute path. Waits until all states are copied."""
+        """Start writing a checkpoint to an absolute path. Waits until all states are copied."""
         await together(*(self._call(one, "save", draft, export) for one in self.all))
 
     async def saved(self) -> list[Written]:
-        """The files of the checkpoint that was begun. Waits until all ranks have written theirs."""
+        """Return the files of the started checkpoint. Waits until all ranks have written theirs."""
         writing = (one.call("saved", deadline_s=WRITE_DEADLINE_S) for one in self.all)
         return [one for files in await together(*writing) for one in files]
 
     async def begin_again(self, checkpoint: Path | None) -> int:
-        """New processes in place of all ranks, at a checkpoint; returns its version.
+        """Replace all ranks with new processes, load a checkpoint and return its version.
 
-        One rank alone cannot come back: what the others hold is a process group that has broken.
-        Where they cannot all start none is left, and none of them counts as a death.
+        A single rank cannot be replaced, as the process group of the others is broken. If not all
+        can start none is left running, and none of them counts as a death.
         """
         assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
         await asyncio.gather(*(self._host.stop(one) for one in self.all))
@@ -124,9 +121,9 @@ class TrainerRanks:
         return await self.load(self._folder, checkpoint)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something that needs all ranks; ends with `ActorDied` when one of them dies.
+        """Run work that needs all ranks; raises `ActorDied` when one of them dies.
 
-        Nothing is done where one is dead already.
+        The work is not started if a rank is already dead.
         """
         if (dead := self.died()) is not None:
             work.close()
@@ -142,9 +139,9 @@ class TrainerRanks:
             await cancel_and_wait([task])
 
     async def cause_of(self, error: Exception) -> Exception:
-        """The death of a rank, where that explains an error of work that needed all of them.
+        """Return the rank's death that explains an error of work on all ranks, or the error itself.
 
-        Waits a moment for it: others may stumble over a dead rank before its end is known.
+        Waits `news_s` for it, since other ranks may fail before the death is reported.
         """
         if isinstance(error, ActorDied):
             for one in self.all:
@@ -157,12 +154,12 @@ class TrainerRanks:
         return self.died() or error
 
     async def until_one_dies(self) -> None:
-        """Wait for the end of a rank, and first for the start of all where none runs."""
+        """Wait until a rank dies, and before that until the ranks are started."""
         await self._started.wait()
         await asyncio.wait(self._deaths(), return_when=asyncio.FIRST_COMPLETED)
 
     def died(self) -> ActorDied | None:
-        """The death of a rank that has not been replaced."""
+        """Return the death of a rank that has not been replaced, or None."""
         for death in self._deaths():
             if death.done():
                 return ActorDied(*death.result().args)
@@ -172,7 +169,7 @@ class TrainerRanks:
         return [one.death for one in self.all if one.death is not None]
 
     async def _take_placements(self) -> list[ProcessPlacement]:
-        """A seat for each rank. Waits for another host where none has room for all of them."""
+        """Place all ranks. Waits for another host if they do not fit on those of the run."""
         first = self._current[0]
         return await wait_for_capacity(self._placements_now, self._host, first, self._look_s)
 
@@ -191,7 +188,7 @@ class TrainerRanks:
 
     @property
     def _apart(self) -> bool:
-        """Whether ranks are on more than one host."""
+        """Whether the ranks are on more than one host."""
         return len({placement.host for placement in self._placements}) > 1
 
     async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
@@ -200,11 +197,11 @@ class TrainerRanks:
     async def _connect(self) -> None:
         if len(self.all) == 1:
             return
-        if self._placements[0].host is not None:  # no file of this machine is seen there
+        if self._placements[0].host is not None:  # this machine's files are not visible there
             opening = self._call(self.first, "open_rendezvous", self._deadline_s, self._apart)
             await self._rendezvous_at(await opening)
             return
-        # Private to this user, and only needed until all have met.
+        # Readable by this user only, and needed only until all ranks are connected.
         with TemporaryDirectory(prefix="composer-mesh-") as folder:
             await self._rendezvous_at(Path(folder) / "ranks")
 

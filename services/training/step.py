@@ -1,6 +1,6 @@
-"""One optimizer step over the trainer's ranks and the SDPO teachers that serve them.
+"""One optimizer step over the trainer's ranks and the SDPO teachers.
 
-One try of it: what happens when a rank dies meanwhile is `fault_tolerant_trainer`'s business.
+A single attempt: `fault_tolerant_trainer` handles ranks that die during it.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from composer_mesh.services.training.teaching import SdpoTeachers
 from composer_mesh.services.training.weight_sync import published
 
 LARGEST = ("sdpo/teacher_version", "sdpo/bytes_per_token", "time/sdpo_bytes_per_s")
-"""Figures that are no sums over ranks."""
+"""Metrics that are maxima over ranks instead of sums."""
 
 Ranks = Callable[[], Sequence[SpawnedActor]]
-"""The ranks that live now, in their order."""
+"""Returns the current ranks in rank order."""
 
 
 class MeshTraining:
-    """The trainer's ranks, and the SDPO teachers that serve them."""
+    """Trains steps on the trainer's ranks with the outputs of the SDPO teachers."""
 
     def __init__(self, config: Config, ranks: Ranks, teachers: SdpoTeachers | None) -> None:
         self._ranks, self._teachers = ranks, teachers
         self._trainer, self._deadline_s = config.trainer, config.run.deadline_s
 
     async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
-        """One optimizer step on all ranks. Waits for the teachers' signals and for the slowest.
+        """Train one optimizer step on all ranks. Waits for teacher outputs and the slowest rank.
 
-        Without `teacher_outputs` the teachers are not asked, and the step lacks the SDPO channel.
+        Without `teacher_outputs` no teacher is queried, and the step lacks the SDPO channel.
         """
         ranks, alive = self._ranks(), list[SpawnedActor]()
         if self._teachers is not None and batch.views and teacher_outputs:
@@ -58,7 +58,7 @@ class MeshTraining:
 
 
 def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Figures of a step from those of its ranks: sums, but for rates and versions."""
+    """Return a step's metrics from those of its ranks: sums, but maxima for `LARGEST`."""
     total: dict[str, float] = {"sdpo/bytes": 0}
     for figures in ranks:
         for name, value in figures.items():
@@ -68,9 +68,9 @@ def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class RestoredTeachers:
-    """The SDPO teachers, as far as a trainer that began again needs them to begin again too.
+    """Restores the SDPO teachers after a trainer restart.
 
-    A moving average is the same in each, so one of them keeps it and writes it.
+    Their moving averages are identical, so one teacher copies and writes it.
     """
 
     def __init__(self, ranks: Ranks, teachers: SdpoTeachers, deadline_s: float) -> None:
@@ -78,17 +78,17 @@ class RestoredTeachers:
         self._keeper: SpawnedActor | None = None
 
     async def forget(self) -> None:
-        """Void what the former ranks had asked for."""
+        """Drop what the former ranks requested."""
         await self._teachers.forget()
 
     async def follow(self) -> None:
-        """Bring the teachers the weights that the trainer has now."""
+        """Make the teachers pull the trainer's current weights."""
         ranks = self._ranks()
         handle = await published(ranks, self._deadline_s)
         await self._teachers.pull(handle, ranks[0])
 
     async def keep(self, version: int) -> None:
-        """Let a teacher copy its average at a version, for `write`; raises `AverageLost`."""
+        """Have a teacher copy its average at a version, for `write`; raises `AverageLost`."""
         self._keeper, why = None, "no SDPO teacher is alive"
         for teacher in self._teachers.alive():
             try:
@@ -103,7 +103,7 @@ class RestoredTeachers:
         raise AverageLost(why)
 
     async def write(self, draft: Path) -> list[Written]:
-        """Let it write the copy. Waits until that is on disk; raises `AverageLost`."""
+        """Have the teacher write its copy. Waits until it is on disk; raises `AverageLost`."""
         if self._keeper is None:
             return []
         try:
@@ -115,9 +115,9 @@ class RestoredTeachers:
         return files
 
     async def restore(self, checkpoint: Path | None, version: int) -> bool:
-        """Give all teachers the average of a checkpoint, None for the start; whether it was there.
+        """Load a checkpoint's average, None for the initial one; returns whether it exists.
 
-        One that dies meanwhile is replaced, and takes the average from the others.
+        A teacher that dies meanwhile is replaced and takes the average from the others.
         """
         file = None if checkpoint is None else checkpoint / AVERAGE_FILE
         if file is not None and not file.exists():

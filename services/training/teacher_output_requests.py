@@ -1,6 +1,6 @@
-"""The calls that bring the signals of one step from teachers to the trainer's ranks.
+"""The calls that transfer the teacher outputs of one step to the trainer's ranks.
 
-Which teachers there are, and what becomes of a step when one dies, is `teaching`.
+`teaching` chooses the teachers and handles their deaths.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, split_views
 
 ASKED = 2
-"""Requests that a teacher holds, so that it goes on without hearing from us."""
+"""Requests queued at a teacher, so that it continues without waiting for the controller."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Request:
 
 
 class StepWork:
-    """The calls that bring the signals of one step from teachers to ranks."""
+    """Transfers the teacher outputs of one step from teachers to ranks."""
 
     def __init__(
         self, config: Config, step: int, ranks: Sequence[SpawnedActor], deadline_s: float
@@ -45,7 +45,7 @@ class StepWork:
         self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
 
     async def bring_head(self, teacher: SpawnedActor) -> None:
-        """Let the teachers' own head travel, where they have one."""
+        """Transfer the teachers' own output head to the ranks, if they have one."""
         if not self._has_own_head:
             return
         head = await teacher.call("head", deadline_s=self._deadline_s)
@@ -54,10 +54,10 @@ class StepWork:
         )
 
     async def run(self, teacher: SpawnedActor, left: list[Request]) -> None:
-        """Serve requests in order, taking each from `left` once it was delivered.
+        """Serve requests in order, removing each from `left` once it is delivered.
 
-        Two requests are with the teacher, so that it goes on without hearing from us, while the
-        signal before is delivered.
+        Two requests are queued at the teacher, so that it computes while the output before is
+        delivered.
         """
         todo, asked = list(left), deque[asyncio.Task[TeacherOutputHandle]]()
         delivering: list[asyncio.Task[None]] = []
@@ -73,7 +73,7 @@ class StepWork:
             await cancel_and_wait([*asked, *delivering])
 
     async def lose(self, rank: SpawnedActor, reason: str) -> None:
-        """Tell a rank that nothing more will come."""
+        """Notify a rank that no more teacher outputs of this step will arrive."""
         await rank.call("lose_teacher_outputs", self._step, reason, deadline_s=self._deadline_s)
 
     async def _teacher_output(self, teacher: SpawnedActor, request: Request) -> TeacherOutputHandle:
@@ -117,10 +117,11 @@ class StepWork:
 def requests_for(
     teacher: int, batch: StepBatch, plans: Sequence[RankPlan], teachers: int
 ) -> list[Request]:
-    """One teacher's share of a step, in the order in which the ranks will need it.
+    """Return one teacher's share of a step, in the order in which the ranks need it.
 
-    That is by microbatch, as ranks of a sharded model wait for each other in each of them. Parts go
-    round, so that microbatches with fewer views than there are teachers leave none idle.
+    The order is by microbatch, as ranks of a sharded model wait for each other in each of them.
+    Parts rotate, so that microbatches with fewer views than there are teachers leave no teacher
+    idle.
     """
     found: list[tuple[int, Request]] = []
     for rank, plan in enumerate(plans):

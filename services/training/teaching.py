@@ -1,16 +1,16 @@
-"""The SDPO teachers of a run: fed with views, their signals brought to the trainer, replaced.
+"""The SDPO teachers of a run: sends them views, delivers their outputs, replaces them.
 
-Each teacher works through its share of a step in the order in which the trainer will need it, two
-requests ahead of what travels, so that its forward runs beside the trainer's work. Bytes move
-between the actors; here are only calls.
+Each teacher computes its share of a step in the order in which the trainer needs it, two requests
+ahead of the transfers, so that its forward overlaps training. Tensors move between the actors; only
+calls are made here.
 
-    teacher j   signal 0   signal 1   signal 2  ...
+    teacher j   output 0   output 1   output 2  ...
     delivery               0 -> rank  1 -> rank ...
     trainer                           trains 0  ...
 
-A teacher that dies, fails or is late is replaced, within the budget of its place. The step under
-way is trained without the channel, or waits for the replacement, as `sdpo.when_lost` says. Where a
-place is given up the others go on; without any, the run ends.
+A teacher that dies, fails or is late is replaced, within the restart budget of its slot. The
+running step is trained without the channel, or waits for the replacement, as `sdpo.when_lost` says.
+If a slot's budget is spent the others continue; without any teacher, the run ends.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ Record = Callable[[str, str, str], None]
 
 
 class _Lost(Exception):
-    """A step's signals are given up."""
+    """The teacher outputs of a step are given up."""
 
 
 class SdpoTeachers:
-    """The teachers' processes and the work between them and the trainer's ranks."""
+    """The SDPO teachers' processes, and the transfers from them to the trainer's ranks."""
 
     def __init__(
         self, config: Config, host: MeshHost, placement: PlacementOf, record: Recorder
@@ -74,18 +74,18 @@ class SdpoTeachers:
         self._teachers = list(await together(*map(self._spawn, self._names)))
 
     async def load(self, folder: Path) -> None:
-        """Load the initial policy everywhere."""
+        """Load the initial policy in every teacher."""
         self._folder = folder
         await asyncio.gather(*(self._load(teacher) for teacher in self.alive()))
 
     async def close(self) -> None:
-        """End replacements under way."""
+        """Cancel running replacements."""
         await self._tasks.close()
 
     async def pull(self, handle: WeightsHandle, source: SpawnedActor | None = None) -> list[int]:
-        """Let every living teacher follow to a version; returns what they serve.
+        """Make every living teacher pull a version; return the versions they serve.
 
-        `source` is the actor that published it: its end is the end of this, by `ActorDied`.
+        `source` is the actor that published it: `ActorDied` is raised if it dies.
         """
         async with self._syncing:
             self._latest, self._source = handle, source
@@ -95,14 +95,14 @@ class SdpoTeachers:
         return [version for version in found if version is not None]
 
     async def forget(self) -> None:
-        """Other ranks train from now on: what was brought or promised to the former is void."""
+        """Drop what was delivered or requested for ranks that have been replaced."""
         self._frozen_head_brought = False
         await asyncio.gather(*(self._forget(teacher) for teacher in self.alive()))
 
     async def ready(self, step: int) -> list[SpawnedActor]:
-        """The teachers for a step. Waits for replacements where the step shall.
+        """Return the teachers for a step. Waits for replacements if `sdpo.when_lost` is "wait".
 
-        Raises what a replacement failed with: a run without its teachers is not the run asked for.
+        Raises the error of a failed replacement if no teacher is left.
         """
         for place, teacher in enumerate(self._teachers):
             if teacher is not None and not teacher.alive:
@@ -125,7 +125,7 @@ class SdpoTeachers:
         teachers: Sequence[SpawnedActor],
         ranks: Sequence[SpawnedActor],
     ) -> None:
-        """Bring a step's signals to the trainer's ranks. Waits until all were read, or given up."""
+        """Deliver a step's teacher outputs to the ranks. Waits until all are read or given up."""
         count = len(teachers)
         shares = [requests_for(place, batch, plans, count) for place in range(count)]
         work = StepWork(self._config, batch.step, ranks, self._deadline_s)
@@ -143,7 +143,7 @@ class SdpoTeachers:
     async def _serve(
         self, work: StepWork, teacher: SpawnedActor, requests: Sequence[Request]
     ) -> None:
-        """One teacher's share, taken over by its replacement where the step waits for it."""
+        """Serve one teacher's share; its replacement continues if `sdpo.when_lost` is "wait"."""
         left = list(requests)
 
         async def serve(server: SpawnedActor) -> None:
@@ -156,7 +156,7 @@ class SdpoTeachers:
     async def _insist(
         self, teacher: SpawnedActor, ask: Callable[[SpawnedActor], Coroutine[Any, Any, None]]
     ) -> None:
-        """Do what asks a teacher, and do it again with its replacement where the step waits."""
+        """Query a teacher, again with its replacement if `sdpo.when_lost` is "wait"."""
         while True:
             try:
                 return await while_alive(teacher, ask(teacher))
@@ -170,9 +170,10 @@ class SdpoTeachers:
                 teacher = await self._successor(self._names.index(teacher.name))
 
     def _end_of(self, teacher: SpawnedActor, error: Exception) -> ActorDied | None:
-        """What an error means for a teacher: its end, or None where it is not the teacher's.
+        """Return a teacher's death that an error implies, or None for other errors.
 
-        An error that it raised before is no accident, and goes to the caller.
+        A deterministic error that it raised before is no fault of its process, and is not
+        converted.
         """
         if isinstance(error, ActorDied):
             return error if error.actor == teacher.name else None
@@ -190,7 +191,7 @@ class SdpoTeachers:
         self._replace(self._names.index(teacher.name), teacher)
 
     async def _successor(self, place: int) -> SpawnedActor:
-        """Who does a lost teacher's work: its replacement, or another where there will be none."""
+        """Return the replacement of a lost teacher, or another teacher if there is none."""
         try:
             await self._replacing[place]
         except MeshError:
@@ -199,7 +200,7 @@ class SdpoTeachers:
         return self._teachers[place] or self.alive()[0]
 
     def alive(self) -> list[SpawnedActor]:
-        """The teachers that can be asked now, all of which are at the same version."""
+        """Return the teachers that can be queried, all of which are at the same version."""
         return [teacher for teacher in self._teachers if teacher is not None and teacher.alive]
 
     async def _spawn(self, name: str) -> SpawnedActor:
@@ -249,11 +250,11 @@ class SdpoTeachers:
             raise ActorDied(dead.name, str(end)) from end.__cause__
 
     def _not_replaced(self, name: str, error: BaseException) -> None:
-        if not isinstance(error, ActorDied):  # which is told as actor_given_up
+        if not isinstance(error, ActorDied):  # recorded as actor_given_up
             recorded_by(self._record)(name, error)
 
     async def _bring(self, place: int, name: str) -> None:
-        """Start a teacher and bring it to where the others are; only then it serves."""
+        """Start a teacher and bring it to the others' version before it serves."""
         teacher = await self._spawn(name)
         try:
             await self._load(teacher)
@@ -268,7 +269,7 @@ class SdpoTeachers:
         self._record("actor_restarted", teacher.name, f"process {teacher.pid}, {detail}")
 
     async def _readable(self) -> None:
-        """Wait until the newest version can be read, at most the deadline: its trainer may die."""
+        """Wait, at most the deadline, for a readable version: its trainer may be dead."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._deadline_s):
                 while self._source is not None and not self._source.alive:
@@ -276,7 +277,7 @@ class SdpoTeachers:
                     await self._published.wait()
 
     async def _catch_up(self, teacher: SpawnedActor) -> str:
-        """Bring a replacement to where the other teachers are; says how."""
+        """Bring a replacement to the state of the other teachers; return a description."""
         if self._latest is None:
             return "at version 0"
         version = self._latest.version
@@ -292,10 +293,10 @@ class SdpoTeachers:
         return f"at version {version}, its average begins again there"
 
     async def _adopt_from(self, donor: SpawnedActor, teacher: SpawnedActor) -> None:
-        """Give a teacher all that another one has, whose copy of it is freed in any case."""
+        """Copy one teacher's state to another, and always free the donor's copy."""
         try:
             state = await donor.call("state", deadline_s=self._deadline_s)
             await teacher.call("adopt", state, deadline_s=self._deadline_s)
         finally:
-            with contextlib.suppress(ActorDied):  # its memory has gone with it
+            with contextlib.suppress(ActorDied):  # its memory is freed with it
                 await donor.call("release_state", deadline_s=self._deadline_s)

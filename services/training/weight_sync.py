@@ -1,6 +1,6 @@
-"""Weights on their way: every rank of the trainer publishes, everyone who serves pulls from all.
+"""Weight sync: every trainer rank publishes, and generators and teachers pull from all ranks.
 
-Only the order of calls; bytes move in `mesh.weights`.
+Only orders the calls; `mesh.weights` moves the bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from composer_mesh.services.training.teaching import SdpoTeachers
 
 
 class StaleReceiver(RuntimeError):
-    """A receiver answered a pull with another version than the published one."""
+    """A receiver reports another version after a pull than the published one."""
 
     def __init__(self, wanted: int, got: list[int]) -> None:
         super().__init__(wanted, got)
@@ -25,11 +25,11 @@ class StaleReceiver(RuntimeError):
 
 
 class MeshWeightSync:
-    """From the trainer of the time to generators and, where the channel is on, the SDPO teachers.
+    """Syncs weights from the current trainer to generators and, with SDPO, its teachers.
 
-    Each rank offers its part of a version, and the parts together are what is pulled. A publisher
-    keeps two memories; a version is published only after the one before it was pulled by all, so
-    memory is never rewritten under a reader.
+    Each rank publishes its part of a version, and receivers pull all parts. A publisher has two
+    buffers; a version is published only after the previous one was pulled by all, so a buffer is
+    never overwritten while it is read.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class MeshWeightSync:
         self._deadline_s = deadline_s
 
     async def sync(self, on_snapshot: MayTrain | None = None) -> int:
-        """Publish and pull; returns the version that is served from now on.
+        """Publish and pull the current version, and return it; it is served from now on.
 
         Waits until each generator serves it, at most the deadline for each call. A receiver that
-        dies, fails or is late is dropped and replaced; one that comes later pulls before it serves.
-        The end of the trainer ends it with `ActorDied`: receivers then serve what they served.
+        dies, fails or is late is dropped and replaced; replacements pull before they serve. Raises
+        `ActorDied` if the trainer dies: receivers then keep their former version.
 
-        With `on_snapshot` a step may come beside it: the trainer holds the version until it is
-        copied, and teachers, whose signals belong to the version that is trained, pull it first.
+        With `on_snapshot` a step may run concurrently: the trainer keeps the version unchanged
+        until it is copied, and teachers, whose outputs belong to the version being trained, pull it
+        first.
         """
         trainers = self._trainers()
         if on_snapshot is not None:
@@ -80,10 +81,10 @@ class MeshWeightSync:
 
 
 async def published(trainers: Sequence[SpawnedActor], deadline_s: float) -> WeightsHandle:
-    """The version that the trainer's ranks have now, whole. Waits until each has copied it."""
+    """Publish the ranks' current version in full. Waits until each rank has copied it."""
     return WeightsHandle.joined(await _ask(trainers, "publish", deadline_s))
 
 
 async def _ask(trainers: Sequence[SpawnedActor], endpoint: str, deadline_s: float) -> list[Any]:
-    """Ask every rank at once: what they have to do for it, they may have to do together."""
+    """Call an endpoint on all ranks concurrently, since it may be collective."""
     return await together(*(rank.call(endpoint, deadline_s=deadline_s) for rank in trainers))
