@@ -1,1 +1,1 @@
-"""Bringing a run to its hosts: what starts it there, what finds it again, what ends it."""
+"""Launching a run on its hosts: launchers by kind of cluster, handles, following and stopping."""

@@ -1,8 +1,8 @@
-"""A run on hosts at given addresses: workers there, the controller on this machine or the first.
+"""Launches a run on hosts at given addresses; the controller is here or on the first host.
 
-ssh, no tunnel    workers and controller are left behind on their hosts: nothing depends on us
-ssh, a tunnel     the controller is here, and each worker in the ssh that carries it
-no ssh            the controller is here; workers on loopback too, others are running already
+ssh, no tunnel    workers and controller run detached on their hosts, independent of this one
+ssh, a tunnel     the controller is here, and each worker in the ssh that tunnels its port
+no ssh            the controller and workers on loopback are here; others must be running
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from composer_mesh.services.launch.workers import CONTROLLER, WorkerCommand, is_
 
 STATE_S = 20.0
 ASK_S = 5.0
-"""How often another host is asked whether the controller is there, while its log is followed."""
+"""Seconds between checks whether a remote controller is running, while its log is followed."""
 
 
 class HostsLauncher(LocalLauncher):
-    """Brings a run to hosts whose addresses the config knows; its controller may be here."""
+    """Launches a run on hosts whose addresses are configured; its controller may be here."""
 
     def plan(self, order: Order) -> Plan:
         before, after = _begun_by_us(order)
@@ -44,7 +44,7 @@ class HostsLauncher(LocalLauncher):
         renamed_log(log_file(order.output))
         for one in (*before, *after):
             renamed_log(one.log(order))
-            # Of an earlier start; a record that is there is taken for a worker.
+            # A record of an earlier start would be taken for a worker.
             (order.output / ROSTER / f"{one.name}.json").unlink(missing_ok=True)
         commands, started = iter(plan.commands), list[tuple[WorkerCommand, int]]()
         try:
@@ -67,7 +67,7 @@ class HostsLauncher(LocalLauncher):
         text = inside(handle.folder, ["kill", "-0", handle.job])
         done = programs.run([*handle.reach, text], check=False, deadline_s=STATE_S)
         where = f"process {handle.job} on {_destination(handle)}"
-        if done.status == 255:  # ssh's own
+        if done.status == 255:  # an error of ssh itself
             return "unknown", f"{where}: {done.stderr.strip() or 'ssh failed'}"
         return ("ended" if done.status else "running"), where
 
@@ -100,7 +100,7 @@ def _begun_by_us(order: Order) -> tuple[list[WorkerCommand], list[WorkerCommand]
 
 
 def _controller(order: Order) -> list[str]:
-    """What is run here so that the controller runs where it belongs."""
+    """Return the local command that starts the controller on its host."""
     how = ["--resume"] if order.resume else []
     command = controller_command(order.python, order.output, *how)
     if reach := _reach(order):
@@ -116,7 +116,7 @@ def _begin_controller(order: Order, command: Sequence[str]) -> Handle:
 
 
 def _reach(order: Order) -> tuple[str, ...]:
-    """How the controller's host is reached; empty where that is this machine."""
+    """Return the ssh command prefix of the controller's host; empty for this machine."""
     ssh, first = order.config.cluster.ssh, workers_of(order)[0]
     if ssh is None or ssh.tunnel or is_here(first.address):
         return ()
@@ -124,7 +124,7 @@ def _reach(order: Order) -> tuple[str, ...]:
 
 
 def _start(order: Order, one: WorkerCommand) -> list[str]:
-    """What is run here so that a worker that ssh reaches runs there."""
+    """Return the local command that starts a worker by ssh."""
     command, ssh = one.command(order), order.config.cluster.ssh
     assert ssh is not None
     if one.tunnel:
@@ -133,14 +133,14 @@ def _start(order: Order, one: WorkerCommand) -> list[str]:
 
 
 def _begin(order: Order, one: WorkerCommand, command: Sequence[str]) -> int:
-    """Start a worker by ssh; its process id there, or that of its ssh here."""
+    """Start a worker by ssh; return its remote process id, or that of its tunnel's ssh."""
     if one.tunnel:
         return programs.detached(command, one.log(order), order.folder)
     return _pid(command, programs.run(command).stdout)
 
 
 def _undo(order: Order, started: Sequence[tuple[WorkerCommand, int]]) -> None:
-    """End workers of a launch that failed; one that cannot be reached ends when nobody comes."""
+    """End workers of a failed launch; an unreachable one ends when no controller attaches."""
     for one, pid in started:
         ssh = order.config.cluster.ssh
         if one.tunnel or ssh is None:
@@ -151,7 +151,7 @@ def _undo(order: Order, started: Sequence[tuple[WorkerCommand, int]]) -> None:
 
 
 def _pid(command: Sequence[str], said: str) -> int:
-    """The last line that the other side printed; shells greet before."""
+    """Parse a process id from the last line of output, as shells may print a greeting before."""
     last = said.strip().rpartition("\n")[2].strip()
     if not last.isdecimal():
         raise programs.ProgramFailed(command, f"it told no process id but {said.strip()[-200:]!r}")

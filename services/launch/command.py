@@ -1,7 +1,7 @@
-"""`composer-mesh launch`: brings a run to where its config says, and follows it.
+"""`composer-mesh launch`: launches a run on its configured cluster, and follows it.
 
-Everything that can be refused is refused before anything is written. What a kind of cluster needs
-is its launcher's; here is the order in which it is done, and what a person is told.
+All refusals come before anything is written. The launchers implement what depends on the kind of
+cluster; this module defines the order of actions and the output for the user.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from composer_mesh.services.launch.workers import CONTROLLER, workers_of
 
 
 def launch_command(arguments: argparse.Namespace) -> int:
-    """Launch. The status is the run's, 0 with --detach, 130 when Ctrl-C ended the following."""
+    """Launch a run. Returns its exit status, 0 with --detach, 130 if Ctrl-C ended the following."""
     config = accepted(arguments)
     output = (arguments.output or RUNS / config.run.name).absolute()
     if (status := _refuse(output, config, arguments)) is not None:
@@ -66,14 +66,14 @@ def launch_command(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(output: Path, config: Config, arguments: argparse.Namespace) -> int | None:
-    """Raise where the run may not have that directory; a status where nothing is left to do."""
+    """Raise if the run may not use that directory; return a status if the run is finished."""
     _refuse_a_live(output)
     if not arguments.resume:
         if arguments.output is not None:
             refuse_a_used(output)
         return None
     if not may_be_resumed(output) and _is_elsewhere(output):
-        return None  # its directory is on a volume that only the run sees
+        return None  # its directory is on a volume that only the run can access
     try:
         refuse_unfit(output, config)
     except RunFinished as finished:
@@ -100,7 +100,7 @@ def _is_elsewhere(output: Path) -> bool:
 
 
 def _submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
-    """Write the files, make what hosts trust, and hand over to the cluster."""
+    """Write the files, create the certificate authority, and submit to the cluster."""
     if not (order.resume or named) and (place := set_aside(order.output)):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
     try:
@@ -119,15 +119,15 @@ def _submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle
 
 
 def _makes_authority(order: Order) -> bool:
-    """Whether hosts of the run know each other by TLS, with an authority that is its own."""
+    """Whether the run's hosts use TLS with the run's own certificate authority."""
     cluster = order.config.cluster
     if cluster.kind not in ("hosts", "slurm") or cluster.authority is not None:
-        return False  # a launcher of pods keeps it where pods keep secrets
+        return False  # a pod launcher stores it in a Secret
     return not any(one.startswith("tcp:") for one in (*cluster.workers, cluster.address or ""))
 
 
 def _print_plan(order: Order, plan: Plan) -> None:
-    """Everything that would be done, in its order."""
+    """Print all files and commands, in order."""
     if not order.resume and holds_a_run(order.output):
         print(f"# the earlier run in {order.output} would be moved aside")
     for path, text in plan.files.items():
@@ -146,7 +146,7 @@ def _print_plan(order: Order, plan: Plan) -> None:
 
 
 def _expected(order: Order) -> Sequence[str]:
-    """What somebody else has to start."""
+    """Describe the workers that the user has to start."""
     if order.config.cluster.kind != "hosts":
         return []
     return [

@@ -1,6 +1,6 @@
-"""A process of this machine that outlives who started it: known again, followed and ended.
+"""Detached local processes: identified, followed and ended.
 
-Its name is its process id with the moment at which it began, because ids are used again.
+A process is named by its id and start time, because ids are reused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POLL_S = 0.2
 
 
 class Paced:
-    """An answer that is asked for again only after some time."""
+    """Caches a boolean answer for some time."""
 
     def __init__(self, ask: Callable[[], bool], every_s: float) -> None:
         self._ask, self._every_s = ask, every_s
@@ -32,28 +32,28 @@ class Paced:
 
 
 def name_of(pid: int) -> str:
-    """What a process is known by."""
+    """Return a process's unique name."""
     return f"{pid}@{start_ticks(pid) or '?'}"
 
 
 def pid_of(name: str) -> int:
-    """The process id in a name."""
+    """Return the process id in a name."""
     return int(name.partition("@")[0])
 
 
 def lives(name: str) -> bool:
-    """Whether that very process is there."""
+    """Whether that process is alive, and not another with the same id."""
     pid = pid_of(name)
     return is_alive(pid) and name == name_of(pid)
 
 
 def lines_of(log: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
-    """The lines of a log as they come, until what writes it has ended."""
+    """Yield the lines of a log as they are written, until `goes_on` returns False."""
     return Lines(log).until_the_end(goes_on, lambda: time.sleep(POLL_S))
 
 
 def end(name: str, grace_s: float) -> None:
-    """SIGTERM, and SIGKILL for it and its group when it is there after the grace."""
+    """Send SIGTERM; if it is still alive after the grace period, kill its process group."""
     if not lives(name):
         return
     os.kill(pid_of(name), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Following a launched run: what its controller prints, and how it ended."""
+"""Follows a launched run: its controller's output and exit status."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from composer_mesh.services.schedule.stopping import STOPPED
 
 FAILED, INTERRUPTED = 1, 130
 STATUSES = {"finished": 0, "stopped": STOPPED, "failed": FAILED}
-"""Exit statuses by the last word of a controller."""
+"""Exit statuses by the controller's final state."""
 GOOD_WORDS = frozenset({"completed", "succeeded"})
-"""What clusters call a job that ended well, where nothing of the run can be read from here."""
+"""Cluster states of successful jobs, used if the run's status is not readable from here."""
 
 
 def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
-    """Print what the controller prints until the run has ended; its exit status.
+    """Print the controller's output until the run has ended; return its exit status.
 
-    Ctrl-C ends the following only.
+    Ctrl-C only stops following.
     """
     try:
         for line in launcher.follow(handle):
@@ -37,10 +37,10 @@ def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
 
 
 def outcome(launcher: Launcher, handle: Handle, place: Path) -> int:
-    """How a run has ended that was launched last from `place`."""
+    """Return the exit status of a run that was launched last from `place`."""
     status = read_status(place)
     if status is not None and _is_newer(place / STATUS_FILE, place / LAUNCH_FILE):
-        return STATUSES.get(status.state, FAILED)  # killed: its last word is that it runs
+        return STATUSES.get(status.state, FAILED)  # if killed, the status still says running
     word = launcher.state(handle)[1].lower()
     return 0 if GOOD_WORDS & set(word.split()) else FAILED
 

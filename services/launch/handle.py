@@ -1,7 +1,6 @@
-"""The handle of a launched run as a file, and what its user types to look into it.
+"""The handle file of a launched run, and the commands that its user can enter.
 
-It lies in the run's directory as the launcher sees it; what it says is true where the controller
-is.
+It is in the run's directory as the launcher sees it; its paths are those on the controller's host.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from composer_mesh.services.store.whole_files import write_whole
 
 LAUNCH_FILE = "launch.json"
 THERE = "COMPOSER_MESH_REACHED"
-"""Set for a command that was brought to the controller: what its user calls the run."""
+"""Environment variable of a command forwarded to the controller: the user's path of the run."""
 PATHS = ("run", "folder", "log")
 
 
 def write_handle(place: Path, handle: Handle) -> None:
-    """Keep a handle in the run's directory, as a whole."""
+    """Write a handle to the run's directory atomically."""
     about = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in asdict(handle).items()
@@ -33,7 +32,7 @@ def write_handle(place: Path, handle: Handle) -> None:
 
 
 def read_handle(place: Path) -> Handle | None:
-    """The handle of a run, None where it was not launched. Raises `RunUnavailable`."""
+    """Return the handle of a run, None if it was not launched. Raises `RunUnavailable`."""
     file = place / LAUNCH_FILE
     try:
         about: dict[str, Any] = json.loads(file.read_text())
@@ -50,12 +49,12 @@ def read_handle(place: Path) -> Handle | None:
 
 
 def called(run: Path) -> Path:
-    """What the user calls a run, who may sit at another machine than this process."""
+    """Return the user's path of a run, which may be on another machine than this process."""
     return Path(os.environ.get(THERE) or run)
 
 
 def resume_command(run: Path) -> str:
-    """What to type to go on with a run that was stopped."""
+    """Return the command line that resumes a stopped run."""
     place, program, config = called(run), "train", "config.toml"
     if (run / LAUNCH_FILE).exists() or THERE in os.environ:
         program, config = "launch", "launch/config.toml"
@@ -64,7 +63,7 @@ def resume_command(run: Path) -> str:
 
 
 def hints(place: Path, handle: Handle, telemetry: bool) -> list[str]:
-    """What to type about a run that was launched."""
+    """Return the command lines that a user may need for a launched run."""
     resume = ["composer-mesh", "launch", str(place / "launch" / "config.toml")]
     lines = [
         *commands_for(place, telemetry),

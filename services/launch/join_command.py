@@ -1,4 +1,4 @@
-"""`composer-mesh join`: a host that takes part in a run from now on."""
+"""`composer-mesh join`: adds a host to a running run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from composer_mesh.services.directory.control import ControlRefused, ask
 
 
 def join_command(run: Path, address: str) -> int:
-    """Ask the controller of a live run to take a worker. Waits until it is attached."""
+    """Request that a live run attaches a worker. Waits until it is attached."""
     try:
         split(address)
     except BadAddress as bad:

@@ -1,4 +1,4 @@
-"""Which launcher belongs to which kind of cluster; each is imported when it is asked for."""
+"""Launchers by kind of cluster, imported on demand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from composer_mesh.services.launch.ports import Launcher
 
 
 def launcher_of(kind: ClusterKind) -> Launcher:
-    """The launcher of a kind."""
+    """Return the launcher of a kind."""
     if kind == "local":
         from composer_mesh.services.launch.local import LocalLauncher
 

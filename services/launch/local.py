@@ -1,4 +1,4 @@
-"""A run on this machine that outlives its terminal: `train`, in a session of its own."""
+"""Launches `train` on this machine in its own session, so that it survives its terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from composer_mesh.services.launch.ports import Handle, OnlyTheController, Order
 
 
 class LocalLauncher(OnlyTheController):
-    """Starts a controller here and leaves it alone."""
+    """Starts a detached controller on this machine."""
 
     def plan(self, order: Order) -> Plan:
         how = ["--resume"] if order.resume else []

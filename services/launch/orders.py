@@ -1,7 +1,4 @@
-"""What every launcher needs of an order: the config as a file, and the controller's own command.
-
-Nothing here knows a kind of cluster.
-"""
+"""Common parts of all launchers: the config file, and the controller and worker commands."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ AUTHORITY = ".tls"
 
 
 def config_file(run: Path) -> Path:
-    """The resolved config that a launched run begins with."""
+    """Path of the resolved config that a launched run starts with."""
     return run / FOLDER / CONFIG_FILE
 
 
 def log_file(run: Path) -> Path:
-    """What the controller prints, where a launcher has nothing of its own for that."""
+    """Path of the controller's output, for launchers without a log of their own."""
     return run / FOLDER / "controller.log"
 
 
 def controller_command(
     python: str, run: PurePath, *how: str, config: PurePath | None = None
 ) -> list[str]:
-    """What runs where the controller is; `how` is --resume, --auto-resume, or nothing."""
+    """Return the controller's command; `how` is --resume, --auto-resume, or nothing."""
     file = run / FOLDER / CONFIG_FILE if config is None else config
     return [python, "-m", "composer_mesh", "train", str(file), "--output", str(run), *how]
 
@@ -43,7 +40,7 @@ def worker_command(
     *where: str,
     wait_s: float | None = None,
 ) -> list[str]:
-    """What runs on a host; `where` says its name and its address. Without TLS, no authority."""
+    """Return a worker's command; `where` has its name and address. Without TLS, no authority."""
     words = [python, "-m", "composer_mesh", "worker", *where, "--roster", str(roster)]
     if authority is not None:
         words += ["--authority", str(authority)]
@@ -55,18 +52,18 @@ def worker_command(
 
 
 def authority_of(order: Order) -> Path:
-    """The folder of the certificate authority that the hosts of a run trust."""
+    """Return the folder of the certificate authority that the hosts of a run trust."""
     return order.config.cluster.authority or order.output / AUTHORITY
 
 
 def with_config(order: Order, plan: Plan) -> Plan:
-    """A plan with the file that all have in common, before its own."""
+    """Return a plan with the common config file before its own files."""
     files = {config_file(order.output): dump_toml(order.config), **plan.files}
     return Plan(files, plan.commands, plan.secret)
 
 
 def write_files(plan: Plan) -> None:
-    """Write what a plan says, each file as a whole; a secret one for its owner alone."""
+    """Write a plan's files, each atomically; secret ones are readable by their owner only."""
     for path, text in plan.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in plan.secret:
@@ -76,7 +73,7 @@ def write_files(plan: Plan) -> None:
 
 
 def renamed_log(log: Path) -> None:
-    """Make room for a new log; the earlier one is kept under a number."""
+    """Rename an earlier log to a numbered name, so that a new one can be written."""
     if not log.exists():
         return
     number = 1

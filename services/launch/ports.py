@@ -1,8 +1,8 @@
-"""What a launcher of each kind of cluster does, and what is left of a launch: a handle.
+"""The port to launchers, one per kind of cluster, and the handle of a launched run.
 
     order -> plan (exactly what will be written and run) -> submit -> handle -> reach, state, stop
 
-Only shapes; `command` uses them, one module for each kind fulfils them.
+Only types; `command` uses them, and one module per kind implements them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,20 +18,20 @@ State = Literal["waiting", "running", "ended", "unknown"]
 
 
 class LaunchRefused(Exception):
-    """A run that cannot be launched so: what was found, the bound and the repair."""
+    """A run cannot be launched like this: what was found, the bound and the repair."""
 
 
 class LaunchFailed(RuntimeError):
-    """The cluster did not do what it was asked for: its own words."""
+    """The cluster did not carry out a request; carries its message."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be launched: the resolved config, its hosts, and where things are.
+    """A launch order: the resolved config, its hosts and the paths.
 
-    The config has been accepted, so a scheduler has hosts to ask for (`planning.host_checks`).
-    `output` and `folder` are absolute; `folder` is where the user stands, against which paths of
-    the config are meant. `python` is the interpreter on the hosts.
+    The config has been checked, so a scheduler has hosts to request (`planning.host_checks`).
+    `output` and `folder` are absolute; `folder` is the user's working directory, to which the
+    config's paths are relative. `python` is the interpreter on the hosts.
     """
 
     config: Config
@@ -44,9 +44,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Plan:
-    """Exactly what submitting does: files that are written, programs that are run, in this order.
+    """Exactly what submitting does: writes these files, then runs these commands, in order.
 
-    `secret` names files that a person is not shown.
+    `secret` names files that are not printed.
     """
 
     files: Mapping[Path, str] = field(default_factory=dict)
@@ -56,11 +56,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Handle:
-    """A launched run: how it is found again; kept as `launch.json` in the run's directory.
+    """A launched run's identity; stored as `launch.json` in the run's directory.
 
-    `run` is the run's directory where the controller is. `job` is what the cluster calls it: a
-    process, a job, an object. `reach` is put before a command to run it where the controller is,
-    empty where that is here. `namespace` and `log` are empty or None where the kind has none.
+    `run` is the run's directory on the controller's host. `job` is the cluster's name for it: a
+    process, a job, an object. `reach` is the command prefix that runs a command on the controller's
+    host, empty if that is this one. `namespace` and `log` are empty or None if the kind has none.
     """
 
     kind: ClusterKind
@@ -74,42 +74,42 @@ class Handle:
 
 
 class OnlyTheController:
-    """For a cluster that need not know when its controller is asked to stop."""
+    """Base of launchers that need no action when a controller is stopped."""
 
     def stopping(self, handle: Handle) -> None:
-        """The controller is about to be asked to stop."""
+        """Called before the controller is requested to stop."""
 
     def stopped(self, handle: Handle) -> None:
-        """The controller was asked, and has ended."""
+        """Called after a controller that was requested to stop has ended."""
 
 
 class Launcher(Protocol):
-    """One kind of cluster. Raises `LaunchRefused` before, `LaunchFailed` after anything is done."""
+    """A launcher: raises `LaunchRefused` before it changes anything, `LaunchFailed` after."""
 
     def plan(self, order: Order) -> Plan:
-        """What would be done; changes and asks nothing outside this process."""
+        """Return what would be done; changes and queries nothing outside this process."""
         ...
 
     def submit(self, order: Order, plan: Plan) -> Handle:
-        """Do it. Waits until the cluster has taken it, not until it runs."""
+        """Submit the run. Waits until the cluster has accepted it, not until it runs."""
         ...
 
     def state(self, handle: Handle) -> tuple[State, str]:
-        """How it is now, and the cluster's own word for it."""
+        """Return the run's current state, and the cluster's own word for it."""
         ...
 
     def follow(self, handle: Handle) -> Iterator[str]:
-        """The lines that the controller prints, as they come, until the run has ended."""
+        """Yield the controller's output lines as they are written, until the run has ended."""
         ...
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        """End it, and everything that it has brought up; a run gets `grace_s` for a checkpoint."""
+        """End the run and all that it started, after `grace_s` for a checkpoint."""
         ...
 
     def stopping(self, handle: Handle) -> None:
-        """Know that the controller is about to be asked to stop, by somebody else."""
+        """Prepare for a stop that is requested from the controller directly."""
         ...
 
     def stopped(self, handle: Handle) -> None:
-        """Give back what is left, once a controller that was asked to stop has ended."""
+        """Release what is left after a controller that was requested to stop has ended."""
         ...

@@ -1,7 +1,7 @@
-"""A command about a run whose controller is on another machine is run there.
+"""Runs a command about a run on its controller's host if that is another machine.
 
-Processes, control sockets and servers on loopback are only where the controller is. The run's
-handle says how that is reached: by what the cluster offers for it, so nothing is opened for us.
+Processes, control sockets and loopback servers are reachable only there. The run's handle says how
+to reach it with the cluster's own tools, so no further port is opened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEWEST_BY_DEFAULT = frozenset({"tree", "events", "stacks", "tui"})
 ENTER = 'cd "$1" && shift && exec "$@"'
 SSH_FAILED = 255
 ON_A_TERMINAL = {"ssh": (1, "-t"), "kubectl": (2, "-it")}
-"""Where a program that reaches takes the word for a terminal, and which."""
+"""Programs that need an option for a terminal: its position and the option."""
 
 
 def reached(
@@ -40,7 +40,7 @@ def reached(
     words: Sequence[str],
     launchers: Callable[[ClusterKind], Launcher] = launcher_of,
 ) -> int | None:
-    """Run a command where its run is; the exit status, or None where that is here."""
+    """Run a command on its run's host and return the exit status; None if that is this host."""
     if arguments.command not in ABOUT_A_RUN or THERE in os.environ:
         return None
     named: Path | None = arguments.run
@@ -66,7 +66,7 @@ def reached(
 
 
 def elsewhere(run: Path) -> Handle | None:
-    """The handle of a run that goes on away from here; None where it is here, or has ended."""
+    """Return the handle of a run that is live on another host; None if it is here or has ended."""
     handle, status = read_handle(run), read_status(run)
     if status is not None and status.host and status.here:
         return None
@@ -82,7 +82,7 @@ def elsewhere(run: Path) -> Handle | None:
 
 
 def command_there(handle: Handle, run: Path, words: Sequence[str], terminal: bool) -> list[str]:
-    """What is run here so that `composer-mesh WORDS` runs where the controller is."""
+    """Return the local command that runs `composer-mesh WORDS` on the controller's host."""
     own = [handle.python, "-m", "composer_mesh", *words]
     inside = ["sh", "-c", ENTER, "sh", str(handle.folder), "env", f"{THERE}={run}", *own]
     reach = list(handle.reach)
@@ -90,13 +90,13 @@ def command_there(handle: Handle, run: Path, words: Sequence[str], terminal: boo
     if terminal and program in ON_A_TERMINAL:
         place, word = ON_A_TERMINAL[program]
         reach.insert(place, word)
-    if program == "ssh":  # it hands one text to a shell
+    if program == "ssh":  # it passes one string to a shell
         return [*reach, shlex.join(inside)]
     return [*reach, *inside]
 
 
 def _runs(run: Path, handle: Handle, launcher: Launcher) -> bool:
-    """Whether there is a controller to reach; raises where there is none yet."""
+    """Whether a controller is running; raises if it has not started yet."""
     state, word = launcher.state(handle)
     if state == "waiting":
         raise RunUnavailable(f"{run} has not begun, it waits for its hosts ({word})")
@@ -116,12 +116,12 @@ def _run_there(run: Path, handle: Handle, words: Sequence[str]) -> int:
 
 
 def _not_reached(arguments: argparse.Namespace, why: str) -> None:
-    """A stop has another way, through the cluster; everything else ends here."""
+    """Raise unless the command is stop, which can also use the cluster."""
     if arguments.command != "stop":
         raise RunUnavailable(why)
 
 
 def _renamed(words: Sequence[str], run: Path, there: Path) -> list[str]:
-    """The words that were typed, with the run's directory as it is called there."""
+    """Return the arguments with the run's directory replaced by its path on the host."""
     place = next(n for n, word in enumerate(words) if n and Path(word) == run)
     return [*words[:place], str(there), *words[place + 1 :]]

@@ -1,6 +1,6 @@
-"""`composer-mesh stop`: lets a run write a checkpoint and end, and says from where it goes on.
+"""`composer-mesh stop`: makes a run write a checkpoint and end, and prints how to resume it.
 
-It asks the controller; where none answers, whoever started it: the cluster, or a signal.
+It requests this from the controller; if that does not answer, from the cluster or by a signal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S = 0.1
 
 
 def stop_command(run: Path, now: bool = False) -> int:
-    """Stop a run and wait for its end. The result is the exit status: 1 where it failed."""
+    """Stop a run and wait for its end; return the exit status, 1 if it failed."""
     if (handle := read_handle(run)) is not None:
         launcher_of(handle.kind).stopping(handle)
     try:
@@ -42,7 +42,7 @@ def stop_command(run: Path, now: bool = False) -> int:
 
 
 def _by_who_started_it(run: Path, now: bool, unavailable: RunUnavailable) -> None:
-    """End a run that does not answer, or not yet; raises where there is none."""
+    """Stop an unresponsive or unstarted run by signal or cluster; raises if there is none."""
     if pid := holder(run):
         _say(f"process {pid} takes no commands now: it is sent a signal")
         os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
@@ -66,7 +66,7 @@ def _is_there(handle: Handle) -> bool:
 
 
 def _wait_for_the_end(run: Path) -> None:
-    """Until the process that holds the run's directory is gone."""
+    """Wait until the process that holds the run's directory is gone."""
     pid = holder(run)
     while pid is not None and is_alive(pid):
         time.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""The workers of a run at given addresses: who starts which, with which words.
+"""The workers of a run at given addresses: how each is started, and with which command.
 
-A worker on loopback is a process of this machine. The others are started by ssh where the config
-says how, and expected to be running where it does not. Nothing is started here.
+A worker on loopback is a process of this machine. The others are started by ssh if that is
+configured, and must be running already otherwise. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from composer_mesh.services.launch.orders import FOLDER, authority_of, worker_co
 from composer_mesh.services.launch.ports import LaunchRefused, Order
 
 CONTROLLER = "CONTROLLER"
-"""Stands for the controller's process id, which is known when that has been started."""
+"""Placeholder for the controller's process id, which is known once it has been started."""
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """One host of a run; `destination` is what ssh calls it, empty where no ssh is needed.
+    """One host of a run; `destination` is its ssh destination, empty if no ssh is needed.
 
-    `tunnel` is the ssh that carries its connections and runs it, without the text; empty where
-    nothing is tunnelled. One that is `expected` is started by its owner.
+    `tunnel` is the ssh command that tunnels its port and runs it, without the remote command; empty
+    without a tunnel. One that is `expected` is started by the user.
     """
 
     name: str
@@ -39,7 +39,7 @@ class WorkerCommand:
     tunnel: tuple[str, ...] = ()
 
     def command(self, order: Order) -> list[str]:
-        """What runs on the host."""
+        """Return the command that runs on the host."""
         authority = authority_of(order) if self.address.startswith("tls:") else None
         where = ("--listen", self.address, "--name", self.name)
         roster, cluster = order.output / ROSTER, order.config.cluster
@@ -49,12 +49,12 @@ class WorkerCommand:
         return words
 
     def log(self, order: Order) -> Path:
-        """Where its words go."""
+        """Return the path of its log."""
         return order.output / FOLDER / f"worker-{self.name}.log"
 
 
 def workers_of(order: Order) -> list[WorkerCommand]:
-    """The workers in the order of `cluster.workers`; raises `LaunchRefused`."""
+    """Return the workers in the order of `cluster.workers`; raises `LaunchRefused`."""
     cluster = order.config.cluster
     names = [host.name for host in order.hosts] or [
         f"host-{n}" for n in range(len(cluster.workers))
@@ -73,7 +73,7 @@ def workers_of(order: Order) -> list[WorkerCommand]:
 
 
 def is_here(address: str) -> bool:
-    """Whether an address belongs to this machine: whether one could listen there."""
+    """Whether an address belongs to this machine, tested by binding to it."""
     _, host, _ = addresses.split(address)
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -111,7 +111,7 @@ def _tunnelled(
     except TunnelRefused as refused:
         raise LaunchRefused(str(refused)) from None
     for (name, address), tunnel in zip(pairs, made, strict=True):
-        # The worker runs in the connection that carries it, so neither outlives the other.
+        # The worker runs in its tunnel's ssh session, so neither outlives the other.
         command = tuple(word for word in tunnel.command if word != "-N")
         yield WorkerCommand(name, address, tunnel.destination, tunnel=command)
 

@@ -1,1 +1,1 @@
-"""A run on Kubernetes: its objects, how it is brought there with kubectl, followed and ended."""
+"""Kubernetes: a run's objects, and how it is launched with kubectl, followed and ended."""

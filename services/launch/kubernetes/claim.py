@@ -1,8 +1,8 @@
-"""The first thing in a controller's pod: takes the run's directory for one launch, or refuses.
+"""Init step of a controller's pod: claims the run's directory for one launch, or refuses.
 
-Nobody but the pods sees the volume, so the launcher cannot look. A pod of the same launch, which
-comes in place of one that is gone, finds the directory taken for it. Workers may have announced
-themselves there before; records of workers that are gone are removed.
+Only the pods can access the volume, so the launcher cannot check it. A replacement pod of the same
+launch finds the directory claimed for it. Workers may have announced themselves there before;
+records of workers that are gone are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER_S = 3.0
 
 
 def claim(run: Path, launch: str, resume: bool) -> str:
-    """Take the directory; why it cannot be taken, or nothing."""
+    """Claim the directory; return why it cannot be claimed, or an empty string."""
     file = run / LAUNCH
     if file.is_file() and file.read_text() == launch:
         return ""
@@ -41,7 +41,7 @@ def claim(run: Path, launch: str, resume: bool) -> str:
 
 
 def forget_the_dead(roster: Path) -> list[str]:
-    """Remove records of an earlier launch, whose workers do not answer; their names."""
+    """Remove records of earlier launches' workers that do not answer; return their names."""
     with ThreadPoolExecutor(16) as pool:
         records = read_roster(roster)
         dead = [
@@ -55,7 +55,7 @@ def forget_the_dead(roster: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m composer_mesh.services.launch.kubernetes.claim RUN LAUNCH [--resume]`."""
+    """Run `python -m composer_mesh.services.launch.kubernetes.claim RUN LAUNCH [--resume]`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("launch")

@@ -1,7 +1,7 @@
-"""What is asked of a cluster, as commands of kubectl, and what its answers mean.
+"""The kubectl commands of a run, and the interpretation of their output.
 
-Which cluster is said by a context, which a launched run keeps: who changes the current one later
-still finds the run. Runs nothing.
+The cluster is given by a context, which a launched run stores, so that it is found after the
+current context has changed. Runs nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Table = dict[str, Any]
 
 MANAGER = "composer-mesh"
 LEFT = "job,statefulset,service,configmap,secret,networkpolicy"
-"""Kinds that a run has whatever its flavour; a MonarchMesh goes with the Job that owns it."""
+"""Kinds of objects that every run has; a MonarchMesh is deleted with the Job that owns it."""
 OWNED_S = 120
 
 
 @dataclass(frozen=True)
 class Kubectl:
-    """Commands about one run."""
+    """The kubectl commands about one run."""
 
     run: str
     namespace: str
@@ -33,65 +33,65 @@ class Kubectl:
 
     @property
     def base(self) -> tuple[str, ...]:
-        """What every command begins with."""
+        """The start of every command."""
         return ("kubectl", *self._where)
 
     @property
     def reach(self) -> tuple[str, ...]:
-        """What is put before a command to run it beside the controller."""
+        """The command prefix that runs a command in the controller's pod."""
         there = (f"job/{self.run}", "--container", CONTROLLER, "--")
         return ("kubectl", "exec", *self._where, "--stdin", *there)
 
     def apply(self, file: Path) -> list[str]:
-        """Make or change what a file describes; fields that the cluster does not know fail."""
+        """Create or update a file's objects; fields unknown to the cluster are errors."""
         how = ["--server-side", "--field-manager", MANAGER, "--validate=strict"]
         return [*self.base, "apply", *how, "--filename", str(file)]
 
     def job(self) -> list[str]:
-        """The controller's Job as JSON, nothing where it is gone."""
+        """Get the controller's Job as JSON, empty if it is gone."""
         return [*self.base, "get", "job", self.run, "--ignore-not-found", "--output", "json"]
 
     def job_uid(self) -> list[str]:
-        """What the cluster tells the Job from others by."""
+        """Get the Job's unique id."""
         return [*self.base, "get", "job", self.run, "--output", "jsonpath={.metadata.uid}"]
 
     def own(self, kind: str, name: str, uid: str) -> list[str]:
-        """Make the Job the owner of an object, so that it goes when the Job goes."""
+        """Make the Job the owner of an object, so that both are deleted together."""
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": self.run, "uid": uid}
         patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
         return [*self.base, "patch", kind.lower(), name, "--type", "merge", "--patch", patch]
 
     def pods(self) -> list[str]:
-        """The controller's pods as JSON, the oldest first."""
+        """Get the controller's pods as JSON, oldest first."""
         by = ["--selector", self._controller, "--sort-by", ".metadata.creationTimestamp"]
         return [*self.base, "get", "pods", *by, "--output", "json"]
 
     def logs(self, pod: Table, since: str) -> list[str]:
-        """The lines of a pod with their times, as they come; why it never began, if it did not."""
+        """Follow a pod's log with timestamps; for a pod that never started, the reason."""
         later = ["--since-time", since] if since else []
         container = CONTROLLER if _begun(pod) else CLAIM
         how = ["--container", container, "--follow", "--timestamps", *later]
         return [*self.base, "logs", *how, pod["metadata"]["name"]]
 
     def suspend(self) -> list[str]:
-        """Start no other pod of the controller."""
+        """Suspend the Job: it starts no other controller pod."""
         patch = '{"spec":{"suspend":true}}'
         return [*self.base, "patch", "job", self.run, "--type", "merge", "--patch", patch]
 
     def end_controller(self, grace_s: float) -> list[str]:
-        """Tell the controller to end, and wait until it has."""
+        """Terminate the controller, and wait until it has ended."""
         wait = [f"--grace-period={max(1, int(grace_s))}", f"--timeout={int(grace_s) + 30}s"]
         by = ["--selector", self._controller]
         return [*self.base, "delete", "pods", *by, "--ignore-not-found", "--wait", *wait]
 
     def delete(self) -> list[list[str]]:
-        """Remove all objects of the run, and wait until they are gone."""
+        """Delete all objects of the run, and wait until they are gone."""
         wait = ["--ignore-not-found", "--wait", f"--timeout={OWNED_S}s"]
         job = [*self.base, "delete", "job", self.run, "--cascade=foreground", *wait]
         return [job, [*self.base, "delete", LEFT, "--selector", selector({RUN: self.run}), *wait]]
 
     def delete_mesh(self, name: str) -> list[str]:
-        """Remove one MonarchMesh and its pods."""
+        """Delete one MonarchMesh and its pods."""
         return [*self.base, "delete", "monarchmesh", name, "--ignore-not-found"]
 
     @property
@@ -105,14 +105,14 @@ class Kubectl:
 
 
 def of_handle(handle: Handle) -> Kubectl:
-    """The commands about a launched run."""
+    """Return the commands about a launched run."""
     reach = handle.reach
     context = reach[reach.index("--context") + 1] if "--context" in reach else ""
     return Kubectl(handle.job, handle.namespace, context)
 
 
 def state_of(job: Table | None, pods: Sequence[Table]) -> tuple[State, str]:
-    """How a run is, by its Job and the controller's pods, the oldest first."""
+    """Return a run's state from its Job and the controller's pods, oldest first."""
     if job is None:
         return "ended", "its objects are gone"
     for condition in job.get("status", {}).get("conditions") or ():
@@ -133,23 +133,23 @@ def state_of(job: Table | None, pods: Sequence[Table]) -> tuple[State, str]:
 
 
 def ended(pod: Table) -> bool:
-    """Whether a pod prints no more."""
+    """Whether a pod has ended, so that its log is complete."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def has_log(pod: Table) -> bool:
-    """Whether there is anything to read of a pod."""
+    """Whether a pod has a log or a reason for its end."""
     return _begun(pod) or ended(pod)
 
 
 def _begun(pod: Table) -> bool:
-    """Whether the controller in a pod has been started, and not only what comes before it."""
+    """Whether the controller's container has started, and not only the init containers."""
     statuses = pod.get("status", {}).get("containerStatuses") or ()
     return any(one["name"] == CONTROLLER and "waiting" not in one["state"] for one in statuses)
 
 
 def _why_pending(status: Table) -> str:
-    """The first reason that Kubernetes gives: no node, no image, a key that is missing."""
+    """Return the first reason that Kubernetes gives: no node, no image, a missing key."""
     for container in (
         *(status.get("initContainerStatuses") or ()),
         *(status.get("containerStatuses") or ()),

@@ -1,8 +1,8 @@
-"""A run on Kubernetes, with kubectl: brought there, followed, looked at and ended.
+"""Launches runs on Kubernetes with kubectl: submits, follows, inspects and ends them.
 
-What is rendered lies in `launch/` of the local output directory; the run's own directory is on the
-volume that the pods share. The Job of the controller owns every other object: when it goes, by
-`stop` or some minutes after the run has ended, all go.
+The rendered objects are in `launch/` of the local output directory; the run's own directory is on
+the volume that the pods share. The controller's Job owns every other object: all are deleted with
+it, by `stop` or some minutes after the run has ended.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ Lines = Callable[[Sequence[str]], Iterator[str]]
 
 OBJECTS, AUTHORITY = "kubernetes.yaml", "authority.yaml"
 UID = "UID_OF_THE_JOB"
-"""Stands for what the cluster answers when the Job is there."""
+"""Placeholder for the Job's unique id, which is known once it exists."""
 LOOK_S = 2.0
 SLACK_S = 60.0
 MISSES = 30
-"""How often in a row a cluster may not answer before a log is given up."""
+"""Successive failed requests to the cluster after which following a log is given up."""
 
 
 @dataclass(frozen=True)
 class KubernetesLauncher:
-    """Brings a run to a cluster that kubectl knows."""
+    """Launches a run on a cluster that kubectl can access."""
 
     run: Run = programs.run
     lines: Lines = programs.lines
@@ -99,7 +99,7 @@ class KubernetesLauncher:
             return "unknown", str(failed)
 
     def follow(self, handle: Handle) -> Iterator[str]:
-        """From the controller's first pod to its last; a line that is cut off goes on later."""
+        """Yield the logs of all controller pods in order; an interrupted log is resumed."""
         kubectl, read, since = of_handle(handle), set[str](), ""
         while True:
             job, pods = self._look(kubectl)
@@ -117,7 +117,7 @@ class KubernetesLauncher:
                 self.pause()
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        """The controller first, for its checkpoint needs the workers; then everything."""
+        """End the controller, whose checkpoint needs the workers, then delete all objects."""
         kubectl = of_handle(handle)
         try:
             if self._job(kubectl) is not None:
@@ -128,18 +128,18 @@ class KubernetesLauncher:
             raise LaunchFailed(str(failed)) from None
 
     def stopping(self, handle: Handle) -> None:
-        """A run that was stopped is not started again anyway."""
+        """Do nothing: a stopped run is not restarted anyway."""
 
     def stopped(self, handle: Handle) -> None:
-        """Free the nodes at once, which the workers would keep until the Job is removed."""
+        """Delete the objects now, as the workers would occupy nodes until the Job is removed."""
         self.stop(handle, 0.0)
 
     def _context(self) -> str:
-        """The current context; empty in a pod, which needs none."""
+        """Return the current context; empty in a pod, which needs none."""
         return self.run(["kubectl", "config", "current-context"], check=False).stdout.strip()
 
     def _make_room(self, kubectl: Kubectl) -> None:
-        """Remove what an earlier run of this name has left; refuse while it goes on."""
+        """Delete the objects of an earlier run of this name; refuse while it is running."""
         job = self._job(kubectl)
         state, word = state_of(job, self._pods(kubectl))
         if state != "ended":
@@ -165,7 +165,7 @@ class KubernetesLauncher:
     def _undo(
         self, kubectl: Kubectl, objects: Sequence[Table], failed: programs.ProgramFailed
     ) -> None:
-        """Leave nothing of a launch that failed; one of its objects may have no owner yet."""
+        """Delete the objects of a failed launch, including a MonarchMesh that has no owner yet."""
         meshes = [one["metadata"]["name"] for one in objects if one["kind"] == "MonarchMesh"]
         try:
             self._delete(kubectl)
@@ -179,13 +179,13 @@ class KubernetesLauncher:
             self.run(command, deadline_s=OWNED_S + SLACK_S)
 
     def _since(self, kubectl: Kubectl, pod: Table, since: str) -> Iterator[str]:
-        """Lines after a time; kubectl gives those of that very second again."""
+        """Yield the lines after a timestamp, as kubectl repeats those of the same second."""
         for line in self.lines(kubectl.logs(pod, since)):
             if line.partition(" ")[0] > since:
                 yield line
 
     def _look(self, kubectl: Kubectl) -> tuple[Table | None, list[Table]]:
-        """The Job and its pods; waits for a cluster that does not answer for a while."""
+        """Return the Job and its pods; retries while the cluster does not answer."""
         for _ in range(MISSES):
             try:
                 return self._job(kubectl), self._pods(kubectl)
@@ -204,7 +204,7 @@ class KubernetesLauncher:
 
 
 def _commands(order: Order, objects: Sequence[Table]) -> list[list[str]]:
-    """What submitting runs; the current context is added to each."""
+    """Return the commands of a submission; the current context is added to each."""
     kubectl, folder = Kubectl(run_name(order.output), _namespace(order)), order.output / FOLDER
     return [
         kubectl.apply(folder / AUTHORITY),
@@ -215,7 +215,7 @@ def _commands(order: Order, objects: Sequence[Table]) -> list[list[str]]:
 
 
 def _owned(order: Order, objects: Sequence[Table]) -> list[tuple[str, str]]:
-    """Kind and name of all objects but the Job, which owns them."""
+    """Return kind and name of all objects but the Job, which owns them."""
     every = [*objects, secret(order, {})]
     return [(one["kind"], one["metadata"]["name"]) for one in every if one["kind"] != "Job"]
 

@@ -1,12 +1,12 @@
-"""The objects of a run on Kubernetes: a pure function of the order.
+"""The Kubernetes objects of a run: a pure function of the order.
 
-    NetworkPolicy   nobody but the run's own pods reaches them
+    NetworkPolicy   only the run's own pods may connect to them
     ConfigMap       the resolved config, a file in the controller's pod
     Service         names for the pods of the workers
-    StatefulSet     one for each entry of [[placement.hosts]], or MonarchMesh where that is asked
+    StatefulSet     one per entry of [[placement.hosts]], or MonarchMesh if configured
     Job             the controller; the launcher makes it the owner of all the others
 
-The Secret with the certificate authority is apart from these, because it is shown to nobody.
+The Secret with the certificate authority is separate, because it is never printed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Table = dict[str, Any]
 
 MESH_API = "monarch.pytorch.org/v1alpha1"
 KEPT_S = 600
-"""How long a run that has ended keeps its pods, for their logs; then its nodes are free."""
+"""Seconds for which an ended run keeps its pods, for their logs; then its nodes are freed."""
 RETRIES = 6
-"""How often a controller that was killed is started again, beside moves to another node."""
+"""Restarts of a killed controller, in addition to moves to another node."""
 DECIDED = (1, 2, 130, 143)
-"""Exit statuses after which it is not: failed, refused, and told to end by a person."""
+"""Exit statuses after which it is not restarted: failure, refusal, SIGINT and SIGTERM."""
 
 
 def manifests(order: Order, launch: str) -> list[Table]:
-    """All objects but the Secret, in the order to make them; raises `LaunchRefused`."""
+    """Return all objects but the Secret, in creation order; raises `LaunchRefused`."""
     _check(order)
     run, groups = run_name(order.output), groups_of(order)
     mesh = order.config.cluster.kubernetes.flavour == "monarchmesh"
@@ -61,7 +61,7 @@ def manifests(order: Order, launch: str) -> list[Table]:
 
 
 def secret(order: Order, authority: Mapping[str, str]) -> Table:
-    """The Secret of a certificate authority: the texts of ca.pem and ca.key."""
+    """Return the Secret of a certificate authority: the texts of ca.pem and ca.key."""
     run = run_name(order.output)
     meta = _meta(order, authority_name(run), run, CONTROLLER)
     body = {"type": "Opaque", "immutable": True, "stringData": dict(authority)}
@@ -69,7 +69,7 @@ def secret(order: Order, authority: Mapping[str, str]) -> Table:
 
 
 def as_yaml(objects: list[Table]) -> str:
-    """Objects as one text for kubectl and for people."""
+    """Return objects as one YAML text for kubectl and for users."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, explicit_start=True)
 
 
@@ -112,13 +112,13 @@ def _set(order: Order, run: str, group: Group) -> Table:
 
 
 def _mesh(order: Order, run: str, group: Group) -> Table:
-    """What Monarch's KubernetesJob creates too, with our worker in the pods."""
+    """Return a MonarchMesh as Monarch's KubernetesJob creates it, with our worker in the pods."""
     spec = {"replicas": group.host.count, "podTemplate": worker_template(order, run, group)}
     return _object(MESH_API, "MonarchMesh", _meta(order, group.object, run, WORKER), spec)
 
 
 def _job(order: Order, run: str, launch: str) -> Table:
-    """A Job ends when its run has; a pod that lost its node is replaced when it is surely gone."""
+    """Return the controller's Job; a pod on a lost node is replaced once it has surely ended."""
     codes = {"operator": "In", "values": list(DECIDED)}
     moved = {"type": "DisruptionTarget", "status": "True"}
     spec = {
@@ -167,7 +167,7 @@ def _check(order: Order) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are, and no references from one object to another."""
+    """Dumps multi-line strings as blocks, and without YAML references between objects."""
 
     def ignore_aliases(self, _data: object) -> bool:
         return True

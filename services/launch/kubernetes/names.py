@@ -1,6 +1,6 @@
-"""What the objects of a run are called in Kubernetes, and which names it does not take.
+"""Names of a run's Kubernetes objects, and which names are refused.
 
-A run is called like its directory, a host as `[placement]` says; objects have narrower names.
+A run is named like its directory, a host as in `[placement]`; names of objects are more restricted.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from composer_mesh.services.launch.ports import LaunchRefused, Order
 RUN, ROLE, HOST = "composer-mesh/run", "composer-mesh/role", "composer-mesh/host"
 CONTROLLER, WORKER, CLAIM = "controller", "worker", "claim"
 LONGEST = 52
-"""Letters of an object's name: Kubernetes adds eleven for a label of the pods."""
+"""Longest name of an object: Kubernetes appends eleven characters for a label of the pods."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Hosts that are alike: one object, with a pod for each of them."""
+    """Identical hosts: one object with one pod per host."""
 
     host: HostConfig
     object: str
 
     @property
     def worker_name(self) -> str:
-        """The name in the placement, which the pod puts together from its own number."""
+        """The host name in the placement, which the pod builds from its own index."""
         return self.host.name if self.host.count == 1 else f"{self.host.name}-$(POD_INDEX)"
 
 
 def run_name(run: Path | PurePosixPath) -> str:
-    """What the run's objects begin with; raises `LaunchRefused` where nothing is left of a name."""
+    """Return the name prefix of a run's objects; raises `LaunchRefused` if it would be empty."""
     name = dns(run.name)
     if not name:
         raise LaunchRefused(
@@ -44,7 +44,7 @@ def run_name(run: Path | PurePosixPath) -> str:
 
 
 def groups_of(order: Order) -> tuple[Group, ...]:
-    """The described hosts with names for their objects; raises `LaunchRefused`."""
+    """Return the described hosts with names for their objects; raises `LaunchRefused`."""
     run, mesh = run_name(order.output), _is_mesh(order)
     described = order.config.placement.hosts
     groups = tuple(Group(host, _object(run, host.name, mesh)) for host in described)
@@ -53,9 +53,9 @@ def groups_of(order: Order) -> tuple[Group, ...]:
 
 
 def labels(run: str, role: str) -> dict[str, str]:
-    """What every object and pod of a run carries.
+    """Return the labels of every object and pod of a run.
 
-    Monarch's operator puts its own app.kubernetes.io/name on pods, so nothing selects by that.
+    Monarch's operator sets its own app.kubernetes.io/name on pods, so no selector uses that.
     """
     return {
         "app.kubernetes.io/name": "composer-mesh",
@@ -68,12 +68,12 @@ def labels(run: str, role: str) -> dict[str, str]:
 
 
 def selector(of: Mapping[str, str]) -> str:
-    """Labels as kubectl takes them."""
+    """Return labels as a kubectl selector."""
     return ",".join(f"{key}={value}" for key, value in of.items())
 
 
 def dns(text: str) -> str:
-    """The letters of a name that may be in the name of an object, which begins with a letter."""
+    """Reduce a name to the characters allowed in an object's name, starting with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return f"run-{plain}" if plain[:1].isdecimal() else plain
 
@@ -83,7 +83,7 @@ def _is_mesh(order: Order) -> bool:
 
 
 def _object(run: str, host: str, mesh: bool) -> str:
-    """A MonarchMesh has letters and digits alone in its name, other objects dashes too."""
+    """Return an object's name; a MonarchMesh may not have dashes in its name, other objects may."""
     name = f"{run}-{re.sub(r'[^a-z0-9]+', '-', host.lower()).strip('-')}"
     return name.replace("-", "") if mesh else name
 

@@ -1,6 +1,6 @@
-"""Where things are in the pods of a run, and its config as it is true there.
+"""Paths in the pods of a run, and the config with these paths.
 
-The volume stands for the folder of the user: what is `data/tasks.jsonl` here is the same there.
+The volume corresponds to the user's folder: `data/tasks.jsonl` here has the same path there.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ AUTHORITY = PurePosixPath("/etc/composer-mesh/authority")
 CONFIG = PurePosixPath("/etc/composer-mesh/run")
 CONFIG_FILE = "config.toml"
 MOST = 1_000_000
-"""Bytes of a config: Kubernetes keeps no larger ConfigMap."""
+"""Largest config in bytes: Kubernetes allows no larger ConfigMap."""
 
 
 def run_there(order: Order) -> PurePosixPath:
-    """The run's directory in the pods."""
+    """Return the run's directory in the pods."""
     return mount(order) / order.output.name
 
 
 def roster_there(order: Order) -> PurePosixPath:
-    """Where the pods' workers announce themselves."""
+    """Return the folder in which the pods' workers announce themselves."""
     return run_there(order) / ROSTER
 
 
 def mount(order: Order) -> PurePosixPath:
-    """Where the volume is in the pods, and what they stand in."""
+    """Return the volume's mount point in the pods, their working directory."""
     return PurePosixPath(order.config.cluster.kubernetes.mount)
 
 
 def python_there(order: Order) -> str:
-    """The interpreter of the image."""
+    """Return the interpreter of the image."""
     return order.config.cluster.python or "python"
 
 
 def config_there(order: Order) -> str:
-    """The run's config for the controller, as TOML; raises `LaunchRefused`."""
+    """Return the run's config for the controller, as TOML; raises `LaunchRefused`."""
     config = order.config
     if config.cluster.authority is not None:
         raise LaunchRefused(
@@ -60,7 +60,7 @@ def config_there(order: Order) -> str:
 
 
 def _moved(value: Any, folder: Path, there: Path) -> Any:
-    """The same with each path below the user's folder, or relative to it, below `there`."""
+    """Move each path below the user's folder, or relative to it, to `there`."""
     if isinstance(value, Path):
         whole = folder / value
         return there / whole.relative_to(folder) if whole.is_relative_to(folder) else value

@@ -1,7 +1,7 @@
-"""The pods of a run: one for each host, and the controller's.
+"""The pods of a run: one per host, and the controller's.
 
-Nobody in them is root or can become it, no pod has a token of the cluster's, and keys come from
-Secrets alone. Restarts and owners are the business of `manifests`.
+They run without root, privilege escalation or cluster tokens, and API keys come from Secrets only.
+`manifests` sets restarts and owners.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from composer_mesh.services.launch.ports import Order
 Table = dict[str, Any]
 
 USER = 1000
-"""User and group of every process: no root, and the volume is writable for the group."""
+"""User and group id of every process: not root, and the volume is writable for the group."""
 GPU = "nvidia.com/gpu"
 GRACE_S = 300
-"""How long a controller that is told to end has for its checkpoint."""
+"""Seconds that a terminated controller has for its checkpoint."""
 WORKER_GRACE_S = 30
 WAIT_S = 3600
-"""How long a worker waits for a controller, which may itself wait for a node."""
+"""Seconds that a worker waits for a controller, which may itself wait for a node."""
 LOST_NODE_S = 60
-"""Seconds after which a pod leaves a node that is not heard any more; Kubernetes' own is 300."""
+"""Seconds until a pod leaves an unreachable node; Kubernetes' default is 300."""
 NAME = "COMPOSER_MESH_HOST"
-"""Variable with the worker's name: the command of a probe knows variables, and no $(NAME)."""
+"""Variable with the worker's name; probe commands read variables but expand no $(NAME)."""
 LISTENS = f"""\
 import json, os, pathlib, socket, sys
 record = pathlib.Path(sys.argv[1], os.environ["{NAME}"] + ".json")
 host, _, port = json.loads(record.read_text())["address"].partition("://")[2].rpartition(":")
 socket.create_connection((host.strip("[]"), int(port)), 5).close()
 """
-"""Whether somebody listens where this worker has announced itself; its port is free each time."""
+"""Probe script: connects to the worker's announced port, which differs at each start."""
 
 
 def worker_template(order: Order, run: str, group: Group) -> Table:
-    """The pod of one host."""
+    """Return the pod template of one host."""
     container = _container(order, WORKER, _worker_command(order))
     container["env"] += [
         _from_field("POD_INDEX", "metadata.labels['apps.kubernetes.io/pod-index']"),
@@ -68,7 +68,7 @@ def worker_template(order: Order, run: str, group: Group) -> Table:
 
 
 def controller_template(order: Order, run: str, launch: str) -> Table:
-    """The pod of the controller; `launch` tells this launch from others of the same name."""
+    """Return the pod template of the controller; `launch` identifies this launch."""
     resources = {"resources": _controller_resources(order)}
     claim = _container(order, CLAIM, _claim_command(order, launch)) | resources
     container = _container(order, CONTROLLER, _controller_command(order)) | resources
@@ -76,7 +76,7 @@ def controller_template(order: Order, run: str, launch: str) -> Table:
     container["volumeMounts"].append(mount)
     spec = {
         **_spec(order, run, GRACE_S),
-        "restartPolicy": "Never",  # the Job starts another pod, and decides when not to
+        "restartPolicy": "Never",  # the Job starts another pod, or not
         "initContainers": [claim],
         "containers": [container],
     }
@@ -85,12 +85,12 @@ def controller_template(order: Order, run: str, launch: str) -> Table:
 
 
 def authority_name(run: str) -> str:
-    """The Secret of the run's certificate authority."""
+    """Return the name of the Secret of the run's certificate authority."""
     return f"{run}-authority"
 
 
 def _worker_command(order: Order) -> list[str]:
-    # A port that was used before cannot be attached to again.
+    # Monarch cannot attach again to a port that was used before.
     where = ("--listen", "tls://auto:0", "--name", f"$({NAME})")
     python, roster = places.python_there(order), places.roster_there(order)
     cluster = order.config.cluster
@@ -110,7 +110,7 @@ def _claim_command(order: Order, launch: str) -> list[str]:
 
 
 def _spec(order: Order, run: str, grace_s: int) -> Table:
-    """What all pods of a run have in common."""
+    """Return the common part of all pods of a run."""
     kubernetes = order.config.cluster.kubernetes
     account = kubernetes.service_account
     return {
@@ -173,7 +173,7 @@ def _container(order: Order, name: str, command: list[str]) -> Table:
 
 
 def _host_resources(order: Order, group: Group) -> Table:
-    """Exactly what the placement describes: asked for, and never exceeded."""
+    """Return exactly the described resources, as requests and limits."""
     host, rdma = group.host, order.config.cluster.kubernetes.rdma_resource
     wanted = {
         "cpu": str(host.cores),
@@ -185,7 +185,7 @@ def _host_resources(order: Order, group: Group) -> Table:
 
 
 def _controller_resources(order: Order) -> Table:
-    """For the controller and what stays beside it; memory may be twice what is estimated."""
+    """Resources of the controller's pod; the memory limit is twice the estimate, or 2 GB."""
     beside = [one for one in processes_of(order.config, None) if one.kind in WITH_CONTROLLER]
     memory = SHARED_CODE + sum(one.host_bytes for one in beside)
     return {
@@ -199,7 +199,7 @@ def _memory(group: Group) -> str:
 
 
 def _probe(order: Order, **times: int) -> Table:
-    """The worker accepts connections; whether it also works is what its lease is for."""
+    """Return a probe of whether the worker accepts connections; its lease covers the rest."""
     roster = str(places.roster_there(order))
     command = [places.python_there(order), "-I", "-c", LISTENS, roster]
     return {"exec": {"command": command}, "timeoutSeconds": 10, **times}

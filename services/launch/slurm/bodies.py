@@ -1,12 +1,12 @@
-r"""The fixed parts of the scripts, in bash: no value of a run is written into them.
+r"""The fixed parts of the scripts, in bash, without any values of a run.
 
 The job, on the first of its nodes:
 
     batch shell ── srun ── composer-mesh worker, one on each node
                 └─ composer-mesh train, the controller
 
-SIGTERM reaches the batch shell for one of three reasons. What Slurm calls the job then, and what
-the run was told by the file `stopping`, tell which:
+SIGTERM reaches the batch shell for one of three reasons. The job's Slurm state and the file
+`stopping` tell which:
 
     COMPLETING           scancel, a requeue    the end, at once
     RUNNING, stopping    composer-mesh stop    a checkpoint, then the end

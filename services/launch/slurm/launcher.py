@@ -1,6 +1,6 @@
 """Runs as batch jobs of Slurm: submit, watch, follow, reach and stop one.
 
-The launcher is only a client. All that a run needs is in its job, so nothing here must stay up.
+The launcher is only a client. The job contains all that a run needs, so the launcher may exit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from composer_mesh.services.launch.slurm.queue import JobState
 from composer_mesh.services.launch.slurm.script import job_script, reach_script
 
 CANCELLED_S = 60.0
-"""From scancel to the end of a job at the latest: Slurm kills after KillWait, 30 s by default."""
+"""Longest time from scancel to a job's end: Slurm kills after KillWait, 30 s by default."""
 
 
 @dataclass
 class SlurmLauncher:
-    """The launcher of kind "slurm"; looks at files every `look_s`, asks Slurm every `ask_s`."""
+    """The launcher of kind "slurm"; polls files every `look_s` and Slurm every `ask_s`."""
 
     look_s: float = 1.0
     ask_s: float = 10.0
@@ -31,7 +31,7 @@ class SlurmLauncher:
     sleep: Callable[[float], None] = time.sleep
 
     def plan(self, order: Order) -> Plan:
-        """Two scripts and one sbatch; asks Slurm nothing. Raises `LaunchRefused`."""
+        """Return two scripts and one sbatch, without a query. Raises `LaunchRefused`."""
         places = Places(order.output)
         return Plan(
             files={places.script: job_script(order), places.reach: reach_script(order)},
@@ -58,12 +58,12 @@ class SlurmLauncher:
         )
 
     def state(self, handle: Handle) -> tuple[State, str]:
-        """How the job is, and Slurm's own word for it."""
+        """Return the job's state, and Slurm's own word for it."""
         found = queue.ask(_job(handle))
         return found.state, str(found)
 
     def follow(self, handle: Handle) -> Iterator[str]:
-        """What the controller prints until the job has ended, queued again or not."""
+        """Yield the controller's output until the job has ended for good, across requeues."""
         tail, said = Lines(Places(handle.run).log), ""
         while True:
             job = _job(handle)
@@ -78,13 +78,13 @@ class SlurmLauncher:
             yield from self._lines_until_asked_again(tail)
 
     def stopping(self, handle: Handle) -> None:
-        """A run that is stopped near its time limit is not queued again either."""
+        """Mark the run as stopping, so that it is not requeued near its time limit either."""
         places = Places(handle.run)
         places.folder.mkdir(parents=True, exist_ok=True)
         places.stopping.touch()
 
     def stopped(self, handle: Handle) -> None:
-        """The job ends with its controller."""
+        """Do nothing: the job ends with its controller."""
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         """Let the run write a checkpoint, then end the job; it is not queued again."""
@@ -111,9 +111,9 @@ class SlurmLauncher:
                 return
 
     def _ends_within(self, handle: Handle, deadline_s: float) -> JobState:
-        """The state of the job when it has ended, else the one at the deadline.
+        """Return the state of the job when it has ended, else the one at the deadline.
 
-        One that was being queued again meanwhile is cancelled too.
+        A job that is being requeued meanwhile is cancelled too.
         """
         end = self.clock() + deadline_s
         while True:
@@ -126,7 +126,7 @@ class SlurmLauncher:
 
 
 def _job(handle: Handle) -> str:
-    """The id of the run's job now: one that Slurm would not requeue goes on under another."""
+    """Return the run's current job id: a job that Slurm would not requeue is resubmitted."""
     try:
         found = Places(handle.run).job.read_text().strip()
     except OSError:
@@ -135,7 +135,7 @@ def _job(handle: Handle) -> str:
 
 
 def _waits(job: str, found: JobState) -> str:
-    """What there is to say about a job from which nothing comes; empty where it runs."""
+    """Describe a job without output; empty if it runs."""
     if found.state == "waiting":
         return f"job {job} waits: {found}"
     if found.state == "unknown":

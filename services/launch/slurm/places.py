@@ -1,4 +1,4 @@
-"""The files of a launched job, in the folder `launch` of its run: names only."""
+"""Paths of a launched job's files, in the folder `launch` of its run."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from composer_mesh.services.launch.orders import FOLDER, log_file
 
 @dataclass(frozen=True)
 class Places:
-    """Where the job of one run finds and leaves things; all hosts see these files."""
+    """Paths of the files that a run's job reads and writes; all hosts share them."""
 
     run: Path
 
     @property
     def folder(self) -> Path:
-        """All of the others are in it."""
+        """The folder of all other files."""
         return self.run / FOLDER
 
     @property
     def script(self) -> Path:
-        """What sbatch is given."""
+        """The script for sbatch."""
         return self.folder / "job.sbatch"
 
     @property
     def reach(self) -> Path:
-        """What runs a command where the controller is."""
+        """The script that runs a command on the controller's host."""
         return self.folder / "reach.sh"
 
     @property
     def log(self) -> Path:
-        """What the controller prints, and what the job says about itself."""
+        """The output of the controller and messages of the job."""
         return log_file(self.run)
 
     @property
     def job(self) -> Path:
-        """The id of the job that runs now, or ran last."""
+        """The id of the current or last job."""
         return self.folder / "slurm-job"
 
     @property
     def stopping(self) -> Path:
-        """There while the run is to end for good: no job goes on with it."""
+        """Marker of a run that is being stopped for good: no job resumes it."""
         return self.folder / "stopping"
 
     @property

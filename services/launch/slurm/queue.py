@@ -1,7 +1,7 @@
-"""What Slurm says about a job, read from squeue, sacct or scontrol, whichever knows it.
+"""The state of a job, read from squeue, sacct or scontrol, whichever knows it.
 
-Only formats that stayed the same from 19.05 on: no JSON. A word that is not known here is no error,
-and Slurm that does not answer is no end of a job.
+Uses only formats that are stable since 19.05: no JSON. An unknown word is not an error, and a Slurm
+that does not answer is not the end of a job.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FORGOTTEN = re.compile(r"Invalid job id|Invalid jobid", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class JobState:
-    """How a job is: our word for it, Slurm's own, and why it waits where Slurm says so."""
+    """A job's state, Slurm's own word for it, and why it waits, if Slurm reports it."""
 
     state: State
     word: str
@@ -72,7 +72,7 @@ class JobState:
 
 
 def state_of(word: str) -> State:
-    """What a state of Slurm means, such as `CANCELLED by 1000` or `RUNNING`."""
+    """Return the state for a word of Slurm, such as `CANCELLED by 1000` or `RUNNING`."""
     first = word.split(" ")[0].rstrip("+")
     if first in WAITING:
         return "waiting"
@@ -82,7 +82,7 @@ def state_of(word: str) -> State:
 
 
 def ask(job: str) -> JobState:
-    """How a job is now. Raises `LaunchFailed` only where Slurm's programs are not installed."""
+    """Return a job's current state. Raises `LaunchFailed` only if Slurm is not installed."""
     said = _run(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"])
     if line := _first_line(said.stdout):
         word, _, reason = line.partition("|")
@@ -95,7 +95,7 @@ def ask(job: str) -> JobState:
 
 
 def cancel(job: str) -> None:
-    """End a job at once; one that has ended is no error. Raises `LaunchFailed`."""
+    """Cancel a job at once; one that has ended is no error. Raises `LaunchFailed`."""
     _signal(["scancel", job])
 
 
@@ -105,9 +105,9 @@ def tell(job: str) -> None:
 
 
 def submit(command: Sequence[str]) -> str:
-    """Submit, and return the job's id; raises `LaunchFailed` with sbatch's own words."""
+    """Submit, and return the job's id; raises `LaunchFailed` with sbatch's own message."""
     said = _run(command)
-    # With several clusters it is `1234;name`; what a site's plugin says may stand before it.
+    # With several clusters it is `1234;name`; output of a site's plugin may come before it.
     found = re.search(r"^(\d+)(;\S+)?$", said.stdout, re.MULTILINE)
     if said.status or found is None:
         words = (said.stderr or said.stdout).strip() or f"status {said.status}"
@@ -116,7 +116,7 @@ def submit(command: Sequence[str]) -> str:
 
 
 def _of_the_past(job: str) -> JobState:
-    """A job that squeue does not list: as accounting has it, else as the controller may."""
+    """Return the state of a job that squeue does not list, from sacct, else from scontrol."""
     word = _first_line(_run(["sacct", "-n", "-X", "-P", f"--jobs={job}", "--format=State"]).stdout)
     if not word:
         about = _run(["scontrol", "--oneliner", "show", "job", job]).stdout
@@ -135,7 +135,7 @@ def _signal(command: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str]) -> Done:
-    """Run a program of Slurm; one that does not end counts as one that says nothing."""
+    """Run a Slurm program; a timeout counts as an empty answer."""
     try:
         return run(command, deadline_s=ASK_S, check=False)
     except ProgramFailed as failed:

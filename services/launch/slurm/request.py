@@ -1,6 +1,6 @@
-"""What the batch job of a run asks Slurm for: the options of sbatch, or why there can be none.
+"""The sbatch options of a run's batch job, or why there can be none.
 
-Only options that Slurm 19.05 and newer ones take alike. Pure: looks at no cluster.
+Uses only options that behave alike in Slurm 19.05 and later. Pure: queries no cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from composer_mesh.services.launch.slurm.places import Places
 
 MIB = 2**20
 EARLY_S = 60
-"""Slurm may send the signal before the time limit this much earlier than it is asked to."""
+"""Slurm may send the signal before the time limit this many seconds earlier than requested."""
 LONGEST_NAME = 64
 OURS = {
     **dict.fromkeys(("partition", "account", "qos", "exclusive"), "cluster.slurm"),
@@ -29,7 +29,7 @@ OURS = {
     ),
     **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), "placement.hosts"),
 }
-"""Options that the run sets itself, and the keys of the config that decide them."""
+"""Options that the run sets itself, and the config keys that determine them."""
 NEVER = {
     "array": "would start several controllers in one run directory",
     "clusters": "submits to another cluster than the one that is asked about the job",
@@ -46,7 +46,7 @@ NEVER = {
 
 
 def options_of(order: Order) -> list[str]:
-    """The options of sbatch in the order in which they are written; raises `LaunchRefused`."""
+    """Return the sbatch options in the order of the script; raises `LaunchRefused`."""
     slurm, hosts = order.config.cluster.slurm, order.hosts
     _check_hosts(hosts)
     _check_time(slurm)
@@ -70,18 +70,18 @@ def options_of(order: Order) -> list[str]:
 
 
 def job_name(name: str) -> str:
-    """The name of a run as a job's: letters, digits, dots and dashes, never empty."""
+    """Return a job name for a run: letters, digits, dots and dashes, never empty."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
     return cleaned[:LONGEST_NAME] or "composer-mesh"
 
 
 def _pattern(path: str) -> str:
-    """A path in which Slurm replaces nothing."""
+    """Escape a path, so that Slurm replaces nothing in it."""
     return path.replace("%", "%%")
 
 
 def seconds_of(time_limit: str) -> int | None:
-    """A time limit of sbatch in seconds; None where it is 0, which is none."""
+    """Return a time limit of sbatch in seconds; None for 0, which means unlimited."""
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
@@ -106,7 +106,7 @@ def _named(slurm: SlurmConfig) -> Iterator[str]:
 
 
 def _size(slurm: SlurmConfig, host: HostResources) -> Iterator[str]:
-    """What each node must have; GPUs by `--gres`, which every way to select nodes understands."""
+    """Options for each node's size; GPUs by `--gres`, which all selection plugins support."""
     if slurm.exclusive:
         yield from ("--exclusive", f"--mincpus={host.cores}", "--mem=0")
     else:
@@ -154,7 +154,7 @@ def _check_path(what: str, path: str) -> None:
 
 
 def _further(option: str) -> str:
-    """One of the user's own options, unless the run decides it or could not run with it."""
+    """Return a user's option, unless the run sets it itself or could not run with it."""
     name = option.removeprefix("--").partition("=")[0]
     if not re.fullmatch(r"--[a-z][a-z-]*(=.+)?", option) or not option.isprintable():
         raise LaunchRefused(

@@ -1,9 +1,9 @@
-"""The text of a run's batch job, and of the script that reaches into it.
+"""The scripts of a run's batch job and of commands that run inside of it.
 
     job_script(order) -> sbatch's input         reach_script(order) -> bash
 
-Both are a head, which only sets variables and quotes every value, and a body that is always the
-same (`bodies`). Pure: nothing is written or asked here.
+Each has a head, which only sets variables and quotes every value, and a constant body (`bodies`).
+Pure: writes and queries nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from composer_mesh.services.launch.slurm.places import Places
 from composer_mesh.services.launch.slurm.request import options_of
 
 MARGIN_S = 15
-"""Of `grace_s`, this is kept for ending the workers and queueing again."""
+"""Part of `grace_s` that is reserved for ending the workers and requeueing."""
 
 
 def job_script(order: Order) -> str:
-    """The batch job of a run; raises `LaunchRefused`."""
+    """Return the batch job of a run; raises `LaunchRefused`."""
     slurm, places = order.config.cluster.slurm, Places(order.output)
     roster, authority = order.output / ROSTER, authority_of(order)
     worker = worker_command(order.python, order.config.cluster, roster, authority)
@@ -42,7 +42,7 @@ def job_script(order: Order) -> str:
 
 
 def reach_script(order: Order) -> str:
-    """A script that runs its arguments as a command beside the controller."""
+    """Return a script that runs its arguments as a command on the controller's node."""
     places, slurm = Places(order.output), order.config.cluster.slurm
     head = [
         _set("JOB_FILE", places.job),
