@@ -1,1 +1,1 @@
-"""Tensors in, scalar out. No processes, no data formats."""
+"""Losses on tensors: they return a scalar, and know no processes or data formats."""

@@ -1,9 +1,9 @@
-"""Advantages: how much better a rollout, or a token, did than a baseline. The table of contents.
+"""Advantages of a rollout, or a token, over a baseline. Index of the modules:
 
-One number a rollout stands in `group_advantages`, one a token in `token_advantages`, statistics
-over masked batches in `normalization`, what is done to rewards before in `reward_shaping`, roles of
-multi-agent rollouts in `role_advantages`. Everything is computed from the whole batch, without
-gradient; nothing here is reduced over ranks, so gather rewards first.
+`group_advantages` gives one number per rollout, `token_advantages` one per token; `normalization`
+has statistics over masked batches, `reward_shaping` transforms rewards before, `role_advantages`
+handles roles of multi-agent rollouts. Everything is computed from the whole batch, without
+gradient, and not reduced over ranks, so gather rewards first.
 """
 
 from composer_mesh.losses.group_advantages import (

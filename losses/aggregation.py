@@ -1,9 +1,9 @@
-"""Aggregation: how the terms of tokens become the loss of a step, and what to divide them by.
+"""Aggregation: reduces the terms of tokens to the loss of a step, with an explicit normalizer.
 
 Axes: B sequences (any number of leading axes, also none), T tokens. One sequence per row: "grpo"
 takes a mean over each row.
 
-Nothing here counts for the caller or knows how a step is cut into microbatches and ranks.
+Callers count tokens and sequences, and split the step into microbatches and ranks.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ Reduction = Literal["sum", "none"]
 
 @dataclass(frozen=True)
 class Reducer:
-    """How a loss makes what it returns of its values per token, with the caller's settings.
+    """Reduces a loss's values per token, with the caller's settings.
 
-    "sum" aggregates them to one scalar; "none" returns them [*B T] as they are, 0 under no mask and
-    not divided by anything, so that `aggregate` of them is what "sum" returns.
+    "sum" aggregates them to one scalar; "none" returns them [*B T] undivided, 0 outside of the
+    mask, so that `aggregate` of them is what "sum" returns.
     """
 
     mask: Bool[Tensor, "*B T"]
@@ -45,7 +45,7 @@ class Reducer:
             )
 
     def __call__(self, values: Float[Tensor, "*B T"]) -> Float[Tensor, "..."]:
-        """The values aggregated, or the values under the mask."""
+        """Return the aggregated values, or the values under the mask."""
         if self.reduction == "none" or self.normalizer is None:
             return torch.where(self.mask, values, 0.0)
         return aggregate(values, self.mask, self.aggregation, self.normalizer)
@@ -131,7 +131,7 @@ def policy_loss(
     kl: Float[Tensor, "*B T"] | None = None,
     kl_beta: Number = 0.0,
 ) -> PolicyLoss:
-    """A loss from its terms and its KL penalty, with its figures reduced alike."""
+    """Build a policy loss from its terms and KL penalty, and reduce its metrics alike."""
     log_ratio = log_ratio.detach()
     loss, penalty = reduce(terms), None if kl is None else reduce(kl)
     return PolicyLoss(

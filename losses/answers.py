@@ -63,6 +63,6 @@ def wpo_weights(
 
 
 def collision_logprobs(logits: Float[Tensor, "*B T V"]) -> Float[Tensor, "*B T"]:
-    """Log of the chance that two samples of a row agree, log sum p^2; detached."""
+    """Log-probability that two samples of a row are equal, log sum p^2; detached."""
     scores = at_least_float32(logits.detach())
     return (2 * scores).logsumexp(-1) - 2 * scores.logsumexp(-1)

@@ -1,9 +1,8 @@
-"""Scores of a linear head and their gradients, a block of rows at a time.
+"""Scores of a linear head and their gradients, one block of rows at a time.
 
-What the fused losses share: a scratch that every block of scores passes through, and sums of
-gradients in float32 or better. Which loss the scores are for is not known here.
-
-Axes: N rows, H hidden size, V vocabulary, R rows of one block, C columns of the vocabulary.
+Shared by the fused losses: a scratch buffer that all blocks of scores reuse, and sums of gradients
+in float32 or better. Independent of the loss that uses the scores. Axes: N rows, H hidden size, V
+vocabulary, R rows of one block, C columns of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from composer_mesh.losses.reductions import Number
 
-# Numbers in a scratch of scores: 16 MiB in float32 on a CPU, whose caches like it small, and
-# 256 MiB on an accelerator, whose matrix units want many rows at once.
+# Elements of the score buffer: 16 MiB in float32 on a CPU, to fit its caches, and 256 MiB on an
+# accelerator, whose matrix units need many rows at once.
 CPU_BLOCK, ACCELERATOR_BLOCK = 1 << 22, 1 << 26
-# Numbers that elementwise passes over a scratch take at a time on a CPU: they stay in its cache.
+# Elements that elementwise passes on a CPU process at a time: they fit its cache.
 CPU_TILE = 1 << 17
 
 
 def default_block(hidden: Tensor) -> int:
-    """Numbers of a scratch on the device of the hidden states."""
+    """Return the number of elements in the buffer on the device of the hidden states."""
     return CPU_BLOCK if hidden.device.type == "cpu" else ACCELERATOR_BLOCK
 
 
@@ -47,9 +46,9 @@ class LinearHead:
     def scores(
         self, hidden: Float[Tensor, "N H"], block: int, *, rows: int | None = None
     ) -> Iterator[tuple[slice, Float[Tensor, "R V"]]]:
-        """Each block of rows with its scores, in a scratch that the next block overwrites.
+        """Yield each block of rows with its scores, in a buffer that the next block overwrites.
 
-        A block has `rows` rows, by default as many as `block` numbers hold, and at least one.
+        A block has `rows` rows, by default as many as `block` elements hold, and at least one.
         """
         rows = rows or rows_per_block(len(self.weight), block)
         shape = (min(rows, len(hidden)), len(self.weight))
@@ -69,14 +68,14 @@ class LinearHead:
             out.div_(self.temperature)
 
     def columns(self) -> Iterator[slice]:
-        """All columns at once, or as many as may be copied to another dtype at a time."""
+        """Yield all columns at once, or as many as may be copied to another dtype at a time."""
         count, hidden = self.weight.shape
         step = count if self.weight.dtype == self.dtype else default_block(self.weight) // hidden
         return (slice(start, start + step) for start in range(0, count, max(1, step)))
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over blocks; those that are wanted."""
+    """Gradients of hidden states, weight and bias, summed over blocks; only the required ones."""
 
     def __init__(
         self, head: LinearHead, hidden: Float[Tensor, "N H"], wanted: tuple[bool, ...]
@@ -90,7 +89,7 @@ class HeadGradients:
         ]
 
     def add(self, rows: slice, pull: Float[Tensor, "R V"]) -> None:
-        """Take in the gradient of the loss by `hidden @ weight.T + bias` of these rows."""
+        """Add the gradient of the loss with respect to `hidden @ weight.T + bias` of these rows."""
         of_hidden, of_weight, of_bias = self._sums
         for columns in self._head.columns():
             part = pull[:, columns]
@@ -102,7 +101,7 @@ class HeadGradients:
             of_bias.add_(pull.sum(0))
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The sums, in the dtypes of what they are gradients of."""
+        """Return the sums, in the dtypes of the tensors that they are gradients of."""
         hidden, weight, bias = self._sums
         return (
             None if hidden is None else hidden.to(self._hidden.dtype),
@@ -114,14 +113,14 @@ class HeadGradients:
 def given_scores(
     scores: Float[Tensor, "N V"], temperature: Number, dtype: torch.dtype, rows: int
 ) -> Iterator[tuple[slice, Float[Tensor, "R V"]]]:
-    """Blocks of scores that exist already, as copies."""
+    """Yield existing scores in blocks, as copies."""
     for start in range(0, len(scores), rows):
         place = slice(start, min(start + rows, len(scores)))
         yield place, scores[place].to(dtype, copy=True).div_(temperature)
 
 
 def rows_per_block(vocabulary: int, block: int) -> int:
-    """Rows whose scores fit a scratch of `block` numbers; at least one."""
+    """Return the number of rows whose scores fit `block` elements; at least one."""
     return max(1, block // max(1, vocabulary))
 
 

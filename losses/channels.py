@@ -1,9 +1,9 @@
-"""Channels: the three losses of a step become one total.
+"""Channels: sums the three losses of a step into one total.
 
     total = policy + alpha * sdpo + beta * replay
 
-A channel is off when its weight is 0 or it has no data (None). It is then no part of the graph
-and is reported as off, not as 0. Nothing here computes a channel or normalizes one.
+A channel is off when its weight is 0 or it has no data (None). It is then not part of the graph and
+is reported as off, not as 0. Channels are computed and normalized by the caller.
 """
 
 import math
@@ -20,9 +20,9 @@ CHANNELS = ("policy", "sdpo", "replay")
 
 @dataclass(frozen=True)
 class Composition:
-    """The total to differentiate and each channel's own loss.
+    """The total loss and each channel's own loss.
 
-    A channel's loss is unweighted and detached, and None where the channel is off.
+    A channel's loss is unweighted and detached, and None if the channel is off.
     """
 
     total: Float[Tensor, ""]
@@ -37,11 +37,11 @@ class Composition:
 
     @property
     def off(self) -> tuple[str, ...]:
-        """Names of the channels that are not."""
+        """Names of the channels that are not part of the total."""
         return tuple(name for name in CHANNELS if getattr(self, name) is None)
 
     def metrics(self) -> dict[str, float | None]:
-        """The four `loss/…` keys of a step; a channel that is off is None."""
+        """The four `loss/…` metrics of a step; a channel that is off is None."""
         losses: dict[str, float | None] = {"loss/total": self.total.item()}
         for name in CHANNELS:
             loss: Tensor | None = getattr(self, name)

@@ -1,4 +1,4 @@
-"""What every loss says to a value that cannot be: the value, its bound, the repair.
+"""Argument checks of the losses: errors with the value, its bound and the repair.
 
 Only numbers and names are checked here; shapes are in the signatures.
 """
@@ -9,26 +9,26 @@ from composer_mesh.losses.reductions import Number
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a value that is none of the choices."""
+    """Raise unless the value is one of the choices."""
     if value not in choices:
         others = ", ".join(repr(choice) for choice in choices[:-1])
         raise ValueError(f"{name} is {value!r}: use {others} or {choices[-1]!r}")
 
 
 def check_positive(name: str, value: Number | None, repair: str) -> None:
-    """Refuse a value that is not above 0; None is no value."""
+    """Raise unless the value is above 0 or None."""
     if value is not None and not value > 0:
         raise ValueError(f"{name} is {value} but has to be > 0: {repair}")
 
 
 def check_not_negative(name: str, value: Number | None, repair: str) -> None:
-    """Refuse a value below 0, and NaN; None is no value."""
+    """Raise for a value below 0 or NaN, but not for None."""
     if value is not None and not value >= 0:
         raise ValueError(f"{name} is {value} but has to be >= 0: {repair}")
 
 
 def check_clip(low: Number, high: Number) -> None:
-    """Refuse a clip range [1 - low, 1 + high] without 1 in it or with negative ratios."""
+    """Raise unless the clip range [1 - low, 1 + high] contains 1 and no negative ratios."""
     if not 0 <= low <= 1:
         raise ValueError(
             f"clip_low is {low} but has to be in [0, 1]: use 0.2, or 1 for no lower clip"
@@ -37,12 +37,12 @@ def check_clip(low: Number, high: Number) -> None:
 
 
 def check_temperature(value: Number) -> None:
-    """Refuse what logits cannot be divided by."""
+    """Raise for a temperature that logits cannot be divided by."""
     check_positive("temperature", value, "use 1.0 to switch it off")
 
 
 def check_jsd_beta(value: Number) -> None:
-    """Refuse a mixture weight of student and teacher outside [0, 1]."""
+    """Raise for a mixture weight of student and teacher outside [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(
             f"jsd_beta is {value} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
@@ -50,7 +50,7 @@ def check_jsd_beta(value: Number) -> None:
 
 
 def check_top_k(value: int) -> None:
-    """Refuse to keep nothing of a row."""
+    """Raise unless at least one entry of a row is kept."""
     if not value >= 1:
         raise ValueError(
             f"top_k is {value} but has to be >= 1: use 100, or None for the whole vocabulary"

@@ -1,7 +1,7 @@
-"""Composition: how the three channels become one number. The table of contents.
+"""Composition of the three channels. Index of the modules:
 
-`channels` sums losses that exist; `harness` computes all three on one model and one batch, for
-tests and debugging. The trainer's own step uses only the former.
+`channels` sums computed losses; `harness` computes all three on one model and one batch, for tests
+and debugging. The trainer's own step uses only the former.
 """
 
 from composer_mesh.losses.channels import CHANNELS, Composition, compose

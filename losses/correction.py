@@ -1,9 +1,8 @@
-"""Weights that correct for a sampler that is not quite the policy it was loaded from.
+"""Weights that correct for the mismatch between the sampler and the policy it was loaded from.
 
 Axes: B sequences (any number of leading axes, also none), T tokens. One sequence per row.
 
-The weights are constants: a loss multiplies its terms by them. Products of weights are weights.
-Nothing here is a loss.
+The weights are constants that a loss multiplies its terms by. Products of weights are weights.
 """
 
 from typing import Literal

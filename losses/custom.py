@@ -1,11 +1,11 @@
-"""Loss functions of the user, called once a sequence.
+"""User-defined loss functions, called once per sequence.
 
 The interface is PRIME-RL's: a function `(inputs: LossInputs, **kwargs)` that returns an object with
-`loss`, a scalar SUM over the sequence's tokens, and `metrics`. What was written for PRIME-RL runs
-unchanged, also with its own `LossOutputs`, and also where PRIME-RL is not installed.
+`loss`, a scalar SUM over the sequence's tokens, and `metrics`. Functions written for PRIME-RL run
+unchanged, also with its own `LossOutputs`, and also if PRIME-RL is not installed.
 
-Axes: T tokens of one sequence. Nothing here reads a config or knows what a loss means; how a
-function is found and called stands in `custom_function`, advantages in `custom_advantage`.
+Axes: T tokens of one sequence. `custom_function` loads and calls functions, `custom_advantage` has
+advantages.
 """
 
 import math
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MetricSum:
-    """A user's metric as sum and count, so that those of microbatches and ranks can be added."""
+    """A user's metric as sum and count, so that microbatches and ranks can be added."""
 
     total: float
     count: int
@@ -53,7 +53,7 @@ class MetricSum:
 
     @property
     def mean(self) -> float:
-        """Mean over all that was reported; 0 where nothing was."""
+        """Mean over all reported values; 0 without any."""
         return self.total / max(self.count, 1)
 
 
@@ -66,22 +66,22 @@ def custom_policy_loss(
     normalizer: Number,
     ids: Sequence[str] | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, MetricSum]]:
-    """Sum of the function's losses over the sequences, over the normalizer; and its metrics.
+    """Sum the function's losses over the sequences, over the normalizer; with its metrics.
 
         loss = sum over sequences of function(inputs, **kwargs).loss / normalizer
 
-    `name` is the import path that errors say, `ids` the trace ids they say beside the index of the
-    sequence. `normalizer` is PRIME-RL's loss_scale, the trainable tokens of the whole step: a
-    function returns a sum, never a mean. A metric is averaged over the sequences that reported
-    it, a 1-D one over all their elements (`MetricSum.mean`).
+    `name` is the import path in errors, `ids` are trace ids that errors name next to the index of
+    the sequence. `normalizer` is PRIME-RL's loss_scale, the trainable tokens of the whole step: a
+    function returns a sum, never a mean. A metric is averaged over the sequences that reported it,
+    a 1-D one over all their elements (`MetricSum.mean`).
 
-    A sequence with nothing under its mask is not shown to the function and counts 0, with a valid
-    graph. Non-finite content under no mask is shown as 0, other content there as it is. Only
-    `trainer_logprobs` gets a gradient. Half precision is shown, and summed, as float32.
+    A sequence with an empty mask is not passed to the function and counts 0, with a valid graph.
+    Non-finite values outside of the mask are passed as 0, other values there unchanged. Only
+    `trainer_logprobs` gets a gradient. Half precision is passed, and summed, as float32.
 
     Raises `CustomFunctionError`: before anything runs if the signature does not fit; if the
-    function raises (chained); if its loss is no finite floating scalar attached to the graph; if
-    a metric is no finite number. Without sequences the loss is a 0 that can be differentiated.
+    function raises (chained); if its loss is no finite floating scalar attached to the graph; if a
+    metric is no finite number. Without sequences the loss is a 0 that can be differentiated.
 
     Source: prime-rl `trainer/rl/loss.py::compute_loss`, which checks nothing, calls the function
     for empty masks too, and leaves metrics unreduced.
@@ -105,7 +105,7 @@ def custom_policy_loss(
 
 
 def _shown(name: str, place: str, sequence: LossInputs) -> LossInputs:
-    """The sequence as the function sees it, its shapes and types checked."""
+    """Return the sequence as passed to the function, its shapes and types checked."""
     mask = sequence.loss_mask
     if mask.dtype != torch.bool:
         raise CustomFunctionError(
@@ -161,7 +161,7 @@ def _metrics(name: str, place: str, output: object) -> dict[str, MetricSum]:
 
 
 def _metric(name: str, place: str, key: str, value: object) -> MetricSum:
-    """One metric of one sequence, checked."""
+    """Check one metric of one sequence."""
     if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.dim() > 1):
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise CustomFunctionError(

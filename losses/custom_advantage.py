@@ -1,11 +1,11 @@
-"""Advantage functions of the user, called once a batch of groups.
+"""User-defined advantage functions, called once per batch of groups.
 
 The interface is PRIME-RL's of 2026-05 (revision eaf95997f; its later revisions have none): a
-function `(inputs: AdvantageInputs, **kwargs)` that returns an object with `advantages`. What was
-written for it runs unchanged, also with its own `AdvantageOutputs`.
+function `(inputs: AdvantageInputs, **kwargs)` that returns an object with `advantages`. Functions
+written for it run unchanged, also with its own `AdvantageOutputs`.
 
-Axes: P prompts, G rollouts of one prompt. Nothing here looks into a rollout or reads a config; how
-a function is found and called stands in `custom_function`.
+Axes: P prompts, G rollouts of one prompt. Rollouts are passed through without inspection;
+`custom_function` loads and calls functions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,13 +51,13 @@ def custom_advantages(
     """Advantages of each group's rollouts, detached, in the order of the groups.
 
     `groups[i]` are the rollouts of prompt i that finished. A PRIME-RL function may stack rewards
-    into one tensor, so it is shown groups of one size at a time: one call with all groups where
-    no rollout failed, one call for each size where some did. An empty group is not shown.
+    into one tensor, so each call has groups of one size: one call with all groups if no rollout
+    failed, else one call per size. An empty group is not passed.
 
-    `name` is the import path that errors say, `ids` the trace id of each rollout. The advantages
-    have to be a floating tensor of shape [groups shown, their size] without NaN or infinity, else
-    `CustomFunctionError` (also for a signature that does not fit, before anything runs, and for
-    what the function raises, chained). Half precision becomes float32.
+    `name` is the import path in errors, `ids` the trace id of each rollout. The advantages must be
+    a floating tensor of shape [groups passed, their size] without NaN or infinity, else
+    `CustomFunctionError` (also for a signature that does not fit, before anything runs, and for an
+    exception of the function, chained). Half precision becomes float32.
     """
     check_signature(function, name, kwargs)
     found = {row: torch.zeros(0) for row, group in enumerate(groups) if not group}
@@ -102,6 +102,6 @@ def _check_finite(name: str, advantages: Tensor, rows: list[int], ids: Ids) -> N
 
 
 def _place(rows: list[int], ids: Ids) -> str:
-    """The groups shown in one call, by the first of them and its first trace."""
+    """Describe the groups of one call by the first of them and its first trace."""
     first = place_of("prompt", rows[0], ids[rows[0]][0] if ids else None)
     return first if len(rows) == 1 else f"{first} to prompt {rows[-1]}"

@@ -1,7 +1,7 @@
-"""A user's function: found by import path, checked against its call, called with its name at hand.
+"""User functions: loaded by import path, checked against their call, and called.
 
-Nothing here reads a config, edits the import path or knows what the function computes. Every
-failure is a `CustomFunctionError` that names the function and the sequence it was called with.
+Every failure is a `CustomFunctionError` that names the function and the sequence it was called
+with. The import path is not modified.
 """
 
 import difflib
@@ -16,10 +16,10 @@ Function = Callable[..., Any]
 
 
 class CustomFunctionError(ValueError):
-    """A user's function cannot be loaded or called, or returned what cannot be trained on.
+    """A user's function cannot be loaded or called, or returned an unusable value.
 
-    `function` is its import path, `place` the sequence or group it was called with ("" where it
-    was not called), `problem` what is wrong, with value, bound and repair.
+    `function` is its import path, `place` the sequence or group it was called with ("" if it was
+    not called), `problem` what is wrong, with value, bound and repair.
     """
 
     def __init__(self, function: str, place: str, problem: str) -> None:
@@ -32,12 +32,12 @@ class CustomFunctionError(ValueError):
 
 
 def load_function(import_path: str) -> Function:
-    """The function at "my_module.my_loss" or "my_module:my_loss", imported now.
+    """Import and return the function at "my_module.my_loss" or "my_module:my_loss".
 
-    The module has to be importable as it stands: nothing is searched for. PRIME-RL's dataclasses
-    are there for it to import even where PRIME-RL is not (`prime_rl_names`).
-    `CustomFunctionError` if the path is malformed, the module fails to import (chained), the name
-    is not in it or is no function.
+    The module must be importable as it is: no other folders are searched. It can import PRIME-RL's
+    dataclasses even if PRIME-RL is not installed (`prime_rl_names`). Raises `CustomFunctionError`
+    if the path is malformed, the module fails to import (chained), or the name is not in it or is
+    no function.
     """
     module_name, names = _split(import_path)
     found: Any = _import(import_path, module_name)
@@ -59,7 +59,7 @@ def check_signature(function: Function, name: str, kwargs: Mapping[str, Any]) ->
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a C function without a signature: the call will tell
+        return  # a C function without a signature: the call will show it
     try:
         signature.bind(object(), **kwargs)
     except TypeError as error:
@@ -75,7 +75,7 @@ def check_signature(function: Function, name: str, kwargs: Mapping[str, Any]) ->
 def call_function(
     function: Function, name: str, place: str, inputs: object, kwargs: Mapping[str, Any]
 ) -> Any:
-    """What the function returns; what it raises becomes the cause of an error that names it."""
+    """Call the function; its exception becomes the cause of an error that names it."""
     try:
         return function(inputs, **kwargs)
     except Exception as error:
@@ -84,7 +84,7 @@ def call_function(
 
 
 def attribute(name: str, place: str, output: object, wanted: str, default: Any = ...) -> Any:
-    """An attribute of what the function returned, whatever class that is."""
+    """Return an attribute of the function's result, whatever its class."""
     value = getattr(output, wanted, default)
     if value is ...:
         raise CustomFunctionError(
@@ -97,7 +97,7 @@ def attribute(name: str, place: str, output: object, wanted: str, default: Any =
 
 
 def place_of(kind: str, index: int, identifier: str | None = None) -> str:
-    """How an error names a sequence or group: by its index and, where it has one, its id."""
+    """Describe a sequence or group in an error: its index and, if it has one, its id."""
     return f"{kind} {index}" if identifier is None else f"{kind} {index} ({identifier})"
 
 

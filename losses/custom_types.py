@@ -1,7 +1,7 @@
-"""What a user's loss or advantage function is given and returns, field by field as in PRIME-RL.
+"""Inputs and outputs of user loss and advantage functions, with PRIME-RL's fields.
 
-Axes: T tokens of one sequence, P prompts, G rollouts of one prompt. Nothing here is checked: that
-is done where the functions are called, in `custom` and `custom_advantage`.
+Axes: T tokens of one sequence, P prompts, G rollouts of one prompt. `custom` and `custom_advantage`
+check them when they call the functions.
 """
 
 import importlib.util
@@ -18,11 +18,11 @@ from torch import Tensor
 
 @dataclass
 class LossInputs:
-    """One sequence as PRIME-RL hands it to a loss function; what is None does not exist.
+    """One sequence as PRIME-RL passes it to a loss function; absent fields are None.
 
-    `trainer_logprobs` is the current policy and carries the gradient, `inference_logprobs` what
-    the generator reported when it sampled, `ref_logprobs` a frozen reference or teacher.
-    `advantages` stand on every token; `loss_weights` scale a token's loss (None: 1 everywhere).
+    `trainer_logprobs` is the current policy and carries the gradient, `inference_logprobs` are the
+    generator's at sampling, `ref_logprobs` a frozen reference or teacher. `advantages` are per
+    token; `loss_weights` scale a token's loss (None: 1 everywhere).
     """
 
     trainer_logprobs: Float[Tensor, "T"]
@@ -40,7 +40,7 @@ class LossInputs:
 
 @dataclass
 class LossOutputs:
-    """What a loss function returns: a scalar sum over its tokens, and what to log.
+    """Output of a loss function: a scalar sum over its tokens, and metrics.
 
     A metric is a number, a scalar tensor or a 1-D tensor.
     """
@@ -61,7 +61,7 @@ class AdvantageInputs:
 
 @dataclass
 class AdvantageOutputs:
-    """What an advantage function returns: one number a rollout, of shape [P, G]."""
+    """Output of an advantage function: one number per rollout, of shape [P, G]."""
 
     advantages: Tensor
 
@@ -74,10 +74,10 @@ STAND_INS = {
 
 @contextmanager
 def prime_rl_names() -> Iterator[None]:
-    """Within, these classes can be imported from where PRIME-RL has them, if it is not installed.
+    """Make these classes importable under PRIME-RL's module names in the block, if not installed.
 
-    So a user's module that begins with `from prime_rl.trainer.rl.loss import LossOutputs` loads as
-    it is. Nothing of it stays: an installed PRIME-RL is never shadowed.
+    So a user's module with `from prime_rl.trainer.rl.loss import LossOutputs` loads unchanged. An
+    installed PRIME-RL is never shadowed, and the names are removed afterwards.
     """
     if "prime_rl" in sys.modules or importlib.util.find_spec("prime_rl"):
         yield

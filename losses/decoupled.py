@@ -1,10 +1,10 @@
-"""AReaL's decoupled PPO: the clip is around a recent policy, the weight is against the sampler's.
+"""AReaL's decoupled PPO: clipped around a proximal policy, weighted against the sampling policy.
 
 Axes: B sequences (any number of leading axes, also none), T tokens. One sequence per row.
 
-Three policies: `logprobs` of the one in training, `proximal_logprobs` of the one whose
-neighbourhood it must not leave, `sampling_logprobs` of the one that wrote the tokens, maybe many
-updates ago. Nothing here recomputes or interpolates the proximal one.
+Three policies: `logprobs` of the one in training, `proximal_logprobs` of the one that the trust
+region is around, `sampling_logprobs` of the one that sampled the tokens, maybe many updates ago.
+The caller computes or interpolates the proximal one.
 """
 
 from dataclasses import dataclass, replace
@@ -32,19 +32,19 @@ from composer_mesh.losses.reductions import Number
 
 @dataclass(frozen=True)
 class Rejection:
-    """What happens to tokens whose proximal policy is far from the one that sampled them.
+    """Rejection of tokens whose proximal policy is far from the one that sampled them.
 
     g = proximal_logprobs - sampling_logprobs. `metric` per token is exp(g) ("ratio") or an estimate
     of the KL: g ("kl_k1"), g^2 / 2 ("kl_k2"), exp(-g) - 1 + g ("kl_k3"). With level "sequence" one
     number of the masked tokens counts for all of them: `agg` "mean", "sum" or "max", for the ratio
     of g and then exp (a geometric mean), for a KL of the metric itself.
 
-    Out of bounds is metric > upper or, where `lower` is set, metric < lower. Action "mask" drops
-    such tokens, "clamp" (metric "ratio" only) holds their weight within [lower or 0, upper]. What
-    remains is weighted by exp(g), with level "sequence" and metric "ratio" by exp(mean g).
+    Out of bounds is metric > upper or, if `lower` is set, metric < lower. Action "mask" drops such
+    tokens, "clamp" (metric "ratio" only) clamps their weight to [lower or 0, upper]. The remaining
+    tokens are weighted by exp(g), with level "sequence" and metric "ratio" by exp(mean g).
 
     Fields and defaults are those of AReaL's RejectionSamplingConfig (4aef98d8); so are the bounds
-    but one: there a ratio's `upper` has to be > 1, here > 0 as the older cap's.
+    with one exception: there a ratio's `upper` must be > 1, here > 0 as for the older cap.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -84,7 +84,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class _Filtered:
-    """Rejection's verdict: the tokens that stay, their weights, and which tokens it touched."""
+    """Result of a rejection: remaining tokens, their weights, rejected or clamped tokens."""
 
     mask: Bool[Tensor, "*B T"]
     weights: Float[Tensor, "*B T"]
@@ -184,7 +184,7 @@ def _filtered(
 def _outside(
     gap: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"], rejection: Rejection
 ) -> Bool[Tensor, "*B T"]:
-    """Tokens out of bounds, alone or with their sequence."""
+    """Return the tokens that are out of bounds, alone or with their sequence."""
     metric = _metric(gap, rejection.metric)
     if rejection.level == "sequence":
         metric = _per_sequence(metric, mask, rejection.agg)
@@ -197,7 +197,7 @@ def _outside(
 
 
 def _metric(gap: Float[Tensor, "*B T"], name: str) -> Float[Tensor, "*B T"]:
-    """The metric of each token; of the ratio its logarithm."""
+    """Return the metric of each token; for the ratio, its logarithm."""
     estimators: dict[str, KlEstimator] = {"kl_k2": "k2", "kl_k3": "k3"}
     return estimate_kl(gap, estimators.get(name, "k1"))
 
@@ -205,7 +205,7 @@ def _metric(gap: Float[Tensor, "*B T"], name: str) -> Float[Tensor, "*B T"]:
 def _per_sequence(
     values: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"], agg: str
 ) -> Float[Tensor, "*B 1"]:
-    """One number of the masked tokens; 0 for a sequence without any."""
+    """Reduce the masked tokens to one number per sequence; 0 for a sequence without any."""
     if agg == "mean":
         return masked_mean(values, mask)
     if agg == "sum" or not values.shape[-1]:

@@ -1,6 +1,6 @@
 """Distillation losses: move the student's next-token distribution towards a teacher's.
 
-The table of contents; each family has its own file and nothing is defined here.
+Index only: each family is defined in its own module.
 """
 
 from composer_mesh.losses.distillation_figures import DistillationFigures, distillation_figures

@@ -1,4 +1,4 @@
-"""How sure student and teacher are of the tokens that are distilled: figures, without gradient.
+"""Entropies of student and teacher at the distilled tokens: metrics without gradient.
 
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary.
 """

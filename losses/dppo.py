@@ -149,7 +149,7 @@ def _distances(
     divergence: Divergence,
     given: Float[Tensor, "*B T"] | None,
 ) -> Float[Tensor, "*B T"]:
-    """How far each masked token is from the centre of the trust region, detached."""
+    """Distance of each masked token from the centre of the trust region, detached."""
     if given is not None:
         return selected(given.detach(), mask)
     if divergence == "ratio":
@@ -162,7 +162,7 @@ def _distances(
 def _binary_kl(
     logprobs: Float[Tensor, "*B T"], centre: Float[Tensor, "*B T"]
 ) -> Float[Tensor, "*B T"]:
-    """KL of the centre's coin (this token or not) from the policy's."""
+    """KL of the centre's Bernoulli distribution (this token or another) from the policy's."""
     p, q = logprobs.exp(), centre.exp()
     others = (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
     return q * (centre - logprobs) + others

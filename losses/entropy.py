@@ -1,9 +1,9 @@
-"""The policy's entropy at each token, and the tokens where it is highest.
+"""The policy's entropy at each token, and the mask of the tokens with the highest.
 
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary.
 
-A bonus is `aggregate(token_entropies(...), mask, kind, normalizer)` times a weight, taken off a
-loss.
+An entropy bonus is `aggregate(token_entropies(...), mask, kind, normalizer)` times a weight,
+subtracted from a loss.
 """
 
 import torch

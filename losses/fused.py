@@ -1,15 +1,15 @@
-"""Linear head and loss in one: from hidden states to log-probs or a divergence, block by block.
+"""Fused linear head and loss: from hidden states to log-probs or a divergence, block by block.
 
-The scores of a block of rows are gone before those of the next are made, so what is needed beside
+The scores of a block of rows are freed before those of the next are computed, so the memory besides
 inputs and gradients does not grow with rows times vocabulary. Gradients are exact; the teacher gets
-none. Scores, sums and accumulated gradients are float32 or better, also where hidden states and
-heads are bfloat16: then gradients take float32 sums of their own size while they are made.
+none. Scores, sums and accumulated gradients are float32 or better, also if hidden states and heads
+are bfloat16: then gradients take float32 sums of their own size while they are computed.
 
-Axes: N rows (tokens under the mask), H hidden size, K hidden size of the teacher, V vocabulary,
-R rows of one block.
+Axes: N rows (tokens under the mask), H hidden size, K hidden size of the teacher, V vocabulary, R
+rows of one block.
 
-Nothing here runs a model, selects rows or shifts: row n speaks about target n. Double backward is
-not supported. The idea is that of Liger's chunked losses and of PRIME-RL's fused head.
+Callers run the model, select rows and shift: row n is the prediction of target n. Double backward
+is not supported. The idea is that of Liger's chunked losses and of PRIME-RL's fused head.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ from composer_mesh.losses.checks import check_jsd_beta, check_temperature
 from composer_mesh.losses.reductions import Number, normalized_sum
 
 RowLoss = Callable[[Float[Tensor, "R V"], Float[Tensor, "R V"], slice], Float[Tensor, ""]]
-"""A loss on the scores of a block: student's, teacher's, and which of the N rows these are."""
+"""A loss on a block's scores: student's, teacher's, and the block's slice of the N rows."""
 
 ScoresLoss = Callable[[Float[Tensor, "R V"], slice], Float[Tensor, ""]]
-"""A loss on the student's scores of a block alone."""
+"""A loss on a block's student scores and its slice of the rows."""
 
 
 def linear_logprobs(
@@ -219,15 +219,17 @@ class _LinearLogprobs(torch.autograd.Function):
 
 Rule = Callable[[Tensor, Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """From a block's scores (student's, teacher's), its rows and whether gradients are wanted to the
-loss and its gradient by the student's scores before the temperature. May overwrite the scores."""
+loss and its gradient with respect to the student's scores before the temperature. May overwrite the
+scores.
+"""
 
 
-# Inside a Function's forward, inputs look as if they needed gradients also under no_grad.
+# In a Function's forward, inputs appear to need gradients also under no_grad.
 NO_GRADIENTS = (False, False, False)
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """A sum over rows of what a rule says of two heads; its gradient is taken in the forward."""
+    """Sum over rows of a rule on two heads' scores; the forward computes its gradient."""
 
     @staticmethod
     def forward(
@@ -252,8 +254,8 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Handed over and scaled in place, as a head's gradient is large; a second backward through
-        # a retained graph makes it again.
+        # Handed over and scaled in place, since a head's gradient is large; a second backward
+        # through a retained graph computes it again.
         gradients = ctx.gradients or _divergence(*ctx.saved_tensors, *ctx.rest)[1]
         ctx.gradients = None
         found = [None if part is None else part.mul_(gradient) for part in gradients]
@@ -293,7 +295,7 @@ def _divergence(
 
 @dataclass(frozen=True)
 class _JsdRule:
-    """The divergence of a block, and its gradient in the place of the student's scores.
+    """The divergence of a block, with its gradient written over the student's scores.
 
     With S and P the two distributions, M their mixture and e the student's own terms of the
     divergence, the gradient by a score is (e - S sum(e)) / temperature.
@@ -319,7 +321,7 @@ class _JsdRule:
         return total * self.scale, own if wanted else None
 
     def _terms(self, s: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum, S and e, from log S and log P."""
+        """Return the sum, S and e, from log S and log P."""
         student, teacher = s.exp(), p.exp()
         for entropies in self.sink:
             sums = torch.stack([(student * s).sum(), (teacher * p).sum()])

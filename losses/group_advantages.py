@@ -1,10 +1,9 @@
-"""Advantages of whole rollouts: a rollout's reward against the others of its prompt.
+"""Advantages of complete rollouts: a rollout's reward relative to the others of its prompt.
 
 Axes: B prompts (any number of leading axes, also none), G rollouts of one prompt.
 
-`present` marks the rollouts that exist, for groups of unequal size; the others get 0 and what
-stands there, also NaN, is never read. Nothing here looks at tokens or knows why a rollout is
-missing: a failed rollout is left out by the caller, never scored as 0.
+`present` marks the rollouts that exist, for groups of unequal size; the others get 0, and their
+values, also NaN, are never read. The caller leaves a failed rollout out, and never scores it as 0.
 """
 
 from typing import Literal
@@ -65,7 +64,7 @@ def group_advantages(
         deviation = _std(values, present, std, singleton)
     else:
         deviation = _std(values.flatten(), present.flatten(), std, singleton)
-    # Zero stays zero, whatever a std and an eps of 0 would make of it.
+    # Zero stays zero, also with a std and an eps of 0.
     return torch.where(centred == 0, 0.0, centred / (deviation + eps))
 
 
@@ -184,7 +183,7 @@ def remax_advantages(
 
 
 def select(rewards: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rewards with 0 where there is no rollout, and where there is one."""
+    """Return rewards with 0 for absent rollouts, and the mask of present ones."""
     values = at_least_float32(rewards.detach())
     if present is None:
         return values, torch.ones_like(values, dtype=torch.bool)
@@ -192,15 +191,15 @@ def select(rewards: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _mean(values: Float[Tensor, "*B G"], present: Bool[Tensor, "*B G"]) -> Float[Tensor, "*B 1"]:
-    """Mean over the rollouts present; 0 where none is."""
+    """Return the mean over the rollouts present; 0 without any."""
     return values.sum(-1, keepdim=True) / present.sum(-1, keepdim=True).clamp(min=1)
 
 
 def centre(
     values: Float[Tensor, "*B G"], present: Bool[Tensor, "*B G"], singleton: Singleton
 ) -> Float[Tensor, "*B G"]:
-    """Rewards less their group's mean: 0 for equal ones and absent ones, exactly."""
-    # The rounded mean of equal numbers may miss them, and 1 / eps would make that visible.
+    """Return rewards less their group's mean: exactly 0 for equal and absent ones."""
+    # The rounded mean of equal numbers may differ from them, which 1 / eps would amplify.
     highest = torch.where(present, values, -torch.inf).amax(-1, keepdim=True)
     lowest = torch.where(present, values, torch.inf).amin(-1, keepdim=True)
     centred = torch.where(present & (highest != lowest), values - _mean(values, present), 0.0)

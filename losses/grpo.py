@@ -4,11 +4,11 @@ Axes: B sequences (any number of leading axes, also none), T tokens.
 
     per-token term -> * sampling_weights -> + kl_beta * KL -> mask -> aggregation
 
-That order is TRL's: the weights of the sampler correction do not touch the KL penalty. Rows may
-hold several packed sequences where nothing is asked of a whole sequence: ratio_level "token",
-aggregation other than "grpo" and one advantage per token.
+That order is TRL's: the weights of the sampler correction do not apply to the KL penalty. Rows may
+hold several packed sequences if nothing is computed per sequence: ratio_level "token", aggregation
+other than "grpo" and one advantage per token.
 
-Nothing here shifts, packs, counts, samples or computes advantages.
+Callers shift, pack, count, sample and compute advantages.
 """
 
 import torch
@@ -204,7 +204,7 @@ def sapo_loss(
 def clip_binds(
     ratio: Float[Tensor, "*B T"], advantage: Float[Tensor, "*B T"], low: Number, high: Number
 ) -> Bool[Tensor, "*B T"]:
-    """Where the clip [1 - low, 1 + high] decides and the token has no gradient."""
+    """Tokens at which the clip [1 - low, 1 + high] is active, so that they have no gradient."""
     fixed = ratio.detach()
     return ((fixed > 1 + high) & (advantage > 0)) | ((fixed < 1 - low) & (advantage < 0))
 

@@ -31,7 +31,7 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class ComposedLoss:
-    """The total to differentiate, and each channel's own loss: unweighted, detached, None if off.
+    """The total loss, and each channel's own loss: unweighted, detached, None if off.
 
     `off` gives the reason for each channel that is off, by the name of its field.
     """
@@ -45,7 +45,7 @@ class ComposedLoss:
 
 @dataclass(frozen=True)
 class _Options:
-    """How the two weighted channels are computed."""
+    """Options of the two weighted channels."""
 
     objective: Objective
     taid_t: Number | None
@@ -139,7 +139,7 @@ def compose_loss(
 
 
 def _off(batch: Batch, alpha: Number, beta: Number, variant: Variant) -> dict[str, str]:
-    """Why channels are off, by name."""
+    """Return why channels are off, by name."""
     parts = ("input_ids", "response_mask") + (() if variant == "simpo" else ("ref_logprobs",))
     needs = {
         "lm_ce": (1.0, ("input_ids", "response_mask")),
@@ -163,7 +163,7 @@ def _logits(model: Any, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
 
 
 def _mask(batch: Batch, key: str, like: str) -> Bool[Tensor, "B U"]:
-    """The mask of tokens that have a prediction: all but the first of each row."""
+    """Return the mask of tokens that have a prediction: all but the first of each row."""
     mask, ids = batch[key], batch[like]
     if mask.shape != ids.shape:
         raise ValueError(
@@ -191,7 +191,7 @@ def _lm_ce(
 def _aligned(
     model: Any, logits: Float[Tensor, "B T V"], batch: Batch
 ) -> tuple[Float[Tensor, "N V"], Float[Tensor, "N V"]]:
-    """Rows of student and teacher that predict the same tokens."""
+    """Return the student and teacher rows that predict the same tokens."""
     ids, teacher_ids = batch["input_ids"], batch["ctx_teacher_input_ids"]
     if len(ids) != len(teacher_ids):
         raise ValueError(
@@ -210,7 +210,7 @@ def _aligned(
 
 
 def _from_the_right(mask: Bool[Tensor, "B U"], length: int) -> Bool[Tensor, "B S"]:
-    """The mask for rows of another length that end with the same tokens."""
+    """Return the mask for rows of another length that end with the same tokens."""
     found = mask.new_zeros(len(mask), length)
     shared = min(length, mask.shape[1])
     if shared:
@@ -276,7 +276,7 @@ def _answers(model: Any, batch: Batch, side: str, mask: Bool[Tensor, "P U"]) -> 
 
 
 def _reference(batch: Batch, side: str, mask: Bool[Tensor, "P U"]) -> Float[Tensor, "P"]:
-    """Summed log-probs of the reference, from sums or from tokens."""
+    """Return the summed log-probs of the reference, from sums or from tokens."""
     key = f"dpo_{side}_ref_logprobs"
     logprobs = batch[key]
     if logprobs.shape == mask.shape[:1]:

@@ -3,11 +3,10 @@
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, N tokens under
 the mask.
 
-Student and teacher rows are already aligned, although their contexts differ in length: nothing
-here shifts, looks for the response or runs a model.
+Student and teacher rows must be aligned by the caller, as their contexts differ in length.
 
-With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
-nothing; their sum over the normalizer is the loss.
+With `reduction="none"` every loss returns its terms per token [*B T], 0 outside of the mask and not
+divided; their sum over the normalizer is the loss.
 """
 
 import math
@@ -24,7 +23,7 @@ from composer_mesh.losses.reductions import (
     reduce_selected,
 )
 
-# What OPSD lifts a given probability to before it takes the logarithm.
+# OPSD's lower bound of a given probability, applied before the logarithm.
 MIN_PROBABILITY = 1e-8
 
 
@@ -113,7 +112,7 @@ def kl_terms(p_log: Float[Tensor, "N V"], q_log: Float[Tensor, "N V"]) -> Float[
 
 
 def clip_elements(terms: Float[Tensor, "N V"], limit: Number | None) -> Float[Tensor, "N V"]:
-    """Each term bounded from above, or as it is for None."""
+    """Bound each term from above; None changes nothing."""
     if limit is None:
         return terms
     if not limit > 0:

@@ -54,7 +54,7 @@ def token_kl(
 
 
 def estimate_kl(gap: Float[Tensor, "*B T"], estimator: KlEstimator) -> Float[Tensor, "*B T"]:
-    """The estimate from log-ratios of policy over reference."""
+    """Return the estimate from log-ratios of policy over reference."""
     if estimator == "k1":
         return gap
     if estimator == "k2":

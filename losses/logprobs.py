@@ -1,8 +1,7 @@
-"""What every policy loss starts from: log-probs of sampled tokens, their ratios, their advantages.
+"""Inputs of every policy loss: log-probs of sampled tokens, their ratios and advantages.
 
-Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary.
-Position t of every tensor speaks about the same token: nothing here shifts, packs, counts or
-computes a loss.
+Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary. Position t of
+every tensor refers to the same token: callers shift, pack and count.
 """
 
 from dataclasses import dataclass
@@ -26,16 +25,16 @@ _LOG_RATIO_LIMIT_FLOAT64 = 700.0
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and what it saw; every figure is reduced as the loss is.
+    """A policy loss and its metrics, which are reduced as the loss is.
 
     With reduction "none" all of them are per token [*B T], `ratio_mean` the ratio itself. With the
-    token count of the step as normalizer the figures of microbatches add up to the
-    means of the batch. All but `loss` are detached. `kl_k3` is r - 1 - log r of the loss' own
-    ratio r = policy / denominator and so estimates KL(denominator || policy), in nats.
+    token count of the step as normalizer the metrics of microbatches add up to the means of the
+    batch. All but `loss` are detached. `kl_k3` is r - 1 - log r of the loss's own ratio r = policy
+    / denominator and so estimates KL(denominator || policy), in nats.
 
     `kl_reference` is the penalty's KL(policy || reference), None without a penalty;
-    `filtered_fraction` is the share of tokens that a rejection dropped or clamped, None where the
-    loss knows no rejection.
+    `filtered_fraction` is the fraction of tokens that a rejection dropped or clamped, None for
+    losses without rejection.
     """
 
     loss: Float[Tensor, "..."]
@@ -61,7 +60,7 @@ def token_logprobs(
 
 
 def selected(values: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """The values under the mask in float32 at least, 0 elsewhere: no NaN gets past."""
+    """Values under the mask in float32 at least, 0 elsewhere, so that no NaN remains."""
     return torch.where(mask, at_least_float32(values), 0.0)
 
 
@@ -70,11 +69,12 @@ def masked_log_ratio(
     old_logprobs: Float[Tensor, "*B T"],
     mask: Bool[Tensor, "*B T"],
 ) -> Float[Tensor, "*B T"]:
-    """logprobs - old_logprobs under the mask, 0 elsewhere; the old ones get no gradient.
+    """Return logprobs - old_logprobs under the mask, 0 elsewhere; the old ones get no gradient.
 
-    Beyond +-80 (+-700 in float64) the difference is held, so that its exponential stays finite.
+    The difference is clamped to +-80 (+-700 in float64), so that its exponential stays finite.
     """
-    # Selected before the subtraction: a NaN below the mask would reach the gradient through exp.
+    # Selected before the subtraction: a NaN outside of the mask would reach the gradient through
+    # exp.
     return bounded(selected(logprobs, mask) - selected(old_logprobs.detach(), mask))
 
 
@@ -83,13 +83,13 @@ def probability_gap(
     other_logprobs: Float[Tensor, "*B T"],
     mask: Bool[Tensor, "*B T"],
 ) -> Float[Tensor, "*B T"]:
-    """One policy's less the other's probability of each token, detached; 0 under no mask."""
+    """Difference of two policies' probabilities of each token, detached; 0 outside of the mask."""
     one, other = selected(logprobs.detach(), mask), selected(other_logprobs.detach(), mask)
     return one.exp() - other.exp()
 
 
 def bounded(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
-    """Log-ratios whose exponential is finite in their own precision."""
+    """Clamp log-ratios so that their exponential is finite in their own precision."""
     double = log_ratio.dtype == torch.float64
     limit = _LOG_RATIO_LIMIT_FLOAT64 if double else LOG_RATIO_LIMIT
     return log_ratio.clamp(-limit, limit)
@@ -148,7 +148,7 @@ def masked_advantages(
 def mean_advantages(
     advantages: Float[Tensor, "..."], logprobs: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
 ) -> Float[Tensor, "*B T"]:
-    """The mean advantage of each sequence's masked tokens on each of them; detached."""
+    """Mean advantage of each sequence's masked tokens, on each of them; detached."""
     advantage = masked_advantages(advantages, logprobs, mask)
     return torch.where(mask, masked_mean(advantage, mask), 0.0)
 
@@ -156,7 +156,7 @@ def mean_advantages(
 def check_one_per_sequence(
     advantages: Float[Tensor, "..."], logprobs: Float[Tensor, "*B T"], what: str
 ) -> None:
-    """Refuse one advantage per token where `what` is defined for one per sequence only."""
+    """Raise for one advantage per token if `what` is defined for one per sequence only."""
     if advantages.shape == logprobs.shape and logprobs.shape[-1] != 1:
         raise ValueError(
             f"advantages have shape {tuple(advantages.shape)}, one per token, but {what} is defined"

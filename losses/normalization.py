@@ -121,13 +121,13 @@ def grouped_normalization(
 
 
 def _rows(values: Tensor, level: Level, group_size: int) -> Tensor:
-    """One row for each group, or a single one for the batch."""
+    """Reshape to one row per group, or a single one for the batch."""
     groups = values.shape[0] // group_size if level == "group" else 1
     return values.reshape(groups, -1)
 
 
 def _means(x: Tensor, present: Tensor, leave_one_out: bool) -> Tensor:
-    """Mean of each row for each of its values, with that value or without."""
+    """Mean of each row for each of its values, with or without that value."""
     count = present.sum(-1, keepdim=True)
     total = x.sum(-1, keepdim=True)
     if leave_one_out:
@@ -136,7 +136,7 @@ def _means(x: Tensor, present: Tensor, leave_one_out: bool) -> Tensor:
 
 
 def _stds(centred: Tensor, present: Tensor, unbiased: bool) -> Tensor:
-    """Root mean square of each row; 1 for one that has too few values."""
+    """Root mean square of each row; 1 for a row with too few values."""
     freedom = present.sum(-1, keepdim=True) - int(unbiased)
     std = ((centred**2).sum(-1, keepdim=True) / freedom.clamp(min=1)).sqrt()
     return torch.where(freedom > 0, std, 1.0)

@@ -30,7 +30,7 @@ from composer_mesh.losses.reductions import (
     unselected,
 )
 
-# What upstream adds to the count of tokens that it divides the forward KL by.
+# Upstream's addition to the token count that it divides the forward KL by.
 SOFT_EPS = 1e-8
 
 
@@ -174,7 +174,7 @@ def entropy(logprobs: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Both parts of entropy-aware distillation, of the tokens under a mask."""
+    """Both terms of entropy-aware distillation, for the tokens under a mask."""
 
     pg: Float[Tensor, "N"]
     soft: Float[Tensor, "N"]
@@ -203,7 +203,7 @@ def _clipped_gradient(
     low: Number,
     high: Number,
 ) -> Float[Tensor, "N"]:
-    """The clipped policy gradient whose advantage is the teacher's log-prob over the old one."""
+    """Clipped policy gradient with the teacher's log-prob less the old one as advantage."""
     new, old = at_least_float32(logprobs), at_least_float32(old_logprobs.detach())
     advantage = at_least_float32(teacher_logprobs.detach()) - old
     ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -220,7 +220,7 @@ def _gated_forward_kl(
 
 def _entropy_scale(h_max: Number | None, vocabulary: int) -> float:
     if h_max is None:
-        # One entry has no entropy to divide by, and none to divide.
+        # A single entry has zero entropy to divide by.
         return math.log(vocabulary) if vocabulary > 1 else 1.0
     if not h_max > 0:
         raise ValueError(f"h_max is {h_max} but has to be > 0 nats: use None for log V")

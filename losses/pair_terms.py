@@ -1,9 +1,9 @@
-"""What one preference pair costs, by type of loss, before anything is reduced.
+"""Unreduced terms of preference losses, one per pair, by type of loss.
 
 Axes: B pairs (any number of leading axes, also none).
 
-A score is how far the policy has moved an answer from the reference: the log-ratio, or another
-f-divergence's function of it. Nothing here knows lengths, tokens or normalizers.
+A score measures how far the policy has moved an answer from the reference: the log-ratio, or
+another f-divergence's function of it. Callers handle lengths, tokens and normalizers.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def pair_terms(
 
 
 def check_divergence(kind: str, f_divergence_type: FDivergence) -> None:
-    """Refuse types whose formula is about log-ratios with scores that are none."""
+    """Raise for types whose formula needs log-ratios if the scores are of another divergence."""
     if f_divergence_type != "reverse_kl" and kind in ("apo_zero", "apo_down"):
         raise ValueError(
             f"f_divergence_type is {f_divergence_type!r} but loss_type {kind!r} is defined on"
@@ -90,7 +90,7 @@ _TERMS: Mapping[str, Callable[[Scores, Scores, Number], Tensor]] = {
     "bco_pair": lambda c, r, _: -logsigmoid(c) - logsigmoid(-r),
 }
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
-"""Types that read the label smoothing."""
+"""Types that use the label smoothing."""
 
 
 def _check_smoothing(kind: PreferenceType, e: Number) -> None:

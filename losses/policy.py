@@ -1,4 +1,4 @@
-"""Policy losses, the table of contents: every name is defined in the file of its family."""
+"""Index of the policy losses; each is defined in the module of its family."""
 
 from composer_mesh.losses.aggregation import (
     Aggregation,

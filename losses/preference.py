@@ -2,10 +2,10 @@
 
 Axes: B pairs (any number of leading axes, also none).
 
-Log-probs of answers are sums over their tokens, in nats (`sequence_logprobs`); the losses that
-speak about averages take the token counts beside them. With `reduction="none"` the loss and its
-figures are those of each pair [B], divided by nothing. Nothing here decides which answer is better
-or runs the reference model, and SimPO has no argument that could hold one.
+Log-probs of answers are sums over their tokens, in nats (`sequence_logprobs`); losses on averages
+also take the token counts. With `reduction="none"` the loss and its metrics are per pair [B] and
+not divided. The caller chooses the better answer and runs the reference model; SimPO takes no
+reference.
 """
 
 from collections.abc import Mapping
@@ -53,11 +53,11 @@ MPO_TYPES: Mapping[MixedType, float] = MappingProxyType(
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A preference loss and what it saw; every figure is a sum over the loss' normalizer.
+    """A preference loss and its metrics, which are sums over the loss's normalizer.
 
     The rewards are the implicit ones of either answer, beta times its log-ratio (SimPO: its average
-    log-prob); `margin` is their difference and `accuracy` the share of pairs in which it is
-    positive. All but `loss` are detached. With `reduction="none"` each is that of every pair.
+    log-prob); `margin` is their difference and `accuracy` the fraction of pairs in which it is
+    positive. All but `loss` are detached. With `reduction="none"` each is per pair.
     """
 
     loss: Float[Tensor, "*B"]

@@ -149,7 +149,7 @@ def prime_rl_ref_kl_loss(
 
 @dataclass(frozen=True)
 class ComponentLoss:
-    """PRIME-RL's loss by component: `loss` is the sum of theirs; None for one without weights."""
+    """PRIME-RL's loss by component: `loss` is their sum; None for a component without weights."""
 
     loss: Float[Tensor, ""]
     rl: PolicyLoss

@@ -1,10 +1,10 @@
-"""How every loss here becomes a scalar: a masked sum over an explicit normalizer, or stays terms.
+"""Reduction of every loss to a scalar: a masked sum over an explicit normalizer, or no reduction.
 
 Axes: B sequences (any number of leading axes), T tokens, V vocabulary.
 
-A normalizer counts what the whole optimizer step averages over, not what this call sees, so
-that the losses of microbatches and of ranks add up to the loss of the batch. Nothing here
-counts for the caller or takes a mean.
+A normalizer counts what the whole optimizer step averages over, not only this call's tokens, so
+that the losses of microbatches and of ranks add up to the loss of the batch. Callers count; no
+means are taken here.
 """
 
 import math
@@ -16,11 +16,11 @@ from torch import Tensor
 
 Number = int | float
 Reduction = Literal["sum", "none"]
-"""The sum over the normalizer, or a term for each token or pair that nothing has divided."""
+"""The sum over the normalizer, or one undivided term per token or pair."""
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half precision becomes float32; float32 and float64 stay what they are."""
+    """Convert half precision to float32; float32 and float64 stay unchanged."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -32,7 +32,7 @@ def masked_sum(
 
 
 def normalized_sum(values: Float[Tensor, "*B"], normalizer: Number) -> Float[Tensor, ""]:
-    """Sum divided by the normalizer; a normalizer of 0 is the honest count of nothing."""
+    """Sum divided by the normalizer; a normalizer of 0 is allowed if there is nothing to sum."""
     if not math.isfinite(normalizer) or normalizer < 0:
         raise ValueError(
             f"normalizer is {normalizer} but has to be a finite count >= 0: pass the number of"
@@ -44,7 +44,7 @@ def normalized_sum(values: Float[Tensor, "*B"], normalizer: Number) -> Float[Ten
 def reduce_terms(
     terms: Float[Tensor, "*B"], normalizer: Number | None, reduction: Reduction
 ) -> Float[Tensor, "..."]:
-    """The terms' sum over the normalizer, or the terms as they are for "none"."""
+    """Return the terms' sum over the normalizer, or for "none" the terms unchanged."""
     if reduction == "none":
         return terms
     if reduction != "sum":
@@ -63,12 +63,12 @@ def reduce_selected(
     normalizer: Number | None,
     reduction: Reduction,
 ) -> Float[Tensor, "..."]:
-    """`reduce_terms` of the terms of masked tokens; "none" is 0 where the mask is not."""
+    """Apply `reduce_terms` to the terms of masked tokens; "none" gives 0 outside of the mask."""
     if reduction == "none":
         return unselected(terms, mask)
     return reduce_terms(terms, normalizer, reduction)
 
 
 def unselected(terms: Float[Tensor, "N"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """The terms of masked tokens at their places, 0 elsewhere."""
+    """Scatter the terms of masked tokens to their positions, with 0 elsewhere."""
     return terms.new_zeros(mask.shape).masked_scatter(mask, terms)

@@ -1,7 +1,7 @@
 """REINFORCE: the policy gradient itself, without a ratio.
 
-Axes: B sequences (any number of leading axes, also none), T tokens.
-Nothing here shifts, packs, counts or computes advantages or baselines.
+Axes: B sequences (any number of leading axes, also none), T tokens. Callers shift, pack, count and
+compute advantages or baselines.
 """
 
 import torch

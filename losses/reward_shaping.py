@@ -1,9 +1,9 @@
-"""Rewards before advantages: several rewards made one, and penalties for length.
+"""Reward shaping before advantages: combines several rewards, and penalizes length.
 
 Axes: B prompts (any number of leading axes, also none), G rollouts of one prompt, N reward
 functions. Lengths are sampled tokens. All results are detached.
 
-`present` marks what exists; elsewhere nothing is read and results are 0.
+`present` marks existing values; elsewhere nothing is read and results are 0.
 """
 
 import torch
@@ -44,10 +44,10 @@ def gdpo_advantages(
         a   = sum of w_n a_n
         A   = (a - mean) / (std + eps), over all rollouts passed
 
-    So a reward of small spread is not drowned by one of large spread. `weights` are 1 by default. A
-    rollout without any reward gets 0 and counts in no statistic. Pass the whole batch.
-    Source: TRL `GRPOTrainer`, multi_objective_aggregation "normalize_then_sum". Differs: a group
-    in which one rollout alone has a reward gets 0 for it, there NaN and so the same.
+    So a reward of large spread does not dominate one of small spread. `weights` are 1 by default. A
+    rollout without any reward gets 0 and counts in no statistic. Pass the whole batch. Source: TRL
+    `GRPOTrainer`, multi_objective_aggregation "normalize_then_sum". Differs: a group in which only
+    one rollout has a reward gets 0 for it; there NaN, with the same effect.
     """
     values, present = select(rewards, present)
     if values.numel() == 0:
@@ -114,13 +114,13 @@ def relative_length_penalty(
     weight: Number,
     present: Bool[Tensor, "*B G"] | None = None,
 ) -> Float[Tensor, "*B G"]:
-    """PRIME-RL's length penalty: what a rollout's share of the longest of its group costs.
+    """PRIME-RL's length penalty, by a rollout's length relative to the longest of its group.
 
         -weight * mean reward of the group * length / longest of the group
 
-    A group that never succeeds is not penalized. To be added to the rewards.
-    Source: PRIME-RL `GRPOAlgorithm.score_group` (559b4477), num_output_tokens_weight; the other
-    weights are this of input tokens and of turns.
+    A group that never succeeds is not penalized. To be added to the rewards. Source: PRIME-RL
+    `GRPOAlgorithm.score_group` (559b4477), num_output_tokens_weight; the other weights are the same
+    for input tokens and for turns.
     """
     check_not_negative("weight", weight, "use 0.1, or 0 for no penalty")
     values, present = select(rewards, present)

@@ -1,7 +1,4 @@
-"""Advantages of roles in multi-agent rollouts: each role against its own past rewards.
-
-Nothing here knows tensors, environments or how roles are named.
-"""
+"""Advantages of roles in multi-agent rollouts, relative to each role's past rewards."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +28,7 @@ class RoleBaselines:
             )
 
     def advantages(self, rewards: Sequence[float], roles: Sequence[Hashable]) -> list[float]:
-        """Rewards in their order less the baselines of their roles, which they then move."""
+        """Return rewards, in order, less their roles' baselines, and update these."""
         found = []
         for reward, role in zip(rewards, roles, strict=True):
             baseline = self.baselines.get(role, 0.0)

@@ -2,11 +2,11 @@
 
 Axes: B sequences (any number of leading axes, also none), T tokens.
 
-Position t of every tensor is the same sampled token, with its own context on either side: nothing
-here samples, shifts or runs a model, and the teacher tells nothing but that token's log-prob.
+Position t of every tensor is the same sampled token, in the context of either side; callers sample
+and shift, and the teacher gives that token's log-prob only.
 
-With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
-nothing; their sum over the normalizer is the loss.
+With `reduction="none"` every loss returns its terms per token [*B T], 0 outside of the mask and not
+divided; their sum over the normalizer is the loss.
 """
 
 import torch
@@ -20,7 +20,7 @@ from composer_mesh.losses.reductions import (
     reduce_selected,
 )
 
-# Log-ratios beyond this count as this before the clip (SDPO's bound).
+# Bound of log-ratios before the clip (SDPO's bound).
 LOG_IMPORTANCE_LIMIT = 20.0
 
 

@@ -126,7 +126,7 @@ def _sequence_log_weight(
     weights: Float[Tensor, "..."] | None,
     mask: Bool[Tensor, "*B T"],
 ) -> Float[Tensor, "*B 1"]:
-    """Logarithm of a sequence's ratio times the weights of its tokens, held as TRL does."""
+    """Logarithm of a sequence's ratio times the weights of its tokens, clamped as in TRL."""
     lowest = math.log(1e-8)
     total = log_ratio.clamp(-20, 20).sum(-1, keepdim=True)
     if weights is not None:

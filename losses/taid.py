@@ -1,13 +1,13 @@
-"""TAID: a teacher that starts at the student and moves away at the student's pace.
+"""TAID: a teacher that is interpolated from the student, at a pace set by the student's loss.
 
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, N tokens under
 the mask.
 
-The loss takes the position t as a number; the schedule moves t and knows no tensors. Nothing here
-counts steps or averages losses over ranks.
+The loss takes the position t as a number; the schedule moves t and uses no tensors. Callers count
+steps and average losses over ranks.
 
-With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
-nothing; their sum over the normalizer is the loss.
+With `reduction="none"` every loss returns its terms per token [*B T], 0 outside of the mask and not
+divided; their sum over the normalizer is the loss.
 """
 
 import math
@@ -66,7 +66,7 @@ def taid_loss(
 def _between(
     student: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"], t: Number
 ) -> Float[Tensor, "N V"]:
-    # 0 * -inf is NaN, so neither end reads the other side.
+    # 0 * -inf is NaN, so neither endpoint reads the other side.
     if t == 0:
         return student
     if t == 1:
@@ -134,11 +134,11 @@ class TaidSchedule:
         return self.t
 
     def state_dict(self) -> dict[str, float | None]:
-        """What a checkpoint needs; the settings are not part of it."""
+        """Return the state for a checkpoint, without the settings."""
         return {"t": self.t, "previous_loss": self._previous, "momentum": self._momentum}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restore the state of `state_dict`."""
         t, momentum = state["t"], state["momentum"]
         if t is None or momentum is None:
             raise ValueError(f"t is {t} and momentum {momentum} but both are numbers in a state")
@@ -151,6 +151,6 @@ class TaidSchedule:
 
 
 def _sigmoid(x: float) -> float:
-    """1 / (1 + exp(-x)), without an overflow on either side."""
+    """1 / (1 + exp(-x)) without overflow on either side."""
     small = math.exp(-abs(x))
     return (1.0 if x >= 0 else small) / (1 + small)

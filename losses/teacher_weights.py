@@ -1,6 +1,6 @@
 """A teacher's weights as the moving average of a student's.
 
-Nothing here knows models, processes or when to move: tensors by name, in place.
+Operates in place on tensors by name; callers decide when.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from composer_mesh.losses.reductions import Number
 
 @torch.no_grad()
 def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], rate: Number) -> None:
-    """Move each of the teacher's tensors a share of the way to the student's, in place.
+    """Interpolate each of the teacher's tensors towards the student's, in place.
 
         teacher <- (1 - rate) teacher + rate student
 
-    `rate` is 1 less a decay: OPSD's `ema_decay` of 0.999 is 0.001 here, and 1 copies. Whole
-    numbers, such as counters of buffers, are copied. The average has the teacher's dtype: in half
-    precision a move below its spacing is lost, so keep a slow one in float32. Student tensors that
-    the teacher lacks are left out.
+    `rate` is 1 less a decay: OPSD's `ema_decay` of 0.999 is 0.001 here, and 1 copies. Integers,
+    such as counters in buffers, are copied. The average has the teacher's dtype: in half precision
+    an update below its resolution is lost, so keep a slow one in float32. Student tensors that the
+    teacher lacks are ignored.
     """
     missing = sorted(set(teacher) - set(student))
     if missing:
@@ -34,7 +34,7 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], rat
 
 @torch.no_grad()
 def ema_update_tensor(teacher: Tensor, student: Tensor, rate: Number) -> None:
-    """`ema_update` of one tensor."""
+    """Apply `ema_update` to one tensor."""
     if not 0 <= rate <= 1:
         raise ValueError(
             f"rate is {rate} but has to be in [0, 1]: 0 keeps the teacher, 1 copies the student"

@@ -2,8 +2,8 @@
 
 Axes: B sequences (any number of leading axes, also none), G rollouts of one prompt, T tokens.
 
-Tokens under no mask (padding, tool output) get 0, and what stands there, also NaN, is never read.
-Nothing here places a reward on a token: a reward for the whole answer stands on its last token.
+Tokens outside of the mask (padding, tool output) get 0, and their values, also NaN, are never read.
+Callers put rewards on tokens: a reward of the complete answer is on its last token.
 """
 
 from typing import Literal

@@ -3,11 +3,10 @@
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, K entries kept
 per token, N tokens under the mask.
 
-Student and teacher rows are already aligned. Nothing here builds a teacher's context or keeps
-its weights.
+Student and teacher rows must be aligned; callers build the teacher's context and weights.
 
-With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
-nothing; their sum over the normalizer is the loss.
+With `reduction="none"` every loss returns its terms per token [*B T], 0 outside of the mask and not
+divided; their sum over the normalizer is the loss.
 """
 
 import math
@@ -29,7 +28,7 @@ from composer_mesh.losses.sampled import importance_weights
 
 Choice = Literal["student", "teacher"]
 
-# SDPO lets the kept entries hold at most exp(-1e-7) of a row, so that the rest is never empty.
+# SDPO bounds the mass of the kept entries to exp(-1e-7) of a row, so that the rest is never empty.
 MAX_LOG_KEPT = -1e-7
 MIN_LOG_TAIL = math.log(-math.expm1(MAX_LOG_KEPT))
 
@@ -96,15 +95,15 @@ def topk_distillation(
     normalizer: Number | None = None,
     reduction: Reduction = "sum",
 ) -> Float[Tensor, "..."]:
-    """`sdpo_loss` from log-probs that somebody has gathered at the same K ids on both sides.
+    """`sdpo_loss` from log-probs gathered at the same K ids on both sides.
 
-    They are log-probabilities over the whole vocabulary, in nats. With `tail` the rest of each
-    row is one more bucket of 1 - sum(p), at least 1e-7; without, both sides are renormalized over
-    the K. `weights` are constants per token, as from `importance_weights`.
+    They are log-probabilities over the whole vocabulary, in nats. With `tail` the rest of each row
+    is one more bucket of 1 - sum(p), at least 1e-7; without, both sides are renormalized over the
+    K. `weights` are constants per token, as from `importance_weights`.
 
     Source: SDPO, `compute_self_distillation_loss` with `distillation_topk`. Differs: the tail is
-    computed in float64. It is still a difference to 1: log-probs rounded to float32 know a tail
-    to about 1e-6, and where the rest matters below that, `sdpo_loss` on logits is exact.
+    computed in float64. It is still a difference to 1: log-probs rounded to float32 give a tail to
+    about 1e-6, and if the rest matters below that, `sdpo_loss` on logits is exact.
     """
     check_jsd_beta(jsd_beta)
     s_log = _normalized(at_least_float32(student_logprobs[mask]), tail)
@@ -139,7 +138,7 @@ def _on_support(
         return torch.log_softmax(chosen, dim=-1)
     if scores.dtype == torch.float64:
         return _normalized(chosen - scores.logsumexp(-1, keepdim=True), tail)
-    # A float32 difference to 1 is noise where the tail is small, so the others are summed.
+    # A float32 difference to 1 is noise if the tail is small, so the others are summed.
     logprobs = torch.log_softmax(scores, dim=-1)
     rest = _log_mass(logprobs.scatter(-1, ids, -math.inf)).clamp(min=MIN_LOG_TAIL)
     return torch.cat([logprobs.gather(-1, ids), rest], dim=-1)
@@ -154,7 +153,7 @@ def _normalized(logprobs: Float[Tensor, "N K"], tail: bool) -> Float[Tensor, "N 
 
 
 def _log_mass(scores: Float[Tensor, "N V"]) -> Float[Tensor, "N 1"]:
-    """Log-sum-exp of each row; -inf, with a gradient of 0, where nothing is left to sum."""
+    """Log-sum-exp of each row; -inf, with a gradient of 0, if nothing is left to sum."""
     empty = (scores == -math.inf).all(-1, keepdim=True)
     mass = torch.where(empty, 0.0, scores).logsumexp(-1, keepdim=True)
     return torch.where(empty, -math.inf, mass)

@@ -77,7 +77,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def recorded_by(record: Recorder) -> Failed:
-    """Record a task that raised as the event `task_failed`; the run goes on."""
+    """Return a callback that records a task's exception as the event `task_failed`."""
 
     def failed(name: str, error: BaseException) -> None:
         about = {"cause": cause_of(error), "class": classify(error).value}

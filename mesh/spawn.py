@@ -123,7 +123,7 @@ class MeshHost:
         return spawned
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        """Actors that nobody watches, or that cannot be killed, are no run: it ends."""
+        """End the run: an actor must be watched, and killable."""
         if self.supervisor is None:
             told_to_loop(name, error)
             return

@@ -226,7 +226,7 @@ class Supervisor:
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` until it ends or an actor dies; then cancel it and raise `ActorDied`.
 
-        What `fail` was told ends it too, and is raised.
+        An error passed to `fail` ends it too, and is raised.
         """
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, self.failure]
@@ -242,7 +242,7 @@ class Supervisor:
             await cancel_and_wait([task])
 
     def fail(self, error: BaseException) -> None:
-        """End the guarded work with an error of what it cannot do without."""
+        """End the guarded work with the error of something that it depends on."""
         if not self.failure.done():
             self.failure.set_result(error)
 

@@ -34,7 +34,7 @@ class Transport:
 
 
 def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
-    """The transport of a run on so many hosts. Raises `TransportUnavailable` with the repair."""
+    """Return the transport of a run on `hosts` hosts; raises `TransportUnavailable`."""
     name, reason = weight_transport(config, hosts)
     lacks = shm.why_not()
     if config.transport == "auto" and name == "shm" and lacks is not None:
@@ -51,7 +51,7 @@ def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
 def published_dtype(config: Config) -> torch.dtype | None:
     """Return the dtype that floating weights are published in; None keeps the trainer's dtypes.
 
-    Half precision where every receiver serves it: SDPO teachers with their own actors need full
+    Half precision if every receiver serves it: SDPO teachers with their own actors need full
     precision.
     """
     if config.generator.dtype == "bfloat16" and not config.sdpo.has_own_actors:
