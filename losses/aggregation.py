@@ -105,7 +105,7 @@ def aggregation_normalizer(
     ranks, and its dapo divides by num_items_in_batch / num_processes and averages over ranks. With
     equal numbers of sequences in all microbatches these are the numbers above. TRL's bnpo differs
     where microbatches differ in tokens: it averages their means, so that a token's weight depends
-    on its company. To get that, pass tokens of the microbatch * gradient_accumulation_steps (*
+    on its microbatch. To get that, pass tokens of the microbatch * gradient_accumulation_steps (*
     ranks) as normalizer of each.
     """
     check_choice("aggregation", kind, AGGREGATIONS)

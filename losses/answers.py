@@ -19,7 +19,7 @@ def sequence_logprobs(
 ) -> Float[Tensor, "*B"]:
     """Log-probability of each answer: the sum over its tokens, 0 for an answer without any.
 
-    With `mask.sum(-1)` as its length, it is what every preference loss asks for.
+    With `mask.sum(-1)` as its length, it is the input of every preference loss.
 
     `ld_alpha` weighs the tokens beyond the first `shared_lengths` of an answer (LD-DPO, arXiv
     2409.06411): 1 changes nothing, 0 leaves them out. The shared length of a pair is that of its

@@ -41,14 +41,14 @@ def sampling_weights(
         *_truncate  w held within [minimum, maximum]
         *_mask      w where it is within them (bounds included), else 0
 
-    None is no bound. Detached. A token under no mask counts as a ratio of 1 for the sum and has a
-    weight without meaning. The sequence's ratio is a product and no mean, so that with T tokens it
-    leaves [1/3, 3] at a mean mismatch of log(3) / T nats.
+    None is no bound. Detached. A token outside of the mask counts as a ratio of 1 for the sum, and
+    its weight is meaningless. The sequence's ratio is a product and no mean, so that with T tokens
+    it leaves [1/3, 3] at a mean mismatch of log(3) / T nats.
 
     Source: TRL `GRPOTrainer._generate_and_score_completions`
     (vllm_importance_sampling_mode, _clip_max, _clip_min), whose defaults these are. There the old
-    log-probs are recomputed by the trainer whenever the correction is on. Differs from TRL: what
-    stands under no mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
+    log-probs are recomputed by the trainer whenever the correction is on. Differs from TRL: values
+    outside of the mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
     """
     check_choice("mode", mode, MODES)
     _check_bounds(minimum, maximum)

@@ -135,7 +135,7 @@ def decoupled_ppo_loss(
     `apply_rejection_sampling` (4aef98d8; eps_clip, eps_clip_higher, c_clip,
     importance_sampling_level), and realhf `ppo_functional.py::actor_loss_fn` (c0200f10;
     behav_imp_weight_cap). Differs from them: w is computed in the inputs' precision, upstream in
-    float32; what stands under no mask may be NaN; log-ratios beyond +-80 (float64: 700) count as
+    float32; values outside of the mask may be NaN; log-ratios beyond +-80 (float64: 700) count as
     that, upstream takes a w that is not finite for 1.
     """
     check_clip(clip_low, clip_high)

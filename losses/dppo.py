@@ -70,7 +70,7 @@ def dppo_loss(
     "ratio", the mask of PPO), the *_recompute forms (with old_logprobs) and pg_no_mask (threshold
     inf). There sampling_weights (rollout_is_weights) are an argument that is not read. verl's
     dppo_tv and dppo_kl differ in a default cap of 20 and in raising ratios below exp(-20) to it.
-    Differs from both: an empty mask gives 0, not NaN; what stands under no mask may be NaN.
+    Differs from both: an empty mask gives 0, not NaN; values outside of the mask may be NaN.
     """
     check_choice("divergence", divergence, DIVERGENCES)
     low = THRESHOLDS[divergence] if threshold is None else threshold

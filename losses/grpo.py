@@ -78,9 +78,9 @@ def grpo_loss(
     KL(old || policy): the mismatch between sampling and training.
 
     Source: TRL `GRPOTrainer._compute_loss`, loss types grpo, bnpo, dr_grpo, dapo, and verl
-    `compute_policy_loss_gspo`. Differs from them: an empty mask gives figures of 0, not NaN; what
-    stands under no mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that, in verl's
-    GSPO above 10. ValueError for a setting out of bounds.
+    `compute_policy_loss_gspo`. Differs from them: an empty mask gives metrics of 0, not NaN;
+    values outside of the mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that, in
+    verl's GSPO above 10. ValueError for a setting out of bounds.
     """
     check_clip(clip_low, clip_high)
     check_positive("ratio_cap", ratio_cap, "use a value above 1 + clip_high, or None")

@@ -3,7 +3,7 @@
 Axes: B sequences or rollouts, S anything behind them (tokens, or nothing).
 
 Statistics are taken in float64 over the whole tensor that is passed, so pass the whole batch:
-nothing here is reduced over ranks. What stands under no mask, also NaN, is never read.
+nothing here is reduced over ranks. Values outside of the mask, also NaN, are never read.
 """
 
 from typing import Literal
@@ -89,14 +89,14 @@ def grouped_normalization(
 
         (x - mean) / (std + eps)        x - mean if `std_level` is None
 
-    A level is "batch", the whole tensor; "group", `group_size` neighbouring rows with all that
-    stands behind them; or None, a mean of 0 or no division. `mean_leave1out` leaves each value out
+    A level is "batch", the whole tensor; "group", `group_size` neighbouring rows with all their
+    values; or None, a mean of 0 or no division. `mean_leave1out` leaves each value out
     of its own mean, which for a single value, and for groups of one row, is then 0. The std is
     taken around that mean, over n - 1 or, if not `std_unbiased`, n; it is 1 where that is 0 or
     less, and for groups of one row if unbiased. Entries under no mask are 0.
 
     Source: AReaL `utils.data.Normalization` with the names of its `NormConfig`. Differs: a mask
-    that selects nothing gives 0, where AReaL returns the values as they came; a batch that is no
+    that selects nothing gives 0, where AReaL returns the values unchanged; a batch that is no
     multiple of group_size is an error, where AReaL divides the rest by eps; float64 stays float64.
     """
     present = torch.ones_like(values, dtype=torch.bool) if mask is None else mask

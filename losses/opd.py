@@ -1,4 +1,4 @@
-"""Entropy-aware on-policy distillation: forward KL where the teacher is unsure.
+"""Entropy-aware on-policy distillation: forward KL if the teacher is uncertain.
 
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary, K entries of the
 teacher's top k, N tokens under the mask.
@@ -109,8 +109,8 @@ def entropy_opd_from_logprobs(
         loss = pg + coef soft
 
     The reverse KL of the sampled tokens stays on all tokens; where the teacher's entropy H (nats,
-    whole vocabulary) reaches tau, forward KL is added. P and S stand at the teacher's top k and
-    are taken as they are: the method has P renormalized over the k and S over the whole
+    whole vocabulary) reaches tau, forward KL is added. P and S are at the teacher's top k and
+    are used unchanged: the method has P renormalized over the k and S over the whole
     vocabulary. Everything but `logprobs` and `student_topk_logprobs` is detached; `normalizer`
     is the token count of the whole step.
 
@@ -150,8 +150,8 @@ def entropy_gated_kl(
         w    = clamp(H(P) / h_max, 0, 1), constant
         loss = sum over tokens of w KL(P || S) + (1 - w) KL(S || P), over normalizer
 
-    Where the teacher is sure, the student is drawn to its mode; where it is not, the student is
-    asked to cover it. H is in nats over the whole vocabulary; `h_max` defaults to log V, which
+    If the teacher is certain, the student is drawn to its mode; if not, the student learns to
+    cover it. H is in nats over the whole vocabulary; `h_max` defaults to log V, which
     counts padding entries too and which real teachers rarely come near: a value near their
     largest entropy opens the gate further. Logits or log-probabilities of both sides, divided by
     the temperature; no gradient reaches the teacher or w. For the published method, which adds

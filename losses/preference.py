@@ -144,7 +144,7 @@ def mpo_loss(
 
     Types are those of `dpo_loss` on sums, `sigmoid_norm` and `ipo` on averages, and `sft`, the
     chosen answer's negative log-prob per token; the last three demand lengths. The default is the
-    paper's mix. Figures are those of `dpo_loss`.
+    paper's mix. Metrics are those of `dpo_loss`.
 
     Agrees with TRL's `DPOTrainer._compute_loss` for `loss_type` and `loss_weights`, with one
     exception: its `sft` is a mean over the tokens of the microbatch, here it is the paper's, a mean
@@ -191,12 +191,12 @@ def ipo_loss(
         c, r = (chosen - reference_chosen) / |chosen|, (rejected - reference_rejected) / |rejected|
         loss = sum over pairs of (c - r - 1 / (2 beta))^2, over normalizer
 
-    `beta` is the paper's tau: the loss pulls the gap to 1 / (2 beta), so 0.1 asks for 5 nats, with
+    `beta` is the paper's tau: the loss pulls the gap to 1 / (2 beta), so 0.1 means 5 nats, with
     lengths for 5 nats a token. Lengths count the answer's tokens; one of 0 counts as 1, so that an
     empty answer is finite. With them this is TRL's HEAD (`DPOTrainer._compute_loss`, "ipo");
     without them the equation as printed, on sums, and TRL's former `dpo_loss`, which took sums or
     averages as its caller liked. TRL counts the unshifted mask, which has one token more than are
-    scored only where an answer begins at position 0.
+    scored only if an answer starts at position 0.
 
     The margin is beta ((chosen - reference_chosen) - (rejected - reference_rejected)), TRL's reward
     margin, never length-normalized. The reference gets no gradient. No pairs give 0.

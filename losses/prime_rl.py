@@ -62,8 +62,8 @@ def prime_rl_loss(
     `kl_reference` is the mean of -t, None without a teacher_tau.
     Source: PRIME-RL `trainer/rl/loss.py::default_loss_fn`, the same math at eaf95997f and 559b4477,
     options dppo_mask_low, dppo_mask_high, adv_tau, kl_tau; teacher_tau as at ff4b125e. Its
-    `opd_loss_fn` (eaf95997f) is adv_tau 0 and teacher_tau 1. Differs from it: what stands under no
-    mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
+    `opd_loss_fn` (eaf95997f) is adv_tau 0 and teacher_tau 1. Differs from it: values outside of
+    the mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
     """
     check_not_negative("mask_low", mask_low, "use 0.2, or 1 to drop nothing")
     check_not_negative("mask_high", mask_high, "use 0.2, or 1 to drop nothing")

@@ -12,9 +12,9 @@ class RoleBaselines:
 
         A = r - b[role],  then  b[role] = decay b[role] + (1 - decay) r
 
-    A baseline of each role tracks what that role usually gets, so that in a zero-sum game the edge
-    of who moves first is no permanent advantage. Baselines begin at 0; `baselines` is the state to
-    save and restore. A reward is scored before it moves its own baseline.
+    A role's baseline tracks its usual reward, so that the advantage of moving first in a zero-sum
+    game is removed. Baselines start at 0; `baselines` is the state to save and restore. A reward is
+    scored before it updates its own baseline.
     Source: PRIME-RL `RAEAlgorithm` (559b4477), whose decay is the default.
     """
 

@@ -76,7 +76,7 @@ def _between(
 
 @dataclass
 class TaidSchedule:
-    """Where t stands, and how a falling loss hurries it.
+    """The position t, and its adaptive schedule, which a falling loss accelerates.
 
         first update   remembers the loss; t stays t_start
         then           change   = (previous - loss) / (previous + 1e-15)
@@ -85,7 +85,7 @@ class TaidSchedule:
                        t        = min(t_end, max(target, t + alpha sigmoid(momentum) (1 - t)))
         not adaptive   t = target, from the second update on, and never clipped
 
-    A step's loss is computed with `t` as it stands; then comes `update` with that loss (the mean
+    A step's loss is computed with the current `t`; then `update` is called with that loss (the mean
     over the whole step), the optimizer steps done before it and those of the whole run.
     Adaptive, t never falls. At momentum 0 the addition is alpha (1 - t) / 2, so with the default
     alpha the linear target leads in runs of fewer than a few thousand steps.

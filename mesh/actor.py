@@ -16,10 +16,10 @@ from composer_mesh.mesh.processes import resident_bytes
 
 
 class MeshActor(Actor):
-    """An actor with a kind, an activity and, where it serves a policy, a policy version.
+    """An actor with a kind, an activity and, if it serves a policy, a policy version.
 
     Endpoints of a subclass are `async` and `concurrent_endpoint`; a long computation belongs into
-    `asyncio.to_thread`, so that `describe` answers meanwhile.
+    `asyncio.to_thread`, so that `describe` still answers.
     """
 
     kind: ClassVar[str] = "actor"
@@ -44,7 +44,7 @@ class MeshActor(Actor):
         }
 
     def details(self) -> dict[str, Any]:
-        """Return what a subclass adds to `describe`: JSON-serializable values."""
+        """Return a subclass's additions to `describe`: JSON-serializable values."""
         return {}
 
 

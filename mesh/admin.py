@@ -90,7 +90,7 @@ class TlsFiles:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
-        """Return this process's TLS files; None where it uses no TLS."""
+        """Return this process's TLS files; None if it uses no TLS."""
         found = [environ.get(f"HYPERACTOR_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
         return cls(*found) if all(found) else None
 
@@ -154,7 +154,7 @@ def _verify(tls: TlsFiles | None) -> ssl.SSLContext | bool:
 async def read_stacks(
     url: str, references: Sequence[str], tls: TlsFiles | None = None
 ) -> list[dict[str, Any]]:
-    """Return py-spy's output for each process, in order; {"Silent": why} where one did not answer.
+    """Return py-spy's output for each process, in order; {"Silent": why} if one did not answer.
 
     Waits until each has answered or timed out. Each process starts a py-spy of its own.
     """

@@ -51,7 +51,7 @@ def end_with(parent: int) -> None:
 
 
 def take_share_or_end() -> None:
-    """Apply the resources that the placement assigned; exit with an error where they are missing.
+    """Apply the resources that the placement assigned; exit with an error if they are missing.
 
     An actor on other cores or GPUs than those assigned would disturb the processes that have them.
     """

@@ -31,8 +31,8 @@ class NoGpuHere(Exception):
 def own_device() -> torch.device:
     """Return CUDA device 0 where this process was assigned GPUs, else the CPU.
 
-    The process sees only its assigned GPUs. Where it has a share of a GPU, torch is limited to that
-    share of its memory. Outside of a run it is the CPU. Raises `NoGpuHere` where an assigned GPU
+    The process sees only its assigned GPUs. If it has a share of a GPU, torch is limited to that
+    share of its memory. Outside of a run it is the CPU. Raises `NoGpuHere` if an assigned GPU
     cannot be used.
     """
     gpus = own_gpus()

@@ -38,7 +38,7 @@ class FailureClass(Enum):
 
 
 def classify(error: BaseException) -> FailureClass:
-    """Return the class of an error, from its `failure_class` where it has one.
+    """Return the class of an error, from its `failure_class` if it has one.
 
     >>> classify(MemoryError()).value
     'infrastructure'

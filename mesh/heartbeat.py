@@ -1,7 +1,7 @@
 """Detects hung actors: an actor without recent answers is queried, and times out if silent.
 
 An actor that computes still answers, because its work runs in threads; one that is stopped, or
-whose event loop is blocked, does not. The owner decides what to do about a hung actor.
+whose event loop is blocked, does not. The owner handles a hung actor.
 """
 
 from __future__ import annotations

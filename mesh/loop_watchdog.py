@@ -150,7 +150,7 @@ def queued_by_thread() -> dict[str, float]:
     """Return the seconds that each thread has waited for a core; empty except on Linux."""
     found = {}
     for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # a thread may end meanwhile
+        with contextlib.suppress(OSError):  # the thread may have ended
             found[task.parent.name] = int(task.read_text().split()[1]) / 1e9
     return found
 

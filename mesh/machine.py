@@ -123,7 +123,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _numbers(file: Path) -> list[int]:
-    """Return the integers in a file, empty where it has none."""
+    """Return the integers in a file, empty if it has none."""
     with suppress(OSError):
         parts = file.read_text().split()
         return [int(part) for part in parts if part.isdecimal()] if parts[0] != "max" else []

@@ -106,7 +106,7 @@ def _command_line(process: psutil.Process) -> list[str]:
 async def wait_gone(pid: int, deadline_s: float) -> bool:
     """Wait until a process has ended; return False if it still runs at the deadline.
 
-    Uses a pidfd where the kernel has it, and polls elsewhere.
+    Uses a pidfd if the kernel has it, else polls.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -126,7 +126,7 @@ async def wait_gone(pid: int, deadline_s: float) -> bool:
 
 
 async def end_of_child(pid: int) -> str | None:
-    """Wait until a child of this process has ended; return how, in Monarch's words.
+    """Wait until a child of this process has ended; return how, in Monarch's wording.
 
     Returns None if another thread collected it first, or if it is not a child. Waits in a thread,
     because only a blocking wait sees the end before Monarch collects the process.
@@ -145,7 +145,7 @@ async def end_of_child(pid: int) -> str | None:
 
 
 def wait_for_child(pid: int) -> str | None:
-    """Block until a child of this process has ended; return how, None where that is unknown."""
+    """Block until a child of this process has ended; return how, None if unknown."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:

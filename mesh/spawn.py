@@ -250,7 +250,7 @@ class MeshHost:
     async def _abandon(self, host: Host, name: str, procs: ProcMesh) -> None:
         """Clean up a process whose actor never answered, so that its pid is unknown.
 
-        It is killed: a process that is asked to stop while it still imports may abort noisily.
+        It is killed: a process that is requested to stop while it still imports may abort noisily.
         """
         self._expect(name)
         if is_lost(host):

@@ -247,7 +247,7 @@ class Supervisor:
             self.failure.set_result(error)
 
     def note(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
-        """Record an event about an actor, where there is a recorder."""
+        """Record an event about an actor, if there is a recorder."""
         if self._record is not None:
             self._record(kind, actor, detail, **fields)
 

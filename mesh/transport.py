@@ -133,7 +133,7 @@ def _load_native() -> None:
 
 
 async def read(handle: BufferHandle, out: Tensor | None = None) -> Tensor:
-    """Read what a handle points to, into `out` where given. Waits for the transfer.
+    """Read what a handle points to, into `out` if given. Waits for the transfer.
 
     Without `out` the result is a view of new memory.
     """

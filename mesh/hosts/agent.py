@@ -92,7 +92,7 @@ class HostAgent(MeshActor):
 
     @concurrent_endpoint
     async def born(self, marks: Sequence[str]) -> list[int]:
-        """Return live processes started by this worker with all these words as arguments."""
+        """Return live processes started by this worker with all these command-line arguments."""
         return processes.children_of(os.getppid(), marks)
 
     @concurrent_endpoint

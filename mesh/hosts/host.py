@@ -44,7 +44,7 @@ class Host(Protocol):
         ...
 
     async def born(self, *marks: str) -> list[int]:
-        """Return processes that were started there with these words as arguments."""
+        """Return processes that were started there with these command-line arguments."""
         ...
 
 

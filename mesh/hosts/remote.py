@@ -118,7 +118,7 @@ class RemoteHost:
         """Release the host, whose worker then ends. Waits for its answer, at most `deadline_s`."""
         await self._beating.close()
         if self._agent is not None and self.lost is not None and not self.lost.done():
-            with contextlib.suppress(MeshError):  # otherwise its lease expires
+            with contextlib.suppress(MeshError):  # its lease expires then
                 await self._ask("give_back", deadline_s=deadline_s)
         self.lose("it was given back")
 

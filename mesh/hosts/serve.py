@@ -36,7 +36,7 @@ def serve(address: str, folder: Path) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process once its worker is gone, where the kernel does not do it."""
+    """End this process once its worker is gone, if the kernel does not."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)

@@ -1,7 +1,7 @@
 """A checksum at memory speed that detects changed, lost and reordered bytes.
 
 Sums of 64-bit words, row by row, and a sum of those weighted by their index, all modulo 2**64. A
-single wrong word always shows; reordered rows too. It detects faults, not tampering.
+single wrong word is always detected; reordered rows too. It detects faults, not tampering.
 """
 
 import torch

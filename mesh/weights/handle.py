@@ -16,7 +16,7 @@ NOT_WHOLE = -1
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank publishes of a version: the layout of its rows, and the offer to fetch them."""
+    """One rank's part of a version: the layout of its rows, and the offer to fetch them."""
 
     rank: int
     transport: WeightTransport

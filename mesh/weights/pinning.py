@@ -1,4 +1,4 @@
-"""Pins host memory for full-speed copies to and from a GPU; only called where there is one."""
+"""Pins host memory for full-speed copies to and from a GPU; only called if there is one."""
 
 import torch
 from torch import Tensor

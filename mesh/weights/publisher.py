@@ -136,7 +136,7 @@ class WeightPublisher:
 def _copy_from_gpu(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy tensors to pinned memory after the work that is queued now. Waits for the copies only.
 
-    They have a stream of their own: a step that is queued meanwhile neither waits nor is awaited.
+    They have a stream of their own: a step queued concurrently neither waits nor is awaited.
     """
     device = next(local.device for _, local in copies if local.is_cuda)
     ready = torch.cuda.current_stream(device).record_event()

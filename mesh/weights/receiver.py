@@ -87,7 +87,7 @@ class WeightReceiver:
 
 
 def _room(nbytes: int) -> Tensor:
-    """Allocate staging memory; pinned where the process copies from it to a GPU."""
+    """Allocate staging memory; pinned if the process copies from it to a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=own_device().type == "cuda")
 
 

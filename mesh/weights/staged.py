@@ -37,7 +37,7 @@ class StagedWeights:
     def tensors(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Yield each complete tensor with all its names, in the publisher's order.
 
-        A view of the staged memory where one rank had all rows, otherwise a new tensor.
+        A view of the staged memory if one rank had all rows, else a new tensor.
         """
         self._check()
         pieces: dict[int, list[tuple[int, Tensor]]] = {}

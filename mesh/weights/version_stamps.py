@@ -1,7 +1,7 @@
 """Version stamps before and after a part: its version, and a unique serial number per publish.
 
 The publisher clears them before it writes and sets them afterwards. A reader that reads a stamp
-after everything else, and finds it set, has therefore read nothing that was written meanwhile.
+after everything else, and finds it set, has therefore read no concurrent writes.
 """
 
 import torch

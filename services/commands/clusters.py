@@ -9,7 +9,7 @@ from composer_mesh.services.checks.accepting import UsageError
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Launch a run where its config says, and follow its output."""
+    """Launch a run on its configured cluster, and follow its output."""
     from composer_mesh.services.launch.command import launch_command
 
     return launch_command(arguments)
@@ -39,7 +39,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Ask a run to write a checkpoint and end."""
+    """Make a run write a checkpoint and end."""
     from composer_mesh.services.launch.stop_command import stop_command
 
     return stop_command(arguments.run, arguments.now)

@@ -9,7 +9,7 @@ OPTIONS = {"--resume-or-begin": "--auto-resume", "--replay-traces": "--from-trac
 
 
 def refuse_retired(words: Sequence[str]) -> None:
-    """Raise UsageError where a command line (without the program name) uses a retired name."""
+    """Raise UsageError if a command line (without the program name) uses a retired name."""
     if words and words[0] in COMMANDS:
         raise UsageError(_message("command", words[0], COMMANDS[words[0]]))
     for word in words:

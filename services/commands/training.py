@@ -72,7 +72,7 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
 
 def _half(config: Config, output: Path | None, source: Path | None, signals: CommandSignals) -> int:
-    """Train on the stored rollouts of a run, or only sample where no run is named."""
+    """Train on the stored rollouts of a run, or only sample if no run is named."""
     place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
     if source is not None and not (source / STORE_FILE).is_file():
         raise UsageError(
@@ -98,7 +98,7 @@ def make_room(output: Path, named: bool) -> None:
 
 
 def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Accept every run of the ablation, train what has not finished, then print the table."""
+    """Accept every run of the ablation, train the unfinished ones, then print the table."""
     plan = plan_ablation(
         arguments.config,
         arguments.set,

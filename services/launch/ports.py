@@ -95,7 +95,7 @@ class Launcher(Protocol):
         ...
 
     def state(self, handle: Handle) -> tuple[State, str]:
-        """Return the run's current state, and the cluster's own word for it."""
+        """Return the run's current state, and the cluster's name for it."""
         ...
 
     def follow(self, handle: Handle) -> Iterator[str]:

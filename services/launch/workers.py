@@ -1,7 +1,7 @@
 """The workers of a run at given addresses: how each is started, and with which command.
 
 A worker on loopback is a process of this machine. The others are started by ssh if that is
-configured, and must be running already otherwise. Nothing is started here.
+configured, and must be running already otherwise.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Dispatch:
                 self._free(replica)
 
     async def _wait(self, ticket: Ticket[Replica]) -> Replica | None:
-        """Join the queue; return None where the wait is futile and the caller must retry."""
+        """Join the queue; return None if the wait is futile and the caller must retry."""
         turn: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
         self._waiters[ticket] = turn
         self._router.join(ticket)

@@ -32,7 +32,7 @@ class Endpoints(ABC):
         return partial(self.call, endpoint)
 
     def check(self, endpoint: str) -> None:
-        """Raise AttributeError where the actor has no such endpoint."""
+        """Raise AttributeError if the actor has no such endpoint."""
         if endpoint not in self.endpoints:
             raise AttributeError(
                 f"{self._class_name} has no endpoint {endpoint!r}: "

@@ -60,13 +60,13 @@ class Membership:
         return 0 if self._healer is None else self._healer.restarts
 
     def last_death(self) -> NoReplicaLeft:
-        """Return the error that says why no replica is left."""
+        """Return the error with the reason why no replica is left."""
         return NoReplicaLeft(*self._last_death.args)
 
     async def fanout(self, call: Call, deadline_s: float) -> list[Any]:
         """Call every member, bypassing the queue. Waits for all answers, in the members' order.
 
-        Where the service handles deaths itself, members that die are skipped.
+        If the service handles deaths itself, members that die are skipped.
         """
         answers = _answers(await self._ask(call, deadline_s))
         if not answers:
@@ -109,7 +109,7 @@ class Membership:
             await self._left()
 
     async def grow(self, count: int, deadline_s: float) -> None:
-        """Start replicas, set them up and let them serve; if one fails, none of them is kept."""
+        """Start replicas, set them up and let them serve; if one fails, all of them are stopped."""
         newcomers = self._newcomers(count)
         self.router.coming += count
         try:

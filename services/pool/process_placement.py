@@ -65,7 +65,7 @@ PlacementOf = Callable[[int], ProcessPlacement]
 
 @dataclass(frozen=True)
 class ProcessPlacements:
-    """The placement of one run; `notes` say how hosts were found and what the sums omit.
+    """The placement of one run; `notes` describe how hosts were found and what the sums omit.
 
     On several hosts a process keeps its placement while its host is attached, also while it is
     down.
@@ -91,7 +91,7 @@ class ProcessPlacements:
     ) -> "ProcessPlacements":
         """Place a run; `hosts` are the attached ones, once they are known.
 
-        Inspects this machine where a local run describes no hosts. Raises `CannotPlace`,
+        Inspects this machine if a local run describes no hosts. Raises `CannotPlace`,
         `UnfitPlace` or `WrongHost`. Memory of a model of unknown size is left out of the sums, with
         a note.
         """
@@ -101,7 +101,9 @@ class ProcessPlacements:
         those = _hosts_of(config, hosts, found, notes)
         staying, groups = stay_with_controller(config), aliases_of(config.placement)
         if not those:
-            processes_of(config, sizes)  # raises for what fits on no host, before any host is known
+            processes_of(
+                config, sizes
+            )  # raises for processes that fit on no host, before any host is known
             return cls(Placement((), ()), tuple(notes), staying)
         aliases = {
             host.name: groups.get(known, frozenset()) | {known} for known, host in those.items()
@@ -125,7 +127,7 @@ class ProcessPlacements:
     def take(self, kind: str, number: int = 0) -> ProcessPlacement:
         """Return the placement for a process start: its own, or a new one on a host with capacity.
 
-        Raises `NoCapacity` where no host has any, `NoPlacement` where a local run was placed
+        Raises `NoCapacity` if no host has any, `NoPlacement` if a local run was placed
         without it.
         """
         if kind in self.staying:
@@ -169,7 +171,7 @@ class ProcessPlacements:
         """Return the environment variables of a process, whichever restart of it this is.
 
         Processes beyond the placement share the resources of the last placed one; raises
-        `NoPlacement` where the kind needs dedicated ones.
+        `NoPlacement` if the kind needs dedicated ones.
         """
         placements = self.placement.of_kind(kind)
         if number >= len(placements) and (own := _own(placements[0].process)):

@@ -26,7 +26,7 @@ GiveUp = Callable[[ActorDied], None]
 
 
 class GivenUp(Exception):
-    """Nothing is started any more in place of what died: the last failure, and why."""
+    """No further replacement is started: the last failure, and why."""
 
     def __init__(self, error: Exception, why: str) -> None:
         self.cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
@@ -35,7 +35,7 @@ class GivenUp(Exception):
 
 
 async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Awaitable[T]]) -> T:
-    """Start something in place of what died, as late and as often as its budget allows.
+    """Start a replacement, with the waits and retries that the budget allows.
 
     Raises GivenUp once no restart is left, or when two fail by the same bug.
     """
@@ -58,7 +58,7 @@ class RestartManager:
     """Restarts the dead replicas of one service.
 
     `come` starts the next replica in the slot of a dead one; `give_up` is called with the reason
-    where none will be started.
+    if none will be started.
     """
 
     def __init__(self, spec: ReplicaSpec, rules: RestartRules, come: Come, give_up: GiveUp) -> None:

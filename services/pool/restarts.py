@@ -61,7 +61,7 @@ class RestartBudget:
         self._last_error = ""
 
     def take(self, now: float) -> float | None:
-        """Use one restart; return the seconds to wait before it, None where none is left."""
+        """Use one restart; return the seconds to wait before it, None if none is left."""
         while self._begun and now - self._begun[0] >= self._rules.window_s:
             self._begun.popleft()
         if len(self._begun) >= self._rules.restarts:

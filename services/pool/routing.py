@@ -1,9 +1,9 @@
 """Routing rules: which replica takes which call, without processes, waiting or clocks.
 
-    call --> the open replica with the fewest calls in flight, where one has capacity
+    call --> the open replica with the fewest calls in flight, if one has capacity
          or  the queue, in order of arrival --> the first suitable replica with capacity
 
-A routing target is a replica as seen by these rules, which do not depend on what a call does.
+A routing target is a replica as seen by these rules, which are independent of a call's work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ S = TypeVar("S", bound=RoutingTarget)
 class Ticket(Generic[S]):
     """A call's place in the queue; a retry keeps its number, and so its place.
 
-    `pin` is the only target that may take it; `tried` are targets where it failed.
+    `pin` is the only target that may take it; `tried` are targets on which it failed.
     """
 
     number: int
@@ -101,7 +101,7 @@ class Router(Generic[S]):
         return Ticket(next(self._numbers))
 
     def take(self, ticket: Ticket[S]) -> S | None:
-        """Assign a call to a target now; return None where it has to wait."""
+        """Assign a call to a target now; return None if it has to wait."""
         candidates = self.targets if ticket.pin is None else [ticket.pin]
         fitting = [s for s in candidates if self._has_capacity(s) and self._may(ticket, s)]
         target = min(fitting, key=lambda target: (target.outstanding, target.calls), default=None)

@@ -1,4 +1,4 @@
-"""Starts a process at its placement, and waits for a host with capacity where it has none."""
+"""Starts a process at its placement, and waits for a host with capacity if it has none."""
 
 import asyncio
 from collections.abc import Callable

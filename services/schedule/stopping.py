@@ -30,7 +30,7 @@ TAKE_DOWN_S = 30.0
 
 
 class StopAsked(Exception):
-    """Raised where work is abandoned because the run was asked to stop."""
+    """Raised when work is abandoned because of a stop request."""
 
 
 def grace_s(config: Config) -> float:

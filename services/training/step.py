@@ -117,7 +117,7 @@ class RestoredTeachers:
     async def restore(self, checkpoint: Path | None, version: int) -> bool:
         """Load a checkpoint's average, None for the initial one; returns whether it exists.
 
-        A teacher that dies meanwhile is replaced and takes the average from the others.
+        A teacher that dies during this is replaced and takes the average from the others.
         """
         file = None if checkpoint is None else checkpoint / AVERAGE_FILE
         if file is not None and not file.exists():

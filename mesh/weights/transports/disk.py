@@ -25,7 +25,7 @@ from composer_mesh.mesh.weights.version_stamps import MARK_BYTES, NO_VERSION
 
 MARK = "composer_mesh_mark"
 FOLDER_PREFIX = "composer-mesh-weights-"
-"""How the names of the folders begin that publishers make."""
+"""Name prefix of publishers' folders."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ELSEWHERE = "set weights.transport to rdma"
 
 @dataclass(frozen=True)
 class SharedFile:
-    """Where an anonymous file can be opened, and its identity."""
+    """The location of an anonymous file, and its identity."""
 
     host: str
     pid: int
@@ -52,7 +52,7 @@ class ShmOffer:
 
 
 def why_not() -> str | None:
-    """Return why this machine does not support the transport; None where it does."""
+    """Return why this machine does not support the transport; None if it does."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no anonymous shared files"
     return None

@@ -39,7 +39,7 @@ class TorchstoreOffer:
 
 
 def why_not() -> str | None:
-    """Return why this process cannot use torchstore; None where it can."""
+    """Return why this process cannot use torchstore; None if it can."""
     for module in ("torchstore", "pygtrie"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed"

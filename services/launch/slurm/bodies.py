@@ -6,7 +6,7 @@ The job, on the first of its nodes:
                 └─ composer-mesh train, the controller
 
 SIGTERM reaches the batch shell for one of three reasons. The job's Slurm state and the file
-`stopping` tell which:
+`stopping` distinguish them:
 
     COMPLETING           scancel, a requeue    the end, at once
     RUNNING, stopping    composer-mesh stop    a checkpoint, then the end

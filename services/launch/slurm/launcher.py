@@ -58,7 +58,7 @@ class SlurmLauncher:
         )
 
     def state(self, handle: Handle) -> tuple[State, str]:
-        """Return the job's state, and Slurm's own word for it."""
+        """Return the job's state, and Slurm's name for it."""
         found = queue.ask(_job(handle))
         return found.state, str(found)
 
@@ -113,7 +113,7 @@ class SlurmLauncher:
     def _ends_within(self, handle: Handle, deadline_s: float) -> JobState:
         """Return the state of the job when it has ended, else the one at the deadline.
 
-        A job that is being requeued meanwhile is cancelled too.
+        A job that is being requeued is cancelled too.
         """
         end = self.clock() + deadline_s
         while True:

@@ -1,7 +1,7 @@
 """The state of a job, read from squeue, sacct or scontrol, whichever knows it.
 
-Uses only formats that are stable since 19.05: no JSON. An unknown word is not an error, and a Slurm
-that does not answer is not the end of a job.
+Uses only formats that are stable since 19.05: no JSON. An unknown state is no error, and a
+Slurm that does not answer is not the end of a job.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FORGOTTEN = re.compile(r"Invalid job id|Invalid jobid", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class JobState:
-    """A job's state, Slurm's own word for it, and why it waits, if Slurm reports it."""
+    """A job's state, Slurm's name for it, and why it waits, if Slurm reports it."""
 
     state: State
     word: str
@@ -72,7 +72,7 @@ class JobState:
 
 
 def state_of(word: str) -> State:
-    """Return the state for a word of Slurm, such as `CANCELLED by 1000` or `RUNNING`."""
+    """Return the state for a Slurm state, such as `CANCELLED by 1000` or `RUNNING`."""
     first = word.split(" ")[0].rstrip("+")
     if first in WAITING:
         return "waiting"
