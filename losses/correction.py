@@ -38,7 +38,7 @@ def sampling_weights(
 
         w = exp(old_logprobs - sampling_logprobs)             token_*
         w = exp(the sum of those over the masked tokens)      sequence_*, the same on each token
-        *_truncate  w held within [minimum, maximum]
+        *_truncate  w clamped to [minimum, maximum]
         *_mask      w where it is within them (bounds included), else 0
 
     None is no bound. Detached. A token outside of the mask counts as a ratio of 1 for the sum, and

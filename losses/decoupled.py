@@ -126,7 +126,7 @@ def decoupled_ppo_loss(
     - `rejection`, AReaL's since 2026. **None applies no weight at all**, also when the proximal
       policy is not the sampler's: then this is PPO around the proximal policy.
     - `behaviour_weight_cap`, until then: tokens with w > cap get weight 0, they are dropped and not
-      held at the cap. It is `Rejection(upper=cap)`, with inf for "weights without a cap".
+      clamped to the cap. It is `Rejection(upper=cap)`, with inf for "weights without a cap".
 
     `clipped_fraction` counts remaining tokens that the clip binds, `filtered_fraction` those that
     rejection dropped or held.

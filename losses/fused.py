@@ -218,9 +218,10 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 Rule = Callable[[Tensor, Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""From a block's scores (student's, teacher's), its rows and whether gradients are wanted to the
-loss and its gradient with respect to the student's scores before the temperature. May overwrite the
-scores.
+"""A block's loss, and its gradient by the student's scores before the temperature, if wanted.
+
+Arguments are the scores (student's, teacher's), the rows and whether gradients are wanted. A rule
+may overwrite the scores.
 """
 
 

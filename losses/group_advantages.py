@@ -100,7 +100,7 @@ def max_rl_advantages(
         (r - mean) / mean
 
     For rewards >= 0, usually 0 or 1: a prompt that is solved in one of n tries weighs n times one
-    that always is. A group whose mean is 0 or less carries no signal and gets 0; so do equal
+    that always is. A group whose mean is 0 or less gets 0; so do equal
     rewards and a group of one. Source: prime-rl `MaxRLAlgorithm.score_group`.
     """
     values, present = select(rewards, present)

@@ -34,7 +34,7 @@ def token_kl(
         k2          d^2 / 2
         k3          exp(-d) - 1 + d
         abs         |d|
-        low_var_kl  k3 with d held within +-20 and the result within 10, as verl does
+        low_var_kl  k3 with d clamped to +-20 and the result within 10, as verl does
 
     k1 and k3 are unbiased in value, k2 in gradient: the expected gradient of k1 is 0, that of k3
     is the other direction's, KL(reference || policy). `k2_gradient` keeps the value and takes the

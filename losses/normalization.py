@@ -3,7 +3,7 @@
 Axes: B sequences or rollouts, S anything behind them (tokens, or nothing).
 
 Statistics are taken in float64 over the whole tensor that is passed, so pass the whole batch:
-nothing here is reduced over ranks. Values outside of the mask, also NaN, are never read.
+nothing is reduced over ranks. Values outside of the mask, also NaN, are never read.
 """
 
 from typing import Literal

@@ -26,9 +26,9 @@ def reinforce_loss(
     """REINFORCE: loss = sum over the masked tokens of -w A logprobs / normalizer.
 
     `advantages` is one number per sequence [*B] or per token [*B T] and gets no gradient; which
-    baseline it contains (RLOO, ReMax, REINFORCE++) is no matter of the loss. On policy: the ratio
+    baseline it contains (RLOO, ReMax, REINFORCE++) is up to the caller. On policy: the ratio
     is 1, as in its metrics. Off policy, `sampling_weights` w, one per token or sequence,
-    correct for it: see `losses/correction.py`. With w the ratio to the sampler, held within bounds,
+    correct for it: see `losses/correction.py`. With w the ratio to the sampler, clamped,
     this is `cispo_loss`. `reduction` "none" returns -w A logprobs per token and reads no
     normalizer.
 

@@ -39,7 +39,7 @@ def gmpo_loss(
 ) -> PolicyLoss:
     """GMPO (arXiv 2507.20673): the geometric mean of token ratios, clipped token by token.
 
-        g    = logprobs - old_logprobs, held at most at log_clip_high where A > 0 and at least at
+        g    = logprobs - old_logprobs, clamped to at most log_clip_high where A > 0 and at least
                -log_clip_low where A < 0
         l    = -A exp(mean of g over the sequence's masked tokens), on each of them
         loss = sum over sequences of l / normalizer, with aggregation "grpo"

@@ -30,7 +30,7 @@ def remax_token_advantages(
         A_t = sum of rewards of the masked tokens from t on - greedy
 
     arXiv 2310.10505. Source: verl `compute_remax_outcome_advantage`, except that NaN under no mask
-    does no harm here and a gap in the mask gets 0, not the reward to come.
+    is ignored here and a gap in the mask gets 0, not the reward to come.
     """
     rewards = torch.where(mask, at_least_float32(token_rewards.detach()), 0.0)
     to_go = rewards.flip(-1).cumsum(-1).flip(-1)
