@@ -94,7 +94,7 @@ class CommandSignals:
                 signal.signal(number, signal.SIG_IGN if for_good else before[number])
 
     def hold(self) -> None:
-        """Raise for no further signal. Raises `Interrupted` if one has arrived."""
+        """Queue signals from now on instead of raising. Raises `Interrupted` if one has arrived."""
         self._held = True
         self.check()
 
