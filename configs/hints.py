@@ -76,21 +76,18 @@ class HintsConfig(Section):
     sources: Annotated[tuple[HintSource, ...], Field(strict=False, min_length=1)] = ("error",)
     """Sources of hints in order of preference. "error": what was wrong with the action; "sibling":
     what a successful rollout of the same prompt did before its answer; "feedback": the
-    environment's response to the action.
-    """
+    environment's response to the action."""
 
     max_tokens: Count = 256
     """Maximum tokens of a hint; a longer one is truncated and counted."""
 
     templates: dict[str, Template] = Field(default_factory=dict)
     """Templates by hint_template_key, added to the built-in ones or replacing them; {field} is
-    replaced by a field of the error's data.
-    """
+    replaced by a field of the error's data."""
 
     writer: Literal["template", "llm"] = "template"
     """Writer of the error source's hints. "template": the template alone; "llm": a model over the
-    OpenAI chat protocol, with the template as fallback.
-    """
+    OpenAI chat protocol, with the template as fallback."""
 
     llm: HintWriterConfig | None = None
     """The model for writer = "llm"."""

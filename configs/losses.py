@@ -41,8 +41,7 @@ class _CorrectedLoss(_BuiltInLoss):
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
     """Sampler-mismatch correction: weights tokens by the trainer / generator ratio, and the loss's
-    own ratio is then relative to the trainer's log-probs; with "none", to the generator's.
-    """
+    own ratio is then relative to the trainer's log-probs; with "none", to the generator's."""
 
     correction_maximum: Positive = 3.0
     """Upper bound of the correction's weight."""
@@ -72,8 +71,7 @@ class _RatioLoss(_CorrectedLoss):
 
     ratio_level: RatioLevel = "token"
     """"token": a ratio per token; "sequence": one for all tokens of a rollout, as in GSPO;
-    "sequence_token": the same ratio with a gradient per token, as in GSPO-token.
-    """
+    "sequence_token": the same ratio with a gradient per token, as in GSPO-token."""
 
     kl_beta: NotNegative = 0.0
     """Weight of the KL to the frozen initial policy; 0 loads no reference for it."""
@@ -86,8 +84,7 @@ class _RatioLoss(_CorrectedLoss):
 
     off_policy_threshold: Positive | None = None
     """Mean mismatch of generator and trainer, in nats per token, above which a rollout with a
-    negative advantage is dropped (DeepSeek-V3.2); not set drops none.
-    """
+    negative advantage is dropped (DeepSeek-V3.2); not set drops none."""
 
     @property
     def needs_reference(self) -> bool:
@@ -223,8 +220,7 @@ class PrimeRlLoss(_BuiltInLoss):
 
     teacher_tau: NotNegative = 0.0
     """Weight of the reverse KL to the frozen initial policy as a per-token advantage; 0 loads no
-    reference for it.
-    """
+    reference for it."""
 
     @property
     def needs_reference(self) -> bool:
@@ -332,8 +328,7 @@ class DecoupledPpoLoss(_BuiltInLoss):
 
     ratio_level: RatioLevel = "token"
     """"token": a ratio per token; "sequence": one for all tokens of a rollout; "sequence_token":
-    the same ratio with a gradient per token.
-    """
+    the same ratio with a gradient per token."""
 
     rejection: RejectionConfig = Field(default_factory=RejectionConfig)
     """Tokens dropped or clamped by their trainer / generator weight."""
@@ -513,8 +508,7 @@ class CustomAdvantage(Section):
 
     import_path: ImportPath
     """Import path of the function, as my_module.my_advantage; the working directory is searched
-    too.
-    """
+    too."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""

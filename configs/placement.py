@@ -68,8 +68,7 @@ class GpuPlaceConfig(PlaceConfig):
 
     gpus: NotNegative = 0.0
     """GPUs of each process: 0 computes on the CPU, a fraction such as 0.5 shares one GPU with other
-    fractions, and above 1 it must be a whole number.
-    """
+    fractions, and above 1 it must be a whole number."""
 
     @model_validator(mode="after")
     def _gpus_are_shares_or_whole(self) -> Self:

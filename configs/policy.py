@@ -93,8 +93,7 @@ class PolicyConfig(Section):
 
     sizes: ModelSizes | None = None
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
-    the folder exists; validated against the folder once it does.
-    """
+    the folder exists; validated against the folder once it does."""
 
     hidden_size: Annotated[int, Field(ge=8)] = 128
     """Width of the residual stream (built-in model)."""

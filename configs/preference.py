@@ -40,17 +40,14 @@ class PreferenceConfig(Section):
         "mpo",
     ] = "dpo"
     """The preference loss, by TRL's names ("dpo" is its "sigmoid"); "mpo" is the weighted sum of
-    mpo_types. simpo needs no reference policy, so none is loaded for it.
-    """
+    mpo_types. simpo needs no reference policy, so none is loaded for it."""
 
     dpo_beta: Positive = 0.1
-    """Strength of the regularization towards the frozen reference policy, for all losses but simpo.
-    """
+    """Regularization strength towards the frozen reference policy, for all losses but simpo."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a pair's labels are flipped (dpo, sigmoid_norm, robust, simpo); exo_pair
-    requires it, 1e-3 in its paper.
-    """
+    requires it, 1e-3 in its paper."""
 
     mpo_types: dict[MixedLoss, Positive] = Field(default_factory=lambda: dict(MPO_TYPES))
     """Weight of each loss in mpo; "sft" is the chosen answer's negative log-prob per token."""
@@ -65,8 +62,7 @@ class PreferenceConfig(Section):
 
     ld_alpha: Share | None = None
     """Weight of an answer's tokens beyond the length of the pair's shorter answer (LD-DPO); not set
-    weights all tokens equally.
-    """
+    weights all tokens equally."""
 
     use_weighting: bool = False
     """Whether to weight each pair by the likelihood of its answers under the policy (WPO)."""

@@ -55,8 +55,7 @@ class ReplayConfig(PreferenceConfig):
     delivery: Literal["same_step", "late"] | None = None
     """"same_step": a step waits for its pairs; "late": pairs train when they arrive.
 
-    Not set: late if rollouts run ahead of the trainer, same_step in synchronous runs.
-    """
+    Not set: late if rollouts run ahead of the trainer, same_step in synchronous runs."""
 
     max_age: Count = 8
     """Steps after which a pair expires, counted from its rollout's policy version."""

@@ -16,8 +16,7 @@ class SdpoConfig(Section):
 
     objective: Literal["none", "taid", "entropy_opd"] = "none"
     """"none": the generalized JSD; "taid": a target that moves from student to teacher over the
-    run; "entropy_opd": forward KL where the teacher's entropy is high, else reverse KL.
-    """
+    run; "entropy_opd": forward KL where the teacher's entropy is high, else reverse KL."""
 
     jsd_beta: Share = 0.5
     """Mixture weight of the generalized Jensen-Shannon divergence."""
@@ -27,31 +26,26 @@ class SdpoConfig(Section):
 
     entropy_opd_h_max: Positive | None = None
     """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary size
-    when not set.
-    """
+    when not set."""
 
     teacher_output: Literal["hidden", "topk", "full", "sampled"] = "hidden"
     """Teacher output per token. "hidden": the last hidden state, exact and small; "topk": log-probs
-    of top_k entries; "full": all logits; "sampled": the log-prob of the sampled token.
-    """
+    of top_k entries; "full": all logits; "sampled": the log-prob of the sampled token."""
 
     top_k: Count = 100
     """Number of entries per token in a topk output; the rest is one tail bucket."""
 
     top_k_choice: Literal["teacher", "student"] = "teacher"
     """Model whose most likely entries a topk output holds. "student" queries again after the
-    student's forward.
-    """
+    student's forward."""
 
     teacher: Literal["live", "ema", "frozen", "trust_region"] = "live"
     """Weights of the teacher. "live": the trainer's; "ema": their moving average; "frozen": the
-    initial ones; "trust_region": logits interpolated between the initial and the trainer's weights.
-    """
+    initial ones; "trust_region": interpolated logits of the initial and the trainer's weights."""
 
     ema_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Step of the ema towards the trainer's weights at each version; for trust_region, the
-    interpolation factor from the initial logits to the trainer's.
-    """
+    interpolation factor from the initial logits to the trainer's."""
 
     placement: Literal["mesh", "inline"] = "mesh"
     """"mesh": teachers have their own processes; "inline": the trainer runs their forward."""
@@ -61,8 +55,7 @@ class SdpoConfig(Section):
 
     when_lost: Literal["skip", "wait"] = "skip"
     """Behaviour of a step when a teacher dies: "skip" trains it without the channel, "wait" waits
-    for the replacement.
-    """
+    for the replacement."""
 
     max_sites_per_step: Count = 32
     """Maximum number of error sites shown to the teacher per optimizer step."""

@@ -63,13 +63,11 @@ class TrainerConfig(Section):
 
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
     """Attention implementation: torch's kernels, or on a GPU its compiled ones ("flex") or those of
-    the package flash-attn ("flash").
-    """
+    the package flash-attn ("flash")."""
 
     sharding: Literal["auto", "none", "fsdp2"] = "auto"
     """"none": complete copies on every rank; "fsdp2": each rank holds rows of every weight; "auto":
-    fsdp2 for several ranks or a compute_dtype other than float32.
-    """
+    fsdp2 for several ranks or a compute_dtype other than float32."""
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; weights, sums and optimizer state stay float32."""
@@ -94,8 +92,7 @@ class TrainerConfig(Section):
 
     checkpoint_export: bool = True
     """Whether every checkpoint is also a model folder, which transformers and vLLM load; the last
-    one of a run always is.
-    """
+    one of a run always is."""
 
     ranks: Count = 1
     """Number of trainer processes that share each step's samples and sum their gradients."""

@@ -41,8 +41,7 @@ class VllmConfig(Section):
 
     kv_cache_gb: Positive | None = None
     """KV cache of each process in GB of 2**30 bytes; when not set, what gpu_memory_utilization
-    leaves on a GPU, and max_concurrent conversations of full length on a CPU.
-    """
+    leaves on a GPU, and max_concurrent conversations of full length on a CPU."""
 
     block_size: Literal[16, 32, 64, 128] = 32
     """Tokens per block of the KV cache; CPU kernels need a multiple of 32."""
