@@ -2,8 +2,9 @@
 
 A thread pings the loop and counts the seconds without an answer. Computation on the loop's thread
 and blocking waits in callbacks count. Time caused by the machine does not: while a thread of this
-process was runnable without a core, the process was paused, another thread held the GIL, or the
-loop waited for events. Off unless `COMPOSER_MESH_LOOP_REPORTS` names a folder.
+process was runnable without a core, the process was paused, another thread held the GIL (as the
+import of an extension module does), or the loop waited for events. Off unless
+`COMPOSER_MESH_LOOP_REPORTS` names a folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from weakref import WeakSet
@@ -31,6 +32,7 @@ DEEPEST = 12
 """Number of innermost frames in a reported stack."""
 
 Report = Callable[[float, str], None]
+_IMPORT = "importlib._bootstrap"
 _SELECT = selectors.DefaultSelector.select.__code__
 _watched: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
@@ -115,11 +117,15 @@ class LoopWatchdog:
             if self._loop.is_closed():
                 return
             now, queues = time.monotonic(), queued_by_thread()
-            machine_s = now - before if self._is_idle() else longest_wait(queued, queues)
+            frame = self._frame()
+            idle = frame is not None and frame.f_code is _SELECT
+            excused = idle or self._another_thread_imports()
+            machine_s = now - before if excused else longest_wait(queued, queues)
             silent.add(now - before, self._computed_s(), machine_s)
             before, queued = now, queues
-            if silent.seconds > self._limit_s / 2:
-                stack = self._stack() or stack
+            late = silent.seconds > self._limit_s / 2
+            if late and not stack and frame is not None and not idle:
+                stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-DEEPEST:]))
         if self._answered.is_set():
             silent.end(self._at_answer)
         if silent.seconds > self._limit_s:
@@ -131,19 +137,23 @@ class LoopWatchdog:
         except OSError:
             raise _ThreadEnded from None
 
-    def _is_idle(self) -> bool:
-        """Whether the loop waits for events, or for the GIL after one has arrived."""
-        frame = self._frame()
-        return frame is not None and frame.f_code is _SELECT
+    def _another_thread_imports(self) -> bool:
+        """Whether a thread other than the loop's is importing, which may hold the GIL for long."""
+        others = (frame for ident, frame in sys._current_frames().items() if ident != self._ident)
+        return any(
+            _IMPORT in frame.f_code.co_filename for top in others for frame in _stack_of(top)
+        )
 
     def _frame(self) -> FrameType | None:
+        """Return what the loop's thread executes; waiting for events or the GIL it is `_SELECT`."""
         return sys._current_frames().get(self._ident)
 
-    def _stack(self) -> str:
-        frame = self._frame()
-        if frame is None:
-            return ""
-        return "".join(traceback.format_list(traceback.extract_stack(frame)[-DEEPEST:]))
+
+def _stack_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def queued_by_thread() -> dict[str, float]:

@@ -169,7 +169,7 @@ async def replay_and_normalize_trace(
             transport=transport,
         ) as panel:
             teacher_client = TeacherClient(panel, concurrency, config.replay.breaker.rest_s)
-            job = OfflineJob(config, teacher_client, concurrency)
+            job = await asyncio.to_thread(OfflineJob, config, teacher_client, concurrency)
             await job.run(source.groups(), limit)
     return [_row(pair, tools) for pair in job.pairs]
 

@@ -111,7 +111,9 @@ class _Work:
                 panel, self.options.concurrency, self.config.replay.breaker.rest_s
             )
             with ReplayView(plan, self.config.replay.budget.usd, self.console) as view:
-                job = OfflineJob(self.config, teacher_client, self.options.concurrency, view.tell)
+                job = await asyncio.to_thread(  # it imports the libraries of the filters
+                    OfflineJob, self.config, teacher_client, self.options.concurrency, view.tell
+                )
                 ending = _Ending(teacher_client, view, self.stopping)
                 try:
                     await ending.of(job.run(self.index.groups(), self.options.limit))

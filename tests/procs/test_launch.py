@@ -129,7 +129,7 @@ def test_a_launched_run_outlives_its_launcher_stops_with_a_checkpoint_and_goes_o
     assert ended.returncode == 0, ended.stderr
     assert "run_finished" in ended.stdout
     resumed = [event for event in ended.stdout.splitlines() if "run_resumed" in event]
-    assert f"begins from step {steps}'s checkpoint, 0 of them are trained again" in resumed[0]
+    assert f"resumes from step {steps}'s checkpoint, 0 of them are trained again" in resumed[0]
     numbers = [untimed(json.loads(line))["step"] for line in run.metrics()]
     assert numbers == list(range(1, steps + 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from pathlib import Path
@@ -19,32 +20,42 @@ class PlacedActor(MeshActor):
 
     @concurrent_endpoint
     async def has(self) -> dict[str, Any]:
-        import torch
-
-        return {
-            "cores": sorted(os.sched_getaffinity(0)),
-            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "threads": torch.get_num_threads(),
-        }
+        return await asyncio.to_thread(resources)
 
     @concurrent_endpoint
     async def trained(self, sizes: dict[str, Any], tokens: int, context: int) -> int:
         """Bytes of its own memory after a step of a policy loss over so many tokens."""
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        return await asyncio.to_thread(memory_after_a_step, sizes, tokens, context)
 
-        from composer_mesh.actors.models.language_model import LanguageModel
-        from composer_mesh.losses.fused import linear_logprobs
 
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
-        optimizer, parts = torch.optim.AdamW(model.parameters()), LanguageModel(model)
-        ids = torch.randint(0, sizes["vocab_size"], (tokens // context, context))
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        linear_logprobs(rows, parts.weight, ids.reshape(-1)).sum().backward()
-        optimizer.step()
-        return own_memory()
+def resources() -> dict[str, Any]:
+    """What the kernel and torch let this process use."""
+    import torch
+
+    return {
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def memory_after_a_step(sizes: dict[str, Any], tokens: int, context: int) -> int:
+    """Train one step of a policy loss over so many tokens; return this process's own memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from composer_mesh.actors.models.language_model import LanguageModel
+    from composer_mesh.losses.fused import linear_logprobs
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    optimizer, parts = torch.optim.AdamW(model.parameters()), LanguageModel(model)
+    ids = torch.randint(0, sizes["vocab_size"], (tokens // context, context))
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    linear_logprobs(rows, parts.weight, ids.reshape(-1)).sum().backward()
+    optimizer.step()
+    return own_memory()
 
 
 def own_memory() -> int:

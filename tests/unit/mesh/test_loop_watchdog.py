@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 import threading
+import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +118,26 @@ def test_a_limit_below_the_period_is_refused() -> None:
 
     with pytest.raises(ValueError, match="raise limit_s"):
         asyncio.run(make())
+
+
+async def test_a_wait_during_an_import_in_another_thread_is_not_counted(
+    reports: list[tuple[float, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import may hold the interpreter, which no thread can tell from a wait."""
+    gate = types.ModuleType("gate_of_an_import")
+    gate.entered, gate.leave = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, gate.__name__, gate)
+    code = "import gate_of_an_import as gate\ngate.entered.set()\ngate.leave.wait()\n"
+    (tmp_path / "slow_to_import.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    importing = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
+    importing.start()
+    gate.entered.wait()
+    watchdog = LoopWatchdog(limit_s=0.1, report=lambda *told: reports.append(told), period_s=0.01)
+    watchdog.start()
+    threading.Event().wait(0.5)  # the blocked callback itself
+    await asyncio.sleep(0)
+    gate.leave.set()
+    await asyncio.to_thread(importing.join)
+    watchdog.stop()
+    assert reports == []
