@@ -3,8 +3,8 @@
 A thread pings the loop and counts the seconds without an answer. Computation on the loop's thread
 and blocking waits in callbacks count. Time caused by the machine does not: while a thread of this
 process was runnable without a core, the process was paused, another thread held the GIL (as the
-import of an extension module does), or the loop waited for events. Off unless
-`COMPOSER_MESH_LOOP_REPORTS` names a folder.
+import of an extension module does), or the loop waited for events or for the operating system to
+start a thread. Off unless `COMPOSER_MESH_LOOP_REPORTS` names a folder.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ DEEPEST = 12
 Report = Callable[[float, str], None]
 _IMPORT = "importlib._bootstrap"
 _SELECT = selectors.DefaultSelector.select.__code__
+_START = threading.Thread.start.__code__
 _watched: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
@@ -118,7 +119,7 @@ class LoopWatchdog:
                 return
             now, queues = time.monotonic(), queued_by_thread()
             frame = self._frame()
-            idle = frame is not None and frame.f_code is _SELECT
+            idle = waits_for_the_machine(frame)
             excused = idle or self._another_thread_imports()
             machine_s = now - before if excused else longest_wait(queued, queues)
             silent.add(now - before, self._computed_s(), machine_s)
@@ -147,6 +148,13 @@ class LoopWatchdog:
     def _frame(self) -> FrameType | None:
         """Return what the loop's thread executes; waiting for events or the GIL it is `_SELECT`."""
         return sys._current_frames().get(self._ident)
+
+
+def waits_for_the_machine(frame: FrameType | None) -> bool:
+    """Whether a thread waits for events, for the GIL after one, or for a new thread to start."""
+    if frame is None or frame.f_code is _SELECT:
+        return frame is not None
+    return any(caller.f_code is _START for caller in _stack_of(frame))
 
 
 def _stack_of(frame: FrameType | None) -> Iterator[FrameType]:

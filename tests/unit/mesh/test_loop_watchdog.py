@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.loop_watchdog import LoopWatchdog, SilentTime, longest_wait
+from composer_mesh.mesh.loop_watchdog import (
+    LoopWatchdog,
+    SilentTime,
+    longest_wait,
+    waits_for_the_machine,
+)
 
 PERIOD_S = 0.05
 
@@ -141,3 +146,22 @@ async def test_a_wait_during_an_import_in_another_thread_is_not_counted(
     await asyncio.to_thread(importing.join)
     watchdog.stop()
     assert reports == []
+
+
+class _Started(threading.Event):
+    """The event on which `Thread.start` waits; notes whether that wait is excused."""
+
+    excused = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.excused = waits_for_the_machine(sys._getframe())
+        return super().wait(timeout)
+
+
+def test_the_wait_for_a_new_thread_is_the_machines_part_and_another_wait_is_not() -> None:
+    thread, started = threading.Thread(target=bool), _Started()
+    thread._started = started  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    assert started.excused
+    assert not waits_for_the_machine(sys._getframe())
