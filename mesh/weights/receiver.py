@@ -35,7 +35,7 @@ class WeightReceiver:
     ) -> None:
         self._open = open_receiver
         self._memories: Memories = ()
-        self._inlets: dict[WeightTransport, TransportReceiver] = {}
+        self._receivers: dict[WeightTransport, TransportReceiver] = {}
         self._abandoned: asyncio.Future[None] | None = None
 
     async def receive(self, handle: WeightsHandle) -> StagedWeights:
@@ -67,10 +67,12 @@ class WeightReceiver:
     async def _fetch(self, handle: WeightsHandle, memories: Memories) -> None:
         used = {part.transport for part in handle.parts}
         for name in used:
-            transport_receiver = self._inlets[name] = self._inlets.get(name) or self._open(name)
+            transport_receiver = self._receivers[name] = self._receivers.get(name) or self._open(
+                name
+            )
             transport_receiver.keep([part.offer for part in handle.parts if part.transport == name])
         fetching = [
-            self._inlets[part.transport].fetch(part.offer, _shape(handle, part), memory)
+            self._receivers[part.transport].fetch(part.offer, _shape(handle, part), memory)
             for part, memory in zip(handle.parts, memories, strict=True)
         ]
         await asyncio.gather(*fetching)

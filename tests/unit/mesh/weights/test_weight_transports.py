@@ -129,13 +129,13 @@ async def test_an_abandoned_read_ends_and_keeps_the_memory_that_it_may_write_to(
     open_receiver: list[Any] = [ShmReceiver(), hanging, ShmReceiver()]
     receiver = WeightReceiver(lambda _: open_receiver.pop(0))
     staged = await receiver.receive(await source.publish(1))
-    receiver._inlets.clear()
+    receiver._receivers.clear()
     pulling = asyncio.ensure_future(receiver.receive(await source.publish(2)))
     await hanging.begun.wait()
     receiver.abandon()
     with pytest.raises(PullAbandoned, match="version 2 has not arrived"):
         await pulling
-    receiver._inlets.clear()
+    receiver._receivers.clear()
     staged = await receiver.receive(await source.publish(3))
     hanging.end.set()
     await asyncio.sleep(0)
