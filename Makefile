@@ -1,11 +1,13 @@
 # Everything a clone needs: `make quickstart` trains, `make vllm` trains with vLLM on the CPU,
-# `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own.
+# `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
+# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
 #   PYTEST_ARGS further arguments for the tests
 #   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
 #   RUN_JOBS    whole runs that are tested side by side (default: 2)
+#   FUZZ_FACTOR how many times the cases of `make test` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -13,16 +15,18 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 RUN_JOBS ?= 2
+FUZZ_FACTOR ?= 10
+FUZZ_SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help quickstart vllm test test-slurm check clean
+.PHONY: help quickstart vllm test test-slurm test-security fuzz check clean
 
 help:
-	@sed -n '1,2p;4,8p' Makefile
+	@sed -n '1,3p;5,10p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -31,7 +35,7 @@ vllm: $(STAMPS)/vllm
 	$(BIN)/composer-mesh train configs/quickstart.toml --set generator.engine=vllm --set run.name=quickstart-vllm
 
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest tests/unit -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/procs -n $(RUN_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # Runs as jobs of a real Slurm on this machine, which the tests start and end themselves. Takes
@@ -45,6 +49,15 @@ test-slurm: $(STAMPS)/dev
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -q -y --no-install-recommends slurm-wlm munge
 	COMPOSER_MESH_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
+
+# Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
+test-security: $(STAMPS)/dev
+	COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
+
+# The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
+fuzz: $(STAMPS)/dev
+	COMPOSER_MESH_FUZZ_FACTOR=$(FUZZ_FACTOR) COMPOSER_MESH_FUZZ_SEED=$(FUZZ_SEED) \
+		$(BIN)/python -m pytest tests/fuzz --timeout 0 -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
