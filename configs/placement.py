@@ -91,6 +91,13 @@ class PlacementConfig(Section):
     hosts: Annotated[tuple[HostConfig, ...], Field(strict=False)] = ()
     """Hosts of the run; when empty, this machine or its workers, as detected."""
 
+    fork_server: bool = True
+    """Fork processes from one on each host that has imported torch already.
+
+    A fork starts in a tenth of the time and shares the imported memory. Linux only; generators with
+    vLLM always start by themselves.
+    """
+
     controller: PlaceConfig = Field(default_factory=PlaceConfig)
     """The process that runs the command."""
 
@@ -154,4 +161,4 @@ class PlacementConfig(Section):
         return self
 
 
-KINDS = tuple(name for name in PlacementConfig.model_fields if name != "hosts")
+KINDS = tuple(name for name in PlacementConfig.model_fields if name not in ("hosts", "fork_server"))

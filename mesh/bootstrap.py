@@ -5,7 +5,7 @@ itself would look like a crash. The process leads a process group, so that its c
 killed with it, and ends with the process that started it: the controller, or the worker of another
 host. Its arguments are the actor's name, for `ps`, a token of the run and that parent's pid. It
 applies its resource limits before anything counts cores or GPUs. All other set-up is done by the
-actor's `load` endpoint.
+actor's `load` endpoint. With a fork server (`mesh.fork_server`) a fork of that does all of this.
 """
 
 from __future__ import annotations
@@ -13,58 +13,84 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 
-if __name__ == "__main__":  # before Monarch is imported, which takes a second
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-from monarch._rust_bindings.monarch_hyperactor import bootstrap
-
-from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
+from composer_mesh.mesh.fork_server.client import run_forked
+from composer_mesh.mesh.fork_server.protocol import SERVER
 
 LOOK_S = 0.5
-serve = bootstrap.bootstrap_main
 
 
-async def serve_and_end() -> None:
-    """Serve until the controller stops this process, then exit immediately.
+def main(arguments: Sequence[str], wait_for_parent: Callable[[], None]) -> None:
+    """Serve one actor until the controller stops this process.
 
-    Python's own shutdown would race with Monarch's threads: pending tasks, aborts, both noisy.
+    `wait_for_parent` returns when this process must end.
     """
-    code: int = await serve()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # before Monarch is imported, which takes a second
+    lead_a_group()
+    stand_where_the_user_does()
+    take_share_or_end(arguments[0])
+    threading.Thread(target=end_after, args=[wait_for_parent], daemon=True).start()
+    from monarch._rust_bindings.monarch_hyperactor import bootstrap
+
+    serve = bootstrap.bootstrap_main
+
+    async def serve_and_end() -> None:
+        """Serve until the controller stops this process, then exit immediately.
+
+        Python's own shutdown would race with Monarch's threads: pending tasks, aborts, both noisy.
+        """
+        code: int = await serve()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    bootstrap.bootstrap_main = serve_and_end
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
 
 
-def end_with(parent: int) -> None:
-    """Exit once this process is no longer a child of `parent`.
-
-    Monarch does this too, but only after it is set up.
-    """
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
+def end_after(wait_for_parent: Callable[[], None]) -> None:
+    """Exit once this process has lost its parent. Monarch does this too, after it is set up."""
+    wait_for_parent()
     os._exit(1)
 
 
-def take_share_or_end() -> None:
+def wait_while_child_of(parent: int) -> None:
+    """Return once this process is no longer a child of `parent`."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+
+
+def wait_for_end_of(pid: int) -> None:
+    """Return once another process has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+
+
+def take_share_or_end(name: str) -> None:
     """Apply the resources that the placement assigned; exit with an error if they are missing.
 
     An actor on other cores or GPUs than those assigned would disturb the processes that have them.
     """
+    from composer_mesh.mesh.process_resources import ShareMissing, take_share
+
     try:
         take_share()
     except ShareMissing as error:
-        sys.stderr.write(f"composer-mesh: {sys.argv[1]}: {error}\n")
+        sys.stderr.write(f"composer-mesh: {name}: {error}\n")
         sys.stderr.flush()
         os._exit(1)
 
 
 def stand_where_the_user_does() -> None:
     """Change to the folder that relative paths of the config refer to; on a shared file system."""
+    from composer_mesh.mesh.process_resources import FOLDER
+
     if folder := os.environ.get(FOLDER):
         os.chdir(folder)
 
@@ -76,9 +102,8 @@ def lead_a_group() -> None:
 
 
 if __name__ == "__main__":
-    lead_a_group()
-    stand_where_the_user_does()
-    take_share_or_end()
-    threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
-    bootstrap.bootstrap_main = serve_and_end
-    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    starter = int(sys.argv[3])
+    if server := os.environ.get(SERVER):
+        run_forked(server, sys.argv[1:], starter)
+    main(sys.argv[1:], lambda: wait_while_child_of(starter))

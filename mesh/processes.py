@@ -150,8 +150,11 @@ def wait_for_child(pid: int) -> str | None:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
         return None
-    if ended is None:
-        return None
+    return None if ended is None else exit_in_words(ended)
+
+
+def exit_in_words(ended: os.waitid_result) -> str:
+    """Say how a process ended, in Monarch's wording."""
     if ended.si_code == os.CLD_EXITED:
         return f"its process exited with code {ended.si_status}"
     return f"its process failed: Killed(sig={ended.si_status})"

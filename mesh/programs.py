@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,16 +94,23 @@ def lines(command: Sequence[str]) -> Iterator[str]:
         process.wait()
 
 
-def beside(command: Sequence[str], env: Mapping[str, str]) -> int:
+def beside(command: Sequence[str], env: Mapping[str, str], pass_fds: Collection[int] = ()) -> int:
     """Start a program that ends with this process and is reaped by it; return its pid.
 
     It shares the streams, and leads a process group, so that only this process receives Ctrl-C.
     """
     process = subprocess.Popen(
-        list(command), stdin=subprocess.DEVNULL, env=dict(env), process_group=0
+        list(command), stdin=subprocess.DEVNULL, env=dict(env), process_group=0, pass_fds=pass_fds
     )
     _left.append(process)  # keeps Popen from reaping it first
     return process.pid
+
+
+def reap(pid: int) -> None:
+    """Wait for the end of a program that was started by `beside`, or is about to end."""
+    for process in [one for one in _left if one.pid == pid]:
+        process.wait()
+        _left.remove(process)
 
 
 def detached(

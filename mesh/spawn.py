@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
@@ -42,7 +42,8 @@ class MeshHost:
     """Owns this run's processes, on this machine and on other hosts that join.
 
     `async with MeshHost(supervisor) as host:` stops them all at the end of the block. With
-    `heartbeat`, an actor that hangs is killed and reported as dead.
+    `heartbeat`, an actor that hangs is killed and reported as dead. With `preload`, processes are
+    forked from one that has imported these modules, none of which imports Monarch.
     """
 
     name = NAME
@@ -53,8 +54,10 @@ class MeshHost:
         start_deadline_s: float = START_DEADLINE_S,
         stop_deadline_s: float = STOP_DEADLINE_S,
         heartbeat: HeartbeatRules | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         self.supervisor = supervisor
+        self._preload = tuple(preload)
         self.heartbeat = heartbeat
         self.room_s = 0.0
         """Longest wait for a host with capacity, for processes whose host was lost."""
@@ -169,7 +172,7 @@ class MeshHost:
         kwargs: Mapping[str, Any],
         env: Mapping[str, str],
     ) -> SpawnedActor:
-        command = host.command(name, self._token, env)
+        command = await unless_lost(host.command(name, self._token, env, self._preload), host)
         procs = host.mesh.spawn_procs(name=monarch_name(name), bootstrap_command=command)
         starting = self._start(host, procs, name, actor_class, policy, args, kwargs)
         try:
@@ -246,6 +249,7 @@ class MeshHost:
         for host in (self.here, *self.hosts.values()):
             await self._kill(host, await host.born(self._token))
         await self._killing.wait()
+        await asyncio.to_thread(self.here.close)
 
     async def _abandon(self, host: Host, name: str, procs: ProcMesh) -> None:
         """Clean up a process whose actor never answered, so that its pid is unknown.

@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.exit_status import ExitStatuses
+from composer_mesh.mesh.fork_server.owner import ForkServers
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses, how_it_ended
 from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
@@ -26,8 +27,6 @@ from composer_mesh.mesh.machine import this_machine
 from composer_mesh.planning.host_capacity import HostResources
 
 LONGEST_LINE = 200
-TELL_S = 1.0
-"""Longest time until the parent of a process has recorded its exit status."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class HostAgent(MeshActor):
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
         self._lease, self._exit_statuses = Lease(folder), ExitStatuses(folder)
-        self._beats = Beats(self._lease)
+        self._beats, self._fork_servers = Beats(self._lease), ForkServers()
 
     @concurrent_endpoint
     async def beat(self, number: int, heard: int) -> None:
@@ -78,11 +77,13 @@ class HostAgent(MeshActor):
         """Return how a process of this host ended, None while it runs. Waits at most `wait_s`."""
         if not await processes.wait_gone(pid, wait_s):
             return None
-        for _ in range(10):
-            if (words := self._exit_statuses.of(pid)) is not None:
-                return words
-            await asyncio.sleep(TELL_S / 10)
-        return f"its process {pid} has ended"
+        records = [self._exit_statuses, *self._fork_servers.statuses]
+        return await how_it_ended(pid, records) or f"its process {pid} has ended"
+
+    @concurrent_endpoint
+    async def fork_server(self, env: Mapping[str, str], modules: Sequence[str]) -> dict[str, str]:
+        """Return the variables with which a process here is forked; empty if it cannot be."""
+        return await self._fork_servers.environment(env, modules)
 
     @concurrent_endpoint
     async def kill(self, pids: Sequence[int]) -> None:

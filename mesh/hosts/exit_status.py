@@ -8,16 +8,20 @@ before that. The exit of a process right after its start may be missed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from composer_mesh.mesh.processes import children_of, wait_for_child
 
 FOLDER = "ends"
 LOOK_S = 0.2
+RECORDED_S = 1
+"""Longest time until the parent of a process has recorded its exit status."""
 
 
 class ExitStatuses:
@@ -44,10 +48,28 @@ class ExitStatuses:
             return (self._folder / str(pid)).read_text()
         return None
 
-    def _note_end(self, pid: int) -> None:
-        words = wait_for_child(pid)
+    def note(self, pid: int, words: str) -> None:
+        """Record how a process ended."""
         draft = self._folder / f".{pid}"
-        with contextlib.suppress(OSError):  # the folder is removed with its worker
-            if words is not None:
-                draft.write_text(words)
-                draft.replace(self._folder / str(pid))
+        with contextlib.suppress(OSError):  # the folder is removed with its owner
+            draft.write_text(words)
+            draft.replace(self._folder / str(pid))
+
+    def forget(self, pid: int) -> None:
+        """Remove the record of an earlier process with this pid."""
+        with contextlib.suppress(OSError):
+            (self._folder / str(pid)).unlink()
+
+    def _note_end(self, pid: int) -> None:
+        if (words := wait_for_child(pid)) is not None:
+            self.note(pid, words)
+
+
+async def how_it_ended(pid: int, records: Sequence[ExitStatuses]) -> str | None:
+    """Return how a process ended that has just ended; None if its parent does not record it."""
+    for _ in range(RECORDED_S * 10 if records else 0):
+        found = [words for one in records if (words := one.of(pid)) is not None]
+        if found:
+            return found[0]
+        await asyncio.sleep(0.1)
+    return None

@@ -27,8 +27,13 @@ class Host(Protocol):
         """Monarch's host mesh of this host."""
         ...
 
-    def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
-        """Return the bootstrap command of a process called `name`, of a run with this token."""
+    async def command(
+        self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
+    ) -> BootstrapCommand:
+        """Return the bootstrap command of a process called `name`, of a run with this token.
+
+        With `preload` it is forked from a server that has imported these modules.
+        """
         ...
 
     async def ended(self, pid: int) -> str:

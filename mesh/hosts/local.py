@@ -13,6 +13,8 @@ from monarch.actor import HostMesh, this_host
 
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.fork_server.owner import ForkServers
+from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
 
 CHILD = "composer_mesh.mesh.bootstrap"
@@ -23,6 +25,7 @@ class LocalHost:
 
     def __init__(self, name: str = NAME) -> None:
         self.name = name
+        self._fork_servers = ForkServers()
         self.lost: asyncio.Future[str] | None = None
         self._mesh: HostMesh | None = None
 
@@ -34,9 +37,12 @@ class LocalHost:
                 self._mesh = this_host()
         return self._mesh
 
-    def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
+    async def command(
+        self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
+    ) -> BootstrapCommand:
         arguments = ["-m", CHILD, name, token, str(os.getpid())]
-        return BootstrapCommand(sys.executable, None, arguments, dict(env))
+        forked = await self._fork_servers.environment(env, preload)
+        return BootstrapCommand(sys.executable, None, arguments, {**env, **forked})
 
     async def ended(self, pid: int) -> str:
         """Wait for the exit with the kernel, which reports it before Monarch unless that reaped it.
@@ -44,8 +50,9 @@ class LocalHost:
         Monarch reports it only at its next poll, which may take half a minute.
         """
         reason = await processes.end_of_child(pid)
-        if reason is None:
+        if reason is None:  # the child of a fork server, or collected by Monarch
             await processes.wait_gone(pid, math.inf)
+            reason = await how_it_ended(pid, self._fork_servers.statuses)
         return reason or f"its process {pid} has ended"
 
     async def wait_gone(self, pid: int, deadline_s: float) -> bool:
@@ -54,6 +61,10 @@ class LocalHost:
     async def kill(self, pids: Sequence[int]) -> None:
         for pid in pids:
             processes.kill_group(pid)
+
+    def close(self) -> None:
+        """End the fork servers."""
+        self._fork_servers.close()
 
     async def born(self, *marks: str) -> list[int]:
         return processes.children_of(os.getpid(), marks)

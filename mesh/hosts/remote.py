@@ -44,6 +44,8 @@ AGAIN_S = 1.0
 LOOK_S = 5.0
 """How long one request to the agent waits for a process exit."""
 ANSWER_S = 30.0
+IMPORT_S = 120.0
+"""Longest time until a fork server has imported its modules."""
 
 
 class HostRefused(MeshError):
@@ -132,9 +134,13 @@ class RemoteHost:
         found: bool = await self._ask("has_folder", path)
         return found
 
-    def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
+    async def command(
+        self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
+    ) -> BootstrapCommand:
         arguments = ["-m", CHILD, name, token, str(self.known.server)]
-        return BootstrapCommand(self.known.python, None, arguments, {**self._places(), **env})
+        env = {**self._places(), **env}
+        forked = await self._ask("fork_server", env, tuple(preload), deadline_s=IMPORT_S)
+        return BootstrapCommand(self.known.python, None, arguments, {**env, **forked})
 
     def _places(self) -> dict[str, str]:
         """Return the environment that gives the same working directory and module paths as here."""

@@ -47,6 +47,7 @@ from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import Past, load_resume_state
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.run.weight_transport import settled
@@ -190,7 +191,8 @@ class Run:
 
     async def _live_with_hosts(self, supervisor: Supervisor) -> None:
         """Run on the hosts of the run, and release them however it ends."""
-        host = MeshHost(supervisor)
+        preload = PRELOAD if self.config.placement.fork_server else ()
+        host = MeshHost(supervisor, preload=preload)
         hosts = self._hosts = RunHosts(self.config, self.store.root, host, self.event)
         try:
             if self.config.cluster.remote:

@@ -1,6 +1,7 @@
-"""Seeded, bounded fuzzing of everything that reads what a stranger wrote: `make check` runs it, `make fuzz` runs it longer.
+"""Seeded fuzzing of everything that reads what a stranger wrote; `make fuzz` runs it longer.
 
-Every case is made from a seed, so a failure names the seed that repeats it. A test asks `cases(n)` for its seeds.
+Every case is made from a seed, and a failure names the seed that repeats it. A test asks `cases(n)`
+for its seeds.
 """
 
 from __future__ import annotations

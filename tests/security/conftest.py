@@ -1,6 +1,7 @@
 """Attacks that need other users, mounts or namespaces: `make test-security`, as root.
 
-The tests make their own users, namespaces and tmpfs, and remove them. Without root, or without being asked for, they are skipped.
+The tests make their own users, namespaces and tmpfs, and remove them. They are skipped without root
+and by default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ ASKED_FOR = "COMPOSER_MESH_TEST_SECURITY"
 @pytest.fixture(autouse=True)
 def _asked_for_and_root() -> None:
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"makes users, mounts and namespaces: run `make test-security`, or set {ASKED_FOR}=1")
+        pytest.skip(
+            f"makes users, mounts and namespaces: run `make test-security`, or set {ASKED_FOR}=1"
+        )
     if os.geteuid() != 0:
         pytest.skip("needs root, to make users, mounts and namespaces of its own")
