@@ -82,7 +82,10 @@ class ForkServers:
         path = self._own_folder() / name
         server = self._servers.get(path)
         if server is None or not is_alive(server.pid):
-            server = self._servers[path] = start(path, modules, extra)
+            pid, said = start(path, modules, extra)
+            ready = asyncio.ensure_future(asyncio.to_thread(wait_until_ready, said))
+            ready.add_done_callback(heard)  # nobody may wait for it any more
+            server = self._servers[path] = ForkServer(pid, ready)
         await asyncio.shield(server.ready)
         return {SERVER: str(path)}
 
@@ -109,8 +112,11 @@ class ForkServers:
         return self._folder
 
 
-def start(path: Path, modules: Sequence[str], extra: Mapping[str, str]) -> ForkServer:
-    """Start a server that listens on `path` and ends with this process."""
+def start(path: Path, modules: Sequence[str], extra: Mapping[str, str]) -> tuple[int, int]:
+    """Start a server that listens on `path` and ends with this process.
+
+    Returns its pid and the descriptor for `wait_until_ready`.
+    """
     path.unlink(missing_ok=True)
     said, says = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
@@ -123,12 +129,11 @@ def start(path: Path, modules: Sequence[str], extra: Mapping[str, str]) -> ForkS
         command = [sys.executable, "-m", PROGRAM, *arguments]
         pid = programs.beside(command, {**os.environ, **read}, pass_fds=passed)
     os.close(says)
-    ready = asyncio.ensure_future(asyncio.to_thread(_until_ready, said))
-    ready.add_done_callback(heard)  # nobody may wait for it any more
-    return ForkServer(pid, ready)
+    return pid, said
 
 
-def _until_ready(said: int) -> None:
+def wait_until_ready(said: int) -> None:
+    """Block until a server can fork. Raises `ForkServerFailed`."""
     with os.fdopen(said, "rb") as pipe:
         if pipe.read() != READY:
             raise ForkServerFailed

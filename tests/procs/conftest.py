@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -20,12 +21,18 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+# As a run's placement has it on a small machine, so that one fork server serves all processes.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import loop_reports  # noqa: E402
 
+from composer_mesh.mesh import programs  # noqa: E402
+from composer_mesh.mesh.fork_server import owner  # noqa: E402
+from composer_mesh.mesh.fork_server.protocol import FOLDER, import_signature  # noqa: E402
 from composer_mesh.mesh.processes import is_alive  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
+from composer_mesh.services.run.preload import PRELOAD  # noqa: E402
 
 Events = list[tuple[str, str, str]]
 LONGEST_FIRST = (
@@ -40,6 +47,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files by how long they take; the order within a file stays."""
     place = {name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One server for all runs and actors of this session, which would start one each."""
+    folder = tmp_path_factory.mktemp("fork-servers")
+    socket = folder / f"{import_signature(os.environ)}.sock"
+    pid, said = owner.start(socket, PRELOAD, {})
+    owner.wait_until_ready(said)
+    os.environ[FOLDER] = str(folder)
+    yield
+    os.kill(pid, signal.SIGKILL)
+    programs.reap(pid)
 
 
 @pytest.fixture
