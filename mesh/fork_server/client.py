@@ -55,7 +55,7 @@ class _Answers:
     def next(self, kind: str) -> str:
         """Return the value of the next answer. Raises `EOFError` if the connection ends before."""
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._parent, self._connection], [], [])
+            ready, _, _ = select.select([self._parent, self._connection.fileno()], [], [])
             if self._parent in ready:
                 os._exit(LOST)
             if not (part := self._connection.recv(64)):

@@ -80,7 +80,7 @@ def receive_request(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
         if length > LONGEST_BYTES:
             raise ForkRefused(f"a request of {length} bytes; the longest has {LONGEST_BYTES}")
         return ForkRequest(**json.loads(_exactly(connection, length))), streams
-    except (ForkRefused, ValueError, TypeError) as error:
+    except (ForkRefused, ValueError, TypeError, OSError) as error:
         for descriptor in streams:
             os.close(descriptor)
         raise ForkRefused(str(error)) from error

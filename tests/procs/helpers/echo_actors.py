@@ -42,6 +42,14 @@ class EchoActor(MeshActor):
         return os.getpid()
 
     @concurrent_endpoint
+    async def parent(self) -> int:
+        return os.getppid()
+
+    @concurrent_endpoint
+    async def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @concurrent_endpoint
     async def threads(self) -> str | None:
         return os.environ.get("OMP_NUM_THREADS")
 

@@ -1,0 +1,83 @@
+"""Requests to a fork server: what is sent arrives; what is no request is refused without a leak."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.mesh.fork_server import protocol
+from composer_mesh.mesh.fork_server.owner import ForkServers
+from composer_mesh.mesh.fork_server.protocol import ForkRefused, ForkRequest
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+def descriptors() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_request_arrives_with_its_streams(pair: Pair) -> None:
+    request = ForkRequest(["echo-0", "token", "1"], {"NAME": "wörd \udc80"}, "/folder", 7)
+    protocol.send_request(pair[0], request)
+    received, streams = protocol.receive_request(pair[1])
+    assert received == request
+    assert len(streams) == 3
+    assert [os.fstat(stream).st_ino for stream in streams] == [
+        os.fstat(own).st_ino for own in protocol.STREAMS
+    ]
+    for stream in streams:
+        os.close(stream)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b"{}", b'{"arguments": []}', b'{"other": 1}', b"\xff"],
+)
+def test_what_is_no_request_is_refused_and_its_streams_are_closed(pair: Pair, body: bytes) -> None:
+    before = descriptors()
+    socket.send_fds(pair[0], [protocol.LENGTH.pack(len(body))], [0, 1, 2])
+    pair[0].sendall(body)
+    with pytest.raises(ForkRefused):
+        protocol.receive_request(pair[1])
+    assert descriptors() == before
+
+
+def test_a_request_without_streams_cut_short_or_too_long_is_refused(pair: Pair) -> None:
+    pair[0].sendall(protocol.LENGTH.pack(2))
+    with pytest.raises(ForkRefused, match="0 streams"):
+        protocol.receive_request(pair[1])
+    socket.send_fds(pair[0], [protocol.LENGTH.pack(protocol.LONGEST_BYTES + 1)], [0, 1, 2])
+    with pytest.raises(ForkRefused, match="the longest has"):
+        protocol.receive_request(pair[1])
+    socket.send_fds(pair[0], [protocol.LENGTH.pack(10)], [0, 1, 2])
+    pair[0].close()
+    with pytest.raises(ForkRefused, match="0 of 10 bytes"):
+        protocol.receive_request(pair[1])
+
+
+def test_a_signature_is_of_what_libraries_read_on_import() -> None:
+    base = protocol.import_signature({"OMP_NUM_THREADS": "1"})
+    assert base == protocol.import_signature({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "3"})
+    assert base != protocol.import_signature({"OMP_NUM_THREADS": "2"})
+    assert base != protocol.import_signature({"OMP_NUM_THREADS": "1", "PYTHONPATH": "elsewhere"})
+
+
+async def test_vllm_and_runs_without_preload_start_processes_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(protocol.FOLDER, raising=False)
+    servers = ForkServers()
+    assert await servers.environment({"VLLM_LOGGING_LEVEL": "ERROR"}, ["json"]) == {}
+    assert await servers.environment({}, []) == {}
+    assert servers.pids == []
