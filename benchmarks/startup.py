@@ -4,8 +4,8 @@
 
 A small quickstart with two generators, whose policy is made before, with and without the fork
 server (`placement.fork_server`), alternating; before each, a fresh interpreter imports torch. A
-start lasts from the command to the end of the first step; a restart from the generator's death until
-its replacement has the current weights and serves.
+start lasts from the command to the end of the first step, a restart from the generator's death to
+the moment when its replacement has the current weights and serves.
 """
 
 import json

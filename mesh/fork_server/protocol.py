@@ -23,7 +23,19 @@ SERVER = "COMPOSER_MESH_FORK_SERVER"
 FOLDER = "COMPOSER_MESH_FORK_SERVERS"
 """Folder with the sockets of fork servers that several runs of one user share; for test suites."""
 READ_ON_IMPORT = (
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "LD_", "MALLOC_", "GLIBC_"),
+    *(
+        "LANG",
+        "LC_",
+        "OMP_",
+        "MKL_",
+        "KMP_",
+        "GOMP_",
+        "OPENBLAS_",
+        "NUMEXPR_",
+        "LD_",
+        "MALLOC_",
+        "GLIBC_",
+    ),
     *("PYTHON", "TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "CUBLAS_"),
 )
 """Prefixes of variables that libraries read when they are loaded, so that a fork is too late."""

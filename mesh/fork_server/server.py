@@ -18,6 +18,8 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +165,9 @@ def run(request: ForkRequest, streams: list[int]) -> NoReturn:
     os.environ.pop(SERVER, None)
     with contextlib.suppress(FileNotFoundError):  # as in a process that is started there
         os.chdir(request.folder)
+    time.tzset()
+    tempfile.tempdir = None  # it was chosen by the server's environment
+    sys.argv = ["composer_mesh.mesh.bootstrap", *request.arguments]
     setproctitle(f"composer-mesh {' '.join(request.arguments)}")
     if cuda_is_unusable():
         start_anew(request.arguments)
