@@ -20,7 +20,7 @@ a resume does the rest.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,8 @@ class Controller:
     task: Task
     step_builder: StepBuilder
     ports: Ports
+    heldout: Sequence[int]
+    """Indices of the episodes of an evaluation, each problem once."""
     resume_state: ResumeState = field(default_factory=ResumeState)
     rest: ReplayOutcome = field(default_factory=ReplayOutcome)
     """Outcome of the teacher answers that arrived too late for the last step."""
@@ -98,6 +100,7 @@ class Controller:
             ports.replay,
             ports.hints,
             resume_state.groups,
+            self.heldout,
         )
 
     async def run(self) -> None:
@@ -263,8 +266,7 @@ class Controller:
         """
         self.ports.watch.phase(f"evaluating after step {step}")
         traces = await self.stopping.unless(self._groups.evaluate())
-        asked = len(self._groups.heldout)
-        self.ports.rollouts.retries.check_evaluation(step, len(traces), asked)
+        self.ports.rollouts.retries.check_evaluation(step, len(traces), len(self.heldout))
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))
         self.ports.store.add_evaluation(self.evaluations[-1])

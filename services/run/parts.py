@@ -1,6 +1,6 @@
 """Builds the controller and trainer of a run from its config, store and live actors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,7 +66,11 @@ class RunParts:
         return trained_steps(self.store.reading, self.config, step_builder, first, until)
 
     async def controller(
-        self, trainer: FaultTolerantTrainer, watch: Watcher, past: Past
+        self,
+        trainer: FaultTolerantTrainer,
+        watch: Watcher,
+        past: Past,
+        heldout: Sequence[int],
     ) -> Controller:
         """Build the controller of a new or resumed run. Waits until the resumed steps are rebuilt.
 
@@ -91,7 +95,7 @@ class RunParts:
             self._hint_writing(),
             LogprobMismatchMonitor(self.config.logprob_mismatch, self.event),
         )
-        return Controller(self.config, self.task, step_builder, ports, resume_state)
+        return Controller(self.config, self.task, step_builder, ports, heldout, resume_state)
 
     def _first_in_window(self, resume_state: ResumeState) -> int:
         steps = resume_state.steps + (resume_state.planned is not None)

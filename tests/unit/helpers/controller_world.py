@@ -18,6 +18,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode, Session, StepResult
@@ -338,8 +339,10 @@ def controller_of(
         stream = make_pair_stream(config, *ports_of_pairs)
     ports = Ports(rollouts, stream, world, world, world, world, world.save, world.saved)
     batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage))
+    heldout = heldout_indices(world.task, config.eval.episodes)
+    step_builder = StepBuilder(batcher)
     return Controller(
-        config, world.task, StepBuilder(batcher), ports, resume_state or ResumeState()
+        config, world.task, step_builder, ports, heldout, resume_state or ResumeState()
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,17 @@ async def test_evaluation_episodes_are_held_out_and_are_not_stored(
     heldout = [name for name in resume_state if name.startswith("heldout")]
     assert sorted(heldout) == sorted(2 * [f"heldout-{n:06d}-000" for n in range(4)])
     assert {trace.split for trace in world.names("stored")} == {"train"}
+
+
+async def test_an_evaluation_runs_the_heldout_episodes_that_were_found_before_and_no_others(
+    make_world: MakeWorld, config: Config
+) -> None:
+    world = make_world(seed=6)
+    controller = replace(controller_of(world, config), heldout=[1, 3])
+    await controller.run()
+    begun = {name for name in world.names("begin") if name.startswith("heldout")}
+    assert begun == {"heldout-000001-000", "heldout-000003-000"}
+    assert [evaluation.episodes for evaluation in controller.evaluations] == [2, 2]
 
 
 async def test_the_same_seed_makes_the_same_batches_when_synchronous(
