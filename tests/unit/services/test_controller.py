@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from controller_world import (
     CHANNELS,
-    Broken,
     MakeWorld,
     World,
     controller_of,
@@ -17,6 +16,7 @@ from controller_world import (
     others,
     rollouts_of,
 )
+from fake_store import Broken
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat

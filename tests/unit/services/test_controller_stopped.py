@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_world import CHANNELS, Done, World, controller_of, rollouts_of
+from controller_world import CHANNELS, World, controller_of, rollouts_of
+from fake_store import Done
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.sqlite_file import SqliteFile
