@@ -22,9 +22,11 @@ a resume does the rest.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
@@ -48,7 +50,7 @@ class Ports:
 
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
     None where hints come from templates only, `logprob_mismatch` where the log-prob mismatch of
-    trainer and generators is not monitored.
+    trainer and generators is not monitored. `in_thread` runs blocking work beside the event loop.
     """
 
     rollouts: Rollouts
@@ -61,6 +63,7 @@ class Ports:
     saved: Callable[[], Awaitable[None]]
     hints: HintWriting | None = None
     logprob_mismatch: LogprobMismatchMonitor | None = None
+    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = in_thread
 
 
 @dataclass
@@ -194,7 +197,9 @@ class Controller:
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
         figures = self.ports.rollouts.retries.figures()
-        composed, manifest = self.step_builder.compose(step, groups, taken, figures)
+        # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
+        compose = partial(self.step_builder.compose, step, groups, taken, figures)
+        composed, manifest = await self.ports.in_thread(compose)
         await self.ports.store.plan_step(
             step,
             manifest.groups,

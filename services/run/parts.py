@@ -1,5 +1,6 @@
 """Builds the controller and trainer of a run from its config, store and live actors."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,7 @@ class RunParts:
         return FaultTolerantTrainer(config, ranks, step, sync, follow, *rest)
 
     def _trained_steps(self, first: int, until: int) -> list[Trained]:
-        step_builder = self._step_builder()
+        step_builder = self._step_builder(self._late_reward)
         return trained_steps(self.store.reading, self.config, step_builder, first, until)
 
     async def controller(
@@ -77,7 +78,10 @@ class RunParts:
         From here on teachers are queried about states that they were not queried about before.
         """
         # Takes seconds, since near-duplicate filters import their library.
-        step_builder, stream = self._step_builder(), await in_thread(self._pair_stream)
+        stream = await in_thread(self._pair_stream)
+        on_loop = asyncio.get_running_loop().call_soon_threadsafe
+        # Steps are built in a thread, and only the loop's own thread may record events.
+        step_builder = self._step_builder(partial(on_loop, self._late_reward))
         resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
             restore_teacher_queries(
@@ -101,9 +105,11 @@ class RunParts:
         steps = resume_state.steps + (resume_state.planned is not None)
         return steps * self.config.schedule.prompts_per_step
 
-    def _step_builder(self) -> StepBuilder:
+    def _late_reward(self, text: str) -> None:
+        self.event("late_reward", "", text)
+
+    def _step_builder(self, report: Callable[[str], object]) -> StepBuilder:
         advantages = make_advantages(self.config.advantage)
-        report = partial(self.event, "late_reward", "")
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
         return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
 

@@ -253,6 +253,11 @@ def rollouts_of(world: World, config: Config, generation: Generation | None = No
     return Rollouts(generation or world, world, world.chat, retries)
 
 
+async def without_a_thread(work: Callable[[], Any]) -> Any:
+    """Blocking work on the loop, so that what happens beside it depends on the seed alone."""
+    return work()
+
+
 def controller_of(
     world: World, config: Config, resume_state: ResumeState | None = None
 ) -> Controller:
@@ -261,7 +266,10 @@ def controller_of(
     if config.replay.on:
         ports_of_pairs = (world, world, world.chat, world, world.waiting_pairs)
         stream = make_pair_stream(config, *ports_of_pairs)
-    ports = Ports(rollouts, stream, world, world, world, world, world.save, world.saved)
+    ports = Ports(
+        *(rollouts, stream, world, world, world, world, world.save, world.saved),
+        in_thread=without_a_thread,
+    )
     batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage))
     heldout = heldout_indices(world.task, config.eval.episodes)
     step_builder = StepBuilder(batcher)
