@@ -79,9 +79,13 @@ class RunParts:
         """
         # Takes seconds, since near-duplicate filters import their library.
         stream = await in_thread(self._pair_stream)
-        on_loop = asyncio.get_running_loop().call_soon_threadsafe
-        # Steps are built in a thread, and only the loop's own thread may record events.
-        step_builder = self._step_builder(partial(on_loop, self._late_reward))
+        loop = asyncio.get_running_loop()
+
+        def report(text: str) -> None:
+            # Steps are built in a thread, and only the loop's own thread may record events.
+            loop.call_soon_threadsafe(self._late_reward, text)
+
+        step_builder = self._step_builder(report)
         resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
             restore_teacher_queries(
