@@ -220,7 +220,7 @@ class SdpoTeachers:
     async def _catch_up(self, teacher: Replica, calls: Sequence[Call]) -> str:
         """Bring a replacement to the state of the other teachers; return a description.
 
-        The others have no memory of a moving average but its value, which `pull` would not give.
+        A moving average is taken from another teacher, since a pull gives the student's weights.
         """
         pulls = [call for call in calls if call.endpoint == "pull"]
         for call in calls:

@@ -188,7 +188,7 @@ async def test_steps_are_built_beside_the_event_loop(make_world: MakeWorld, conf
     class WaitingBuilder(StepBuilder):
         def compose(self, *args: Any) -> Any:
             moved.clear()
-            assert moved.wait(10), "the loop stood still while a step was built"
+            assert moved.wait(60), "the loop stood still while a step was built"
             return super().compose(*args)
 
     controller = controller_of(make_world(seed=6), config)
