@@ -8,7 +8,7 @@ import asyncio
 import heapq
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
@@ -17,6 +17,7 @@ from simulated_time import SimulatedLoop
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split, Trace, Turn
 from composer_mesh.services.controller import Controller, Ports
@@ -238,6 +239,11 @@ def simulate(durations: Durations, max_lag: int, steps: int, **how: Any) -> Outc
     return outcome(world, took_s / steps)
 
 
+async def without_a_thread(work: Callable[[], Any]) -> Any:
+    """Run work on the simulated loop, which waits for no thread."""
+    return work()
+
+
 def play(
     durations: Durations,
     max_lag: int,
@@ -261,10 +267,14 @@ def play(
         }
     )
     world: Any = World(durations, seed, drains)
-    ports = Ports(world, None, world, world, world, world, world.save, world.saved)
+    ports = Ports(
+        *(world, None, world, world, world, world, world.save, world.saved),
+        in_thread=without_a_thread,
+    )
+    heldout = heldout_indices(world, config.eval.episodes)
 
     async def run() -> float:
-        await controller(config, world, StepBuilder(world), ports).run()
+        await controller(config, world, StepBuilder(world), ports, heldout).run()
         return asyncio.get_running_loop().time()
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:

@@ -31,7 +31,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.choice import choose
 from composer_mesh.mesh.weights.publisher import WeightPublisher
@@ -41,7 +40,6 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.pool.replicas import unheard
-from composer_mesh.services.pool.wait_for_capacity import spawn_on
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
@@ -198,10 +196,5 @@ class SleepingTeachers(SdpoTeachers):
     """The run's teachers, replaced by sleeping ones."""
 
     def __init__(self, config: Config, host: MeshHost, shape: Shape, seconds: float) -> None:
-        super().__init__(config, host, lambda _: ProcessPlacement(), unheard)
-        self._simulated = shape, seconds
-
-    async def _spawn(self, name: str) -> SpawnedActor:
-        return await spawn_on(
-            self._host, ProcessPlacement(), name, SleepingTeacher, *self._simulated
-        )
+        where = config, host, lambda _: ProcessPlacement(), unheard
+        super().__init__(*where, SleepingTeacher, (shape, seconds))

@@ -27,8 +27,9 @@ from vs_trl_episodes import Played, Player
 
 from composer_mesh.actors.learning.schedules import learning_rate
 from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.configs.advantages import GroupAdvantage
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.losses import GroupAdvantage, GrpoLoss
+from composer_mesh.configs.losses import GrpoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.task_choice import make_task

@@ -10,6 +10,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+ImportPath = Annotated[str, Field(min_length=1)]
 # TOML has no path type, so strings are converted to paths; strict mode converts nothing else.
 FilePath = Annotated[Path, Field(strict=False)]
 

@@ -1,108 +1,24 @@
-"""The policy channel: the loss that trains on rewards, and the computation of advantages.
+"""The policy channel's loss: each loss type has its own section with its options.
 
-Each loss type has its own section with its options; `type` selects it. The options are explained at
-the functions of `losses.policy` and `losses.advantages`.
+`type` selects it. The options are explained at the functions of `losses.policy`.
 """
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section, by_type
-
-Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
-RatioLevel = Literal["token", "sequence", "sequence_token"]
-ImportPath = Annotated[str, Field(min_length=1)]
-
-
-class _Loss(Section):
-    """Base of all losses."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it reads the log-probs of the frozen initial policy."""
-        return False
+from composer_mesh.configs.base import ImportPath, NotNegative, Positive, Section, by_type
+from composer_mesh.configs.loss_options import (
+    Aggregation,
+    BuiltInLoss,
+    CorrectedLoss,
+    Loss,
+    RatioLevel,
+    RatioLoss,
+)
 
 
-class _BuiltInLoss(_Loss):
-    """Options of all losses but a custom one."""
-
-    entropy_coef: NotNegative = 0.0
-    """Weight of the entropy bonus, the mean entropy of the step's sampled tokens in nats."""
-
-
-class _CorrectedLoss(_BuiltInLoss):
-    """Options of losses whose terms may be weighted by the trainer / generator ratio."""
-
-    aggregation: Aggregation = "dapo"
-    """Aggregation of token losses: TRL's loss types."""
-
-    correction: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "none"
-    """Sampler-mismatch correction: weights tokens by the trainer / generator ratio, and the loss's
-    own ratio is then relative to the trainer's log-probs; with "none", to the generator's."""
-
-    correction_maximum: Positive = 3.0
-    """Upper bound of the correction's weight."""
-
-    correction_minimum: Positive | None = None
-    """Lower bound of the correction's weight; not set means none."""
-
-    @model_validator(mode="after")
-    def _correction_makes_sense(self) -> Self:
-        if self.correction_minimum is None:
-            return self
-        if self.correction == "none":
-            raise ValueError(
-                f"correction_minimum is {self.correction_minimum} but correction is 'none', which "
-                "has no weights: set correction or remove correction_minimum"
-            )
-        if self.correction_minimum > self.correction_maximum:
-            raise ValueError(
-                f"correction_minimum is {self.correction_minimum} but correction_maximum is "
-                f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
-            )
-        return self
-
-
-class _RatioLoss(_CorrectedLoss):
-    """Options of losses on the ratio of the policy to the sampling policy."""
-
-    ratio_level: RatioLevel = "token"
-    """"token": a ratio per token; "sequence": one for all tokens of a rollout, as in GSPO;
-    "sequence_token": the same ratio with a gradient per token, as in GSPO-token."""
-
-    kl_beta: NotNegative = 0.0
-    """Weight of the KL to the frozen initial policy; 0 loads no reference for it."""
-
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl"] = "k3"
-    """Estimator of the KL from sampled tokens."""
-
-    kl_importance: bool = False
-    """Whether to multiply the KL by the ratio, which makes the gradient of k3 unbiased."""
-
-    off_policy_threshold: Positive | None = None
-    """Mean mismatch of generator and trainer, in nats per token, above which a rollout with a
-    negative advantage is dropped (DeepSeek-V3.2); not set drops none."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it reads the log-probs of the frozen initial policy."""
-        return self.kl_beta > 0
-
-    @model_validator(mode="after")
-    def _kl_options_have_an_effect(self) -> Self:
-        for name, default in (("kl_importance", False), ("kl_estimator", "k3")):
-            if self.kl_beta == 0 and getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} is {str(getattr(self, name)).lower()} but kl_beta is 0, so there is "
-                    f"no KL for it: set kl_beta above 0 or remove {name}"
-                )
-        return self
-
-
-class GrpoLoss(_RatioLoss):
+class GrpoLoss(RatioLoss):
     """GRPO's clipped surrogate, with DAPO's, Dr. GRPO's and GSPO's options."""
 
     type: Literal["grpo"] = "grpo"
@@ -127,7 +43,7 @@ class GrpoLoss(_RatioLoss):
         return self
 
 
-class CispoLoss(_RatioLoss):
+class CispoLoss(RatioLoss):
     """CISPO: REINFORCE weighted by a capped, constant ratio."""
 
     type: Literal["cispo"]
@@ -139,8 +55,25 @@ class CispoLoss(_RatioLoss):
     clip_high: Positive = 4.0
     """Upper bound of the ratio, as a distance from 1."""
 
+    @property
+    def doubt(self) -> str:
+        """Why the bounds look like bounds of the ratio itself, as they once were; "" if not."""
+        low, high = self.clip_low, self.clip_high
+        given = self.model_fields_set
+        once_the_default = "clip_high" in given and high == 5
+        near_1 = 0.5 < low < 1 < high < 2  # such as 0.8 and 1.28
+        lopsided = low < 0.5 and high >= 4  # such as 0.1 and 10
+        if not (once_the_default or near_1 or lopsided):
+            return ""
+        was_low = f"clip_low = {1 - low:g} and " if "clip_low" in given and low < 1 else ""
+        return (
+            f"cispo lets ratios from {1 - low:g} to {1 + high:g} through, since clip_low and "
+            "clip_high are distances from 1; if they were written as bounds of the ratio itself, "
+            f"as they were before, write {was_low}clip_high = {high - 1:g}"
+        )
 
-class SapoLoss(_RatioLoss):
+
+class SapoLoss(RatioLoss):
     """SAPO: a soft gate on the ratio instead of a clip."""
 
     type: Literal["sapo"]
@@ -156,7 +89,7 @@ class SapoLoss(_RatioLoss):
     """Steepness of the gate for other advantages."""
 
 
-class GmpoLoss(_CorrectedLoss):
+class GmpoLoss(CorrectedLoss):
     """GMPO: the geometric mean of a rollout's token ratios, each clipped."""
 
     type: Literal["gmpo"]
@@ -172,7 +105,7 @@ class GmpoLoss(_CorrectedLoss):
     """Upper clip bound of the log-ratio, as a distance from 0, for positive advantages."""
 
 
-class VespoLoss(_CorrectedLoss):
+class VespoLoss(CorrectedLoss):
     """VESPO: REINFORCE with a smooth weight of a rollout's sequence-level importance ratio."""
 
     type: Literal["vespo"]
@@ -200,7 +133,7 @@ class VespoLoss(_CorrectedLoss):
         return self
 
 
-class PrimeRlLoss(_BuiltInLoss):
+class PrimeRlLoss(BuiltInLoss):
     """PRIME-RL's default: masks tokens whose probability moved too far, and adds a squared KL."""
 
     type: Literal["prime_rl"]
@@ -228,7 +161,7 @@ class PrimeRlLoss(_BuiltInLoss):
         return self.teacher_tau > 0
 
 
-class PrimeRlIpoLoss(_BuiltInLoss):
+class PrimeRlIpoLoss(BuiltInLoss):
     """PRIME-RL's loss type ipo: masks tokens whose probability moved too far either way."""
 
     type: Literal["prime_rl_ipo"]
@@ -244,7 +177,7 @@ class PrimeRlIpoLoss(_BuiltInLoss):
     """Weight of the squared log-ratio."""
 
 
-class DppoLoss(_BuiltInLoss):
+class DppoLoss(BuiltInLoss):
     """DPPO: masks tokens outside a trust region by total variation, KL or ratio."""
 
     type: Literal["dppo"]
@@ -311,7 +244,7 @@ class RejectionConfig(Section):
         return self
 
 
-class DecoupledPpoLoss(_BuiltInLoss):
+class DecoupledPpoLoss(BuiltInLoss):
     """AReaL's decoupled PPO: clipped against the trainer, weighted against the generator."""
 
     type: Literal["decoupled_ppo"]
@@ -334,14 +267,14 @@ class DecoupledPpoLoss(_BuiltInLoss):
     """Tokens dropped or clamped by their trainer / generator weight."""
 
 
-class ReinforceLoss(_CorrectedLoss):
+class ReinforceLoss(CorrectedLoss):
     """REINFORCE: advantage times log-prob, for runs without lag or with a correction."""
 
     type: Literal["reinforce"]
     """Type of the loss."""
 
 
-class CustomLoss(_Loss):
+class CustomLoss(Loss):
     """A user-defined function, called once per rollout with PRIME-RL's fields."""
 
     type: Literal["custom"]
@@ -375,152 +308,4 @@ LossConfig = Annotated[
     | Annotated[ReinforceLoss, Tag("reinforce")]
     | Annotated[CustomLoss, Tag("custom")],
     Discriminator(by_type("grpo")),
-]
-
-
-class NoLengthPenalty(Section):
-    """Rewards without a length penalty."""
-
-    type: Literal["none"] = "none"
-    """Type of the length penalty."""
-
-
-class OverlongPenalty(Section):
-    """DAPO's soft penalty for rollouts near the length limit."""
-
-    type: Literal["overlong"]
-    """Type of the length penalty."""
-
-    max_length: Count
-    """Sampled tokens of a rollout at which the full penalty applies."""
-
-    buffer: Count
-    """Tokens before max_length over which the penalty grows."""
-
-    factor: NotNegative = 1.0
-    """The full penalty."""
-
-    @model_validator(mode="after")
-    def _buffer_is_within(self) -> Self:
-        if self.buffer > self.max_length:
-            raise ValueError(
-                f"buffer is {self.buffer} but max_length is {self.max_length}: lower buffer to at "
-                "most that"
-            )
-        return self
-
-
-class KimiLengthPenalty(Section):
-    """Kimi k1.5's reward for rollouts shorter than the others of the group."""
-
-    type: Literal["kimi"]
-    """Type of the length penalty."""
-
-    weight: NotNegative = 1.0
-    """Factor of the length reward, which is between -1/2 and 1/2."""
-
-
-class RelativeLengthPenalty(Section):
-    """PRIME-RL's penalty relative to the group's longest rollout."""
-
-    type: Literal["relative"]
-    """Type of the length penalty."""
-
-    weight: NotNegative = 0.1
-    """Fraction of the group's mean reward that its longest rollout loses."""
-
-
-LengthPenalty = Annotated[
-    Annotated[NoLengthPenalty, Tag("none")]
-    | Annotated[OverlongPenalty, Tag("overlong")]
-    | Annotated[KimiLengthPenalty, Tag("kimi")]
-    | Annotated[RelativeLengthPenalty, Tag("relative")],
-    Discriminator(by_type("none")),
-]
-
-
-class _Advantage(Section):
-    """Options of all built-in advantages."""
-
-    length_penalty: LengthPenalty = Field(default_factory=NoLengthPenalty)
-    """Penalty subtracted from the rewards of long rollouts before advantages are computed."""
-
-
-class GroupAdvantage(_Advantage):
-    """Rewards minus their group's mean, divided by a standard deviation."""
-
-    type: Literal["group"] = "group"
-    """Type of the advantage estimator."""
-
-    scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation to divide by: the group's (GRPO), the step's, or none (Dr. GRPO)."""
-
-    std: Literal["unbiased", "population"] = "unbiased"
-    """Convention of the standard deviation."""
-
-    eps: NotNegative = 1e-4
-    """Added to the standard deviation."""
-
-
-class RlooAdvantage(_Advantage):
-    """Rewards minus the mean of the other rollouts of their group."""
-
-    type: Literal["rloo"]
-    """Type of the advantage estimator."""
-
-
-class MaxRlAdvantage(_Advantage):
-    """Rewards minus their group's mean, divided by that mean."""
-
-    type: Literal["max_rl"]
-    """Type of the advantage estimator."""
-
-
-class ReinforcePlusPlusAdvantage(_Advantage):
-    """Rewards whitened over all sampled tokens of the step."""
-
-    type: Literal["reinforce_plus_plus"]
-    """Type of the advantage estimator."""
-
-    baseline: bool = True
-    """Whether to subtract the group's mean first."""
-
-
-class OpoAdvantage(_Advantage):
-    """Rewards minus the mean of their group weighted by sampled tokens."""
-
-    type: Literal["opo"]
-    """Type of the advantage estimator."""
-
-
-class GpgAdvantage(_Advantage):
-    """Rewards minus their group's mean, scaled by the number of rollouts over rewarded rollouts."""
-
-    type: Literal["gpg"]
-    """Type of the advantage estimator."""
-
-
-class CustomAdvantage(Section):
-    """A user-defined function, called with the step's groups of rollouts."""
-
-    type: Literal["custom"]
-    """Type of the advantage estimator."""
-
-    import_path: ImportPath
-    """Import path of the function, as my_module.my_advantage; the working directory is searched
-    too."""
-
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
-
-
-AdvantageConfig = Annotated[
-    Annotated[GroupAdvantage, Tag("group")]
-    | Annotated[RlooAdvantage, Tag("rloo")]
-    | Annotated[MaxRlAdvantage, Tag("max_rl")]
-    | Annotated[OpoAdvantage, Tag("opo")]
-    | Annotated[GpgAdvantage, Tag("gpg")]
-    | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]
-    | Annotated[CustomAdvantage, Tag("custom")],
-    Discriminator(by_type("group")),
 ]

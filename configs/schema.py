@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from composer_mesh.configs.advantages import AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
     Count,
     FilePath,
@@ -18,7 +19,7 @@ from composer_mesh.configs.base import (
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
-from composer_mesh.configs.losses import AdvantageConfig, GroupAdvantage, GrpoLoss, LossConfig
+from composer_mesh.configs.losses import GrpoLoss, LossConfig
 from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig

@@ -26,6 +26,7 @@ from composer_mesh.losses.normalization import (
 )
 from composer_mesh.losses.reward_shaping import (
     gdpo_advantages,
+    grpo_lead_length_reward,
     kimi_length_reward,
     overlong_penalty,
     relative_length_penalty,
@@ -51,6 +52,7 @@ __all__ = [
     "gpg_advantages",
     "group_advantages",
     "grouped_normalization",
+    "grpo_lead_length_reward",
     "kimi_length_reward",
     "masked_normalization",
     "masked_whiten",

@@ -13,7 +13,6 @@ is not supported. The idea is that of Liger's chunked losses and of PRIME-RL's f
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +30,8 @@ from composer_mesh.losses.blocks import (
     tiles,
 )
 from composer_mesh.losses.checks import check_jsd_beta, check_temperature
+from composer_mesh.losses.divergence_rules import JsdRule, RowLoss, Rule, autograd_rule
 from composer_mesh.losses.reductions import Number, normalized_sum
-
-RowLoss = Callable[[Float[Tensor, "R V"], Float[Tensor, "R V"], slice], Float[Tensor, ""]]
-"""A loss on a block's scores: student's, teacher's, and the block's slice of the N rows."""
 
 ScoresLoss = Callable[[Float[Tensor, "R V"], slice], Float[Tensor, ""]]
 """A loss on a block's student scores and its slice of the rows."""
@@ -110,7 +107,7 @@ def linear_jsd(
     _check(temperature, block)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
     sink = [] if entropies is None else [entropies]
-    rule = _JsdRule(jsd_beta, temperature, float(one), sink)
+    rule = JsdRule(jsd_beta, temperature, float(one), sink)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
@@ -145,7 +142,7 @@ def linear_distillation(
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
     total: Tensor = _LinearDivergence.apply(
-        *student, *teacher, 1.0, _autograd_rule(loss), size, torch.is_grad_enabled()
+        *student, *teacher, 1.0, autograd_rule(loss), size, torch.is_grad_enabled()
     )
     return total
 
@@ -163,7 +160,7 @@ def linear_scores(
     For losses whose teacher is known by less than a distribution, such as its top k entries.
     """
     nothing = hidden.new_empty(len(hidden), 0)
-    student, rule = (hidden, weight, bias), _autograd_rule(lambda own, _, rows: loss(own, rows))
+    student, rule = (hidden, weight, bias), autograd_rule(lambda own, _, rows: loss(own, rows))
     size = block or default_block(hidden)
     _check(1.0, block)
     total: Tensor = _LinearDivergence.apply(
@@ -215,14 +212,6 @@ class _LinearLogprobs(torch.autograd.Function):
         if of_some is not None:
             of_hidden = torch.zeros_like(hidden).index_copy_(0, active, of_some)
         return of_hidden, of_weight, of_bias, None, None, None
-
-
-Rule = Callable[[Tensor, Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""A block's loss, and its gradient by the student's scores before the temperature, if wanted.
-
-Arguments are the scores (student's, teacher's), the rows and whether gradients are wanted. A rule
-may overwrite the scores.
-"""
 
 
 # In a Function's forward, inputs appear to need gradients also under no_grad.
@@ -292,64 +281,6 @@ def _divergence(
         if pull is not None:
             gradients.add(place, pull)
     return total, gradients.result()
-
-
-@dataclass(frozen=True)
-class _JsdRule:
-    """The divergence of a block, with its gradient written over the student's scores.
-
-    With S and P the two distributions, M their mixture and e the student's own terms of the
-    divergence, the gradient by a score is (e - S sum(e)) / temperature.
-    """
-
-    jsd_beta: Number
-    temperature: Number
-    scale: float
-    sink: list[Tensor]
-
-    def __call__(
-        self, own: Tensor, others: Tensor, _rows: slice, wanted: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        total = own.new_zeros(())
-        for s, p in tiles(own, others):
-            s.sub_(s.logsumexp(-1, keepdim=True))
-            p.sub_(p.logsumexp(-1, keepdim=True))
-            value, student, terms = self._terms(s, p)
-            total += value
-            if wanted:
-                student.mul_(terms.sum(-1, keepdim=True))
-                torch.sub(terms, student, out=s).mul_(self.scale / self.temperature)
-        return total * self.scale, own if wanted else None
-
-    def _terms(self, s: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, S and e, from log S and log P."""
-        student, teacher = s.exp(), p.exp()
-        for entropies in self.sink:
-            sums = torch.stack([(student * s).sum(), (teacher * p).sum()])
-            entropies.sub_(sums * self.scale)
-        if self.jsd_beta == 0:
-            return (p.sub_(s) * teacher).sum(), student, teacher.neg_()
-        if self.jsd_beta == 1:
-            terms = p.neg_().add_(s).mul_(student)
-            return terms.sum(), student, terms
-        # 0 log 0 is 0: where the mixture underflows, both factors in front of its logarithm are 0.
-        mixture = torch.lerp(student, teacher, self.jsd_beta).clamp_min_(torch.finfo(s.dtype).tiny)
-        mixture.log_()
-        others = p.sub_(mixture).mul_(teacher).sum()
-        terms = s.sub_(mixture).mul_(student).mul_(1 - self.jsd_beta)
-        return self.jsd_beta * others + terms.sum(), student, terms
-
-
-def _autograd_rule(loss: RowLoss) -> Rule:
-    def rule(own: Tensor, others: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Any]:
-        if not wanted:
-            return loss(own, others, rows), None
-        with torch.enable_grad():
-            leaf = own.detach().requires_grad_()
-            value = loss(leaf, others, rows)
-        return value.detach(), torch.autograd.grad(value, leaf)[0]
-
-    return rule
 
 
 def _sum_dtype(hidden: Tensor) -> torch.dtype:

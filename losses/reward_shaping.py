@@ -107,6 +107,37 @@ def kimi_length_reward(
     return torch.where(present, score, 0.0).float()
 
 
+def grpo_lead_length_reward(
+    rewards: Float[Tensor, "*B G"],
+    lengths: Num[Tensor, "*B G"],
+    correct: Bool[Tensor, "*B G"],
+    *,
+    alpha: Number = 0.05,
+    eps: Number = 1e-6,
+    present: Bool[Tensor, "*B G"] | None = None,
+) -> Float[Tensor, "*B G"]:
+    """GRPO-LEAD's length-dependent accuracy reward (arXiv 2504.09696), to be added to the rewards.
+
+        z = (length - mean) / (std + eps), over the group's correct rollouts; std unbiased
+        r (exp(-alpha z) - 1)   where the answer is correct, so that r becomes r exp(-alpha z)
+        0                       where it is not
+
+    A group's only correct rollout keeps its reward. Source: GRPO-LEAD's `get_reweight_rewards`
+    (577c63ce). Differs: there a group whose three shortest rollouts have at most 4,000 tokens on
+    average is left alone, and `correct` means a reward above 0. The paper's penalty of wrong
+    answers (-1) is the task's, and its reweighting by difficulty is not part of this.
+    """
+    check_not_negative("alpha", alpha, "use 0.05, or 0 for no length reward")
+    values, present = select(rewards, present)
+    counted = present & correct
+    sizes = torch.where(counted, lengths.detach().to(values.dtype), 0.0)
+    count = counted.sum(-1, keepdim=True)
+    mean = sizes.sum(-1, keepdim=True) / count.clamp(min=1)
+    off = torch.where(counted, sizes - mean, 0.0)
+    std = (off.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(counted, values * torch.expm1(-alpha * off / (std + eps)), 0.0)
+
+
 def relative_length_penalty(
     rewards: Float[Tensor, "*B G"],
     lengths: Num[Tensor, "*B G"],

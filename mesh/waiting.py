@@ -1,7 +1,9 @@
 """Helpers that wait for several tasks and never leave one running."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+import contextvars
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,14 +29,16 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Run blocking work in a thread, so that the event loop continues. Waits for its end.
 
-    A thread cannot be stopped, so a cancelled caller also waits for the end: a lock around the call
-    is held as long as the work needs it.
+    A thread cannot be stopped, so a cancelled caller also waits for the end, however often it is
+    cancelled: a lock around the call is held as long as the work needs it.
     """
-    working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    # A future of the executor, since the task of `asyncio.to_thread` could be cancelled by itself.
+    within = partial(contextvars.copy_context().run, work, *args)
+    working = asyncio.get_running_loop().run_in_executor(None, within)
     try:
         return await asyncio.shield(working)
     finally:
-        await asyncio.gather(working, return_exceptions=True)
+        await _ended([working])
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -45,6 +49,13 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
+    disturbed = await _ended(tasks)
+    if disturbed is not None:
+        raise disturbed
+
+
+async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> asyncio.CancelledError | None:
+    """Wait until each task has ended, also if cancelled; return the last cancellation."""
     disturbed: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:
         try:
@@ -54,5 +65,4 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it as never retrieved
-    if disturbed is not None:
-        raise disturbed
+    return disturbed

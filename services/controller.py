@@ -20,11 +20,13 @@ a resume does the rest.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
@@ -48,7 +50,7 @@ class Ports:
 
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
     None where hints come from templates only, `logprob_mismatch` where the log-prob mismatch of
-    trainer and generators is not monitored.
+    trainer and generators is not monitored. `in_thread` runs blocking work beside the event loop.
     """
 
     rollouts: Rollouts
@@ -61,6 +63,7 @@ class Ports:
     saved: Callable[[], Awaitable[None]]
     hints: HintWriting | None = None
     logprob_mismatch: LogprobMismatchMonitor | None = None
+    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = in_thread
 
 
 @dataclass
@@ -71,6 +74,8 @@ class Controller:
     task: Task
     step_builder: StepBuilder
     ports: Ports
+    heldout: Sequence[int]
+    """Indices of the episodes of an evaluation, each problem once."""
     resume_state: ResumeState = field(default_factory=ResumeState)
     rest: ReplayOutcome = field(default_factory=ReplayOutcome)
     """Outcome of the teacher answers that arrived too late for the last step."""
@@ -98,6 +103,7 @@ class Controller:
             ports.replay,
             ports.hints,
             resume_state.groups,
+            self.heldout,
         )
 
     async def run(self) -> None:
@@ -191,7 +197,9 @@ class Controller:
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
         figures = self.ports.rollouts.retries.figures()
-        composed, manifest = self.step_builder.compose(step, groups, taken, figures)
+        # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
+        compose = partial(self.step_builder.compose, step, groups, taken, figures)
+        composed, manifest = await self.ports.in_thread(compose)
         await self.ports.store.plan_step(
             step,
             manifest.groups,
@@ -263,8 +271,7 @@ class Controller:
         """
         self.ports.watch.phase(f"evaluating after step {step}")
         traces = await self.stopping.unless(self._groups.evaluate())
-        asked = len(self._groups.heldout)
-        self.ports.rollouts.retries.check_evaluation(step, len(traces), asked)
+        self.ports.rollouts.retries.check_evaluation(step, len(traces), len(self.heldout))
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces)))
         self.ports.store.add_evaluation(self.evaluations[-1])

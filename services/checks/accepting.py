@@ -4,9 +4,11 @@ Loads neither torch nor Monarch, so that a refusal is immediate.
 """
 
 import argparse
+import sys
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.configs.load import load_config
+from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.checks.custom_functions import check_custom_functions
@@ -27,7 +29,12 @@ def accepted(arguments: argparse.Namespace) -> Config:
 
 
 def accept(config: Config) -> ProcessPlacements:
-    """Check a run's config, keys and custom functions; return its placement."""
+    """Check a run's config, keys and custom functions; return its placement.
+
+    Warns on stderr of numbers that look as if they were written for an earlier version.
+    """
+    if isinstance(config.loss, CispoLoss) and config.loss.doubt:
+        sys.stderr.write(f"composer-mesh: warning: {config.loss.doubt}\n")
     make_task(config)
     check_keys(config)
     check_vllm_fits(config)

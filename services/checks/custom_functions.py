@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from composer_mesh.configs.losses import CustomAdvantage, CustomLoss
+from composer_mesh.configs.advantages import CustomAdvantage
+from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.schema import Config
 
 

@@ -1,8 +1,9 @@
 """The replicas of a service over time: they start, are set up, die, drain and stop.
 
 `routing` decides which replica takes a call, `restart_manager` when a dead one is replaced. All
-replicas join through `Membership._come`: the process starts, receives the set-up calls that all
-replicas received, and only then gets calls.
+replicas join through `Membership._come`: the process starts, is brought to the state of the others
+(by the set-up calls that they received, or by the service's own `catch_up`), and only then gets
+calls.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Membership:
         self.coming: list[Replica] = []
         self.leaving: list[Replica] = []
         self._spec = spec
-        self._names = Names(spec.name, spec.numbered)
+        self._names = Names(spec.name, spec.numbered, spec.stable_names)
         self._setups = Setups()
         self._healer = RestartManager.of(spec, self._come_instead, self._give_up)
         self._setting_up, self._resizing = asyncio.Lock(), asyncio.Lock()
@@ -77,12 +78,13 @@ class Membership:
         """Run a fanout that each later replica also receives before it gets calls.
 
         The last call of each endpoint is stored, in the order in which they were made. Where
-        replicas are replaced, one that fails at an endpoint that was set up before is replaced; the
-        list is empty where all of them are being replaced.
+        replicas are replaced, one that fails at an endpoint that was set up before, or at reading
+        another actor's memory, is replaced; the list is empty where all of them are being replaced.
         """
         async with self._setting_up:
             found = await self._ask(call, deadline_s)
-            if self._healer is not None and call.endpoint in self._setups:
+            known = call.source is not None or call.endpoint in self._setups
+            if self._healer is not None and known:
                 found = await self._without_failed(call, found)
             answers = _answers(found)
             if not answers and (self._healer is None or not self.router.hopeful):
@@ -134,6 +136,18 @@ class Membership:
             self._healer.begin(replica, burial).add_done_callback(self._healed)
         self._depart(replica)
 
+    def replacement(self, slot: int) -> asyncio.Task[None] | None:
+        """Return the task that replaces a slot's dead member; None if it serves or is given up.
+
+        The task ends when the slot is served again or given up, without an error.
+        """
+        for replica in (one for one in self.members if one.slot == slot):
+            death = None if replica.actor is None else replica.actor.death
+            if death is not None and death.done():
+                self._heard_of_death(replica, death)  # its callback may not have run yet
+            return None if self._healer is None else self._healer.under_way(replica)
+        return None
+
     async def close(self, drain_s: float) -> None:
         """Refuse calls, give those in flight `drain_s`, stop every process. Waits for its end."""
         if self._closing is None:
@@ -179,8 +193,7 @@ class Membership:
             await together(*(self._start(one, deadline_s) for one in newcomers))
             await self._setups.readable(deadline_s)
             async with self._setting_up:
-                calls = {one: self._setups.untold(one) for one in newcomers}
-                await together(*(self._tell(one, calls[one], deadline_s) for one in newcomers))
+                await together(*(self._catch_up(one, deadline_s) for one in newcomers))
                 self._admit(newcomers)
         except BaseException:
             await asyncio.gather(*(self._stop(one, "it never served") for one in newcomers))
@@ -191,6 +204,14 @@ class Membership:
     async def _start(self, replica: Replica, deadline_s: float) -> None:
         await self._spec.start(replica)
         await self._tell(replica, self._setups.loads(replica), deadline_s)
+
+    async def _catch_up(self, replica: Replica, deadline_s: float) -> None:
+        """Bring a replica to the state of the others, by the service's own way if it has one."""
+        calls = self._setups.untold(replica)
+        if self._spec.catch_up is None:
+            await self._tell(replica, calls, deadline_s)
+        else:
+            replica.caught_up = await self._spec.catch_up(replica, calls)
 
     async def _tell(self, replica: Replica, calls: Sequence[Call], deadline_s: float) -> None:
         for call in calls:
@@ -211,7 +232,7 @@ class Membership:
         self.dispatch.changed()
 
     def _heals(self, replica: Replica) -> bool:
-        return self._healer is not None and self._healer.heals(replica)
+        return self._healer is not None and self._healer.under_way(replica) is not None
 
     def _admit(self, newcomers: Sequence[Replica]) -> None:
         self.dispatch.check_open()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +44,9 @@ class Replica(RoutingTarget):
     """One process of a service and its calls in flight.
 
     `generation` counts the processes that have had this slot; `told` are the set-up calls it has
-    received; `host` is the name of its host, None on the controller's machine. A call is in flight
-    until its answer, its deadline or the replica's end, also after its caller was cancelled.
+    received, `caught_up` is the description that the service's own catch-up returned; `host` is the
+    name of its host, None on the controller's machine. A call is in flight until its answer, its
+    deadline or the replica's end, also after its caller was cancelled.
     """
 
     slot: int = 0
@@ -55,6 +56,7 @@ class Replica(RoutingTarget):
     failures: int = 0
     reason: str = ""
     told: dict[str, Call] = field(default_factory=dict, repr=False)
+    caught_up: str = ""
     under_way: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     stirred: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
@@ -106,6 +108,9 @@ def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
 
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 """Environment variables of every process of a service, or a function of the slot."""
+CatchUp = Callable[[Replica, Sequence[Call]], Awaitable[str]]
+"""Brings a loaded replica to the state of the others, given the set-up calls that it has not
+received; returns a description for the event of its restart."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,9 @@ class ReplicaSpec:
     """How the processes of a service are started, and the rules of their restarts (None: never).
 
     `deadline_s` applies to each set-up call of a restarted replica; `numbered` says whether the
-    first slot has its number in its name; `placement`, called with the slot, also gives the host
-    and replaces `env`.
+    first slot has its number in its name, and `stable_names` whether a replacement has the name of
+    the process that it replaces; `placement`, called with the slot, also gives the host and
+    replaces `env`. Without `catch_up` a replica receives the set-up calls themselves.
     """
 
     name: str
@@ -129,6 +135,8 @@ class ReplicaSpec:
     record: Recorder = unheard
     numbered: bool = True
     placement: PlacementOf | None = None
+    stable_names: bool = False
+    catch_up: CatchUp | None = None
 
     @property
     def task_failed(self) -> Failed:
@@ -172,13 +180,14 @@ class ReplicaSpec:
 
 
 class Names:
-    """Generates unique replica names: `echo-1`, and `echo-1.2` for the next process in its slot.
+    """Generates replica names: `echo-1`, and `echo-1.2` for the next process in its slot.
 
-    Where replicas are not `numbered`, the first slot is called `echo`.
+    Where replicas are not `numbered`, the first slot is called `echo`; where names are `stable`,
+    the next process in a slot has the slot's name again.
     """
 
-    def __init__(self, service: str, numbered: bool = True) -> None:
-        self._service, self._numbered = service, numbered
+    def __init__(self, service: str, numbered: bool = True, stable: bool = False) -> None:
+        self._service, self._numbered, self._stable = service, numbered, stable
         self._generations: Counter[int] = Counter()
 
     def next(self, taken: Collection[int]) -> Replica:
@@ -190,5 +199,5 @@ class Names:
         self._generations[slot] += 1
         generation = self._generations[slot]
         name = f"{self._service}-{slot}" if slot or self._numbered else self._service
-        name += f".{generation}" if generation > 1 else ""
+        name += f".{generation}" if generation > 1 and not self._stable else ""
         return Replica(name, ReplicaState.STARTING, slot=slot, generation=generation)

@@ -74,9 +74,9 @@ class RestartManager:
         """Return a manager; None where dead replicas are not restarted."""
         return None if spec.restart is None else cls(spec, spec.restart, come, give_up)
 
-    def heals(self, replica: Replica) -> bool:
-        """Whether a replacement for this dead replica is under way."""
-        return replica in self._under_way
+    def under_way(self, dead: Replica) -> asyncio.Task[None] | None:
+        """Return the task that replaces this dead replica, None if there is none."""
+        return self._under_way.get(dead)
 
     def begin(self, dead: Replica, burial: asyncio.Task[None]) -> asyncio.Task[None]:
         """Replace a replica; the task ends when its slot is served again or given up."""
@@ -115,10 +115,11 @@ class RestartManager:
     def _tell_restart(self, dead: Replica, replica: Replica, took_s: float) -> None:
         self.restarts += 1
         pid = replica.actor.pid if replica.actor else None
+        how = replica.caught_up or f"{took_s:.1f} s after the end of {dead.name}"
         self._record(
             "actor_restarted",
             replica.name,
-            f"process {pid}{_where(replica)}, {took_s:.1f} s after the end of {dead.name}",
+            f"process {pid}{_where(replica)}, {how}",
             host=self._host_of(replica),
             generation=replica.generation,
             replaces=dead.name,

@@ -53,7 +53,7 @@ class LateRewards:
         waiting: Callable[[], Sequence[LateReward]],
         advantages: Advantages,
         max_age: int,
-        report: Callable[[str], None],
+        report: Callable[[str], object],
     ) -> None:
         self._waiting, self._advantages = waiting, advantages
         self._max_age, self._report = max_age, report

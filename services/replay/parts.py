@@ -36,7 +36,7 @@ def make_late_rewards(
     config: Config,
     waiting: Callable[[], Sequence[LateReward]],
     advantages: Advantages,
-    report: Callable[[str], None],
+    report: Callable[[str], object],
 ) -> LateRewards | None:
     """Build the reader of posted rewards; None where late rewards are off."""
     if not config.late_rewards.on:

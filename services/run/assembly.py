@@ -280,7 +280,7 @@ class Run:
         )
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
         trainer = self._trainer = parts.trainer(resumed_from)
-        controller = self.controller = await parts.controller(trainer, self.view, past)
+        controller = self.controller = await parts.controller(trainer, self.view, past, heldout)
         controller.stopping = self.stopping
         self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))

@@ -1,6 +1,7 @@
 """Builds the controller and trainer of a run from its config, store and live actors."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,18 +63,29 @@ class RunParts:
         return FaultTolerantTrainer(config, ranks, step, sync, follow, *rest)
 
     def _trained_steps(self, first: int, until: int) -> list[Trained]:
-        step_builder = self._step_builder()
+        step_builder = self._step_builder(self._late_reward)
         return trained_steps(self.store.reading, self.config, step_builder, first, until)
 
     async def controller(
-        self, trainer: FaultTolerantTrainer, watch: Watcher, past: Past
+        self,
+        trainer: FaultTolerantTrainer,
+        watch: Watcher,
+        past: Past,
+        heldout: Sequence[int],
     ) -> Controller:
         """Build the controller of a new or resumed run. Waits until the resumed steps are rebuilt.
 
         From here on teachers are queried about states that they were not queried about before.
         """
         # Takes seconds, since near-duplicate filters import their library.
-        step_builder, stream = self._step_builder(), await in_thread(self._pair_stream)
+        stream = await in_thread(self._pair_stream)
+        loop = asyncio.get_running_loop()
+
+        def report(text: str) -> None:
+            # Steps are built in a thread, and only the loop's own thread may record events.
+            loop.call_soon_threadsafe(self._late_reward, text)
+
+        step_builder = self._step_builder(report)
         resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
             restore_teacher_queries(
@@ -91,15 +103,17 @@ class RunParts:
             self._hint_writing(),
             LogprobMismatchMonitor(self.config.logprob_mismatch, self.event),
         )
-        return Controller(self.config, self.task, step_builder, ports, resume_state)
+        return Controller(self.config, self.task, step_builder, ports, heldout, resume_state)
 
     def _first_in_window(self, resume_state: ResumeState) -> int:
         steps = resume_state.steps + (resume_state.planned is not None)
         return steps * self.config.schedule.prompts_per_step
 
-    def _step_builder(self) -> StepBuilder:
+    def _late_reward(self, text: str) -> None:
+        self.event("late_reward", "", text)
+
+    def _step_builder(self, report: Callable[[str], object]) -> StepBuilder:
         advantages = make_advantages(self.config.advantage)
-        report = partial(self.event, "late_reward", "")
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
         return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
 

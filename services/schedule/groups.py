@@ -9,12 +9,10 @@ enter is decided by the rollout window, what they are used for by the controller
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.episodes.rollout import Rollouts, Sampling
@@ -30,7 +28,8 @@ Sampled = asyncio.Task[Trace | None]
 class Groups:
     """The rollout groups of one run, on one event loop.
 
-    `replay` and `hints` are None where their channel is off.
+    `replay` and `hints` are None where their channel is off. `heldout` are the indices of an
+    evaluation's episodes (`heldout_indices`; they take long to find in a large task).
     """
 
     def __init__(
@@ -42,9 +41,11 @@ class Groups:
         replay: PairStream | None,
         hints: HintWriting | None,
         stored: Mapping[int, StoredGroup],
+        heldout: Sequence[int] = (),
     ) -> None:
         self._config, self._task, self._rollouts, self._store = config, task, rollouts, store
         self._replay, self._hints, self._stored = replay, hints, dict(stored)
+        self._heldout = heldout
         self.running: deque[asyncio.Task[Group]] = deque()
         """Groups that entered and are not collected yet, in order of entry."""
         self._samples: set[Sampled] = set()
@@ -71,15 +72,10 @@ class Groups:
             self.running.popleft()
         return groups
 
-    @cached_property
-    def heldout(self) -> list[int]:
-        """Indices of the distinct held-out episodes of an evaluation."""
-        return heldout_indices(self._task, self._config.eval.episodes)
-
     async def evaluate(self) -> list[Trace]:
         """Run held-out episodes; return the traces of those that could be run. Waits for all."""
         sampling = Sampling.evaluation(self._config)
-        started = [s for index in self.heldout for s in self._start("heldout", index, sampling)]
+        started = [s for index in self._heldout for s in self._start("heldout", index, sampling)]
         return await gather_or_cancel(started)
 
     async def close(self) -> None:

@@ -59,7 +59,8 @@ class PlannedStep:
 class StepBuilder:
     """Builds steps from groups. `late` is None where late rewards are off.
 
-    Steps must be built in order, because late rewards correct earlier steps.
+    Steps must be built in order, because late rewards correct earlier steps. A step may be built in
+    a thread: only one at a time, and with a `late` whose reports may come from there.
     """
 
     batcher: Batcher

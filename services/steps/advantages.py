@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.configs import losses as configs
+from composer_mesh.configs import advantages as configs
 from composer_mesh.losses.advantages import (
     gpg_advantages,
     group_advantages,
+    grpo_lead_length_reward,
     kimi_length_reward,
     masked_whiten,
     max_rl_advantages,
@@ -106,6 +107,11 @@ def _length_terms(
             return config.weight * kimi_length_reward(lengths, success.bool(), present=present)
         case configs.RelativeLengthPenalty():
             return relative_length_penalty(rewards, lengths, weight=config.weight, present=present)
+        case configs.GrpoLeadLengthPenalty():
+            success, _ = _padded([[trace.success for trace in group] for group in groups])
+            return grpo_lead_length_reward(
+                rewards, lengths, success.bool(), alpha=config.alpha, present=present
+            )
         case configs.NoLengthPenalty():
             return torch.zeros_like(rewards)
 

@@ -23,8 +23,8 @@ from composer_mesh.actors.checkpoints.folder import (
 )
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.waiting import in_thread, together
-from composer_mesh.services.training.teaching import Record
 
 FAILURES = 2
 """Number of successive checkpoint failures that ends the run."""
@@ -62,7 +62,7 @@ class CheckpointWrites:
         ranks: Writer,
         teachers: KeepsAverage | None,
         root: Path,
-        record: Record,
+        record: Recorder,
         resumed_from: Checkpoint | None,
     ) -> None:
         self._config, self._ranks, self._teachers = config, ranks, teachers
@@ -158,7 +158,7 @@ class CheckpointWrites:
         self._record("checkpoint_failed", "trainer", str(told))
 
 
-async def newest_undamaged(root: Path, record: Record) -> Checkpoint | None:
+async def newest_undamaged(root: Path, record: Recorder) -> Checkpoint | None:
     """Return the newest intact checkpoint; quarantine and `record` the damaged newer ones.
 
     Reads every byte, in a thread. Raises `EarlierCheckpoint`.

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from composer_mesh.actors.checkpoints.folder import Checkpoint, CheckpointFailed
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
-from composer_mesh.mesh.supervision import ActorDied, MeshError
+from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.ports import MayTrain, WeightSync
@@ -33,7 +33,6 @@ from composer_mesh.services.steps.recomputation_check import Differences, Metric
 from composer_mesh.services.training.attempts import Attempts
 from composer_mesh.services.training.checkpoint_writes import CheckpointWrites
 from composer_mesh.services.training.ports import Earlier, Ranks, Step, Teachers
-from composer_mesh.services.training.teaching import Record
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ class FaultTolerantTrainer:
         weights: WeightSync,
         teachers: Teachers | None,
         root: Path,
-        record: Record,
+        record: Recorder,
         earlier: Earlier,
         resumed_from: Checkpoint | None = None,
     ) -> None:

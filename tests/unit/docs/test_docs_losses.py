@@ -13,8 +13,9 @@ import pytest
 import torch
 from guides import QUICKSTART, ROOT, Guide, as_a_run, names_in_code
 
+from composer_mesh.configs.advantages import CustomAdvantage
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.losses import CustomAdvantage, CustomLoss
+from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.losses import policy
 from composer_mesh.losses.custom import LossInputs, custom_policy_loss
 from composer_mesh.losses.custom_advantage import custom_advantages

@@ -13,17 +13,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fake_store import Broken, FakeStore
+
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherAnswer, TeacherReply
-from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.heldout import heldout_indices
+from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tasks import Episode, Session, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.rollouts.traces import Message, StopReason, Trace
+from composer_mesh.rollouts.traces import Message, StopReason
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import Retries
@@ -36,9 +38,7 @@ from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.ports import Generation, MayTrain
-from composer_mesh.services.steps.step_manifest import manifest_from_json
 
-Done = tuple[str, Any]
 CHANNELS = {
     "sdpo": {"alpha": 0.5},
     "replay": {
@@ -48,10 +48,6 @@ CHANNELS = {
         "teachers": [{"name": "a", "kind": "builtin"}, {"name": "b", "kind": "builtin"}],
     },
 }
-
-
-class Broken(Exception):
-    """What a port raises in these tests."""
 
 
 class Faults(Protocol):
@@ -82,7 +78,7 @@ class RandomFaults:
 
 
 @dataclass
-class World:
+class World(FakeStore):
     """All ports of a run but its rollouts and replay, which are the real ones on top of it.
 
     Environment sessions live in turn on two replicas, and end when theirs is killed.
@@ -92,10 +88,8 @@ class World:
     chat: ChatFormat
     seed: int = 0
     error_rate: float = 0.4
-    broken: str = ""
     hang: str = ""
     faults: Faults | None = None
-    done: list[Done] = field(default_factory=list)
     sessions: dict[str, Session] = field(default_factory=dict)
     homes: dict[str, str] = field(default_factory=dict)
     current: dict[str, str] = field(default_factory=dict)
@@ -110,8 +104,6 @@ class World:
     under_way: int = 0
     """Syncs, and whether nobody may train beside one."""
     exclusive: bool = False
-    pairs: list[PreferencePair] = field(default_factory=list)
-    """Those that wait for a step."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -127,12 +119,6 @@ class World:
         if self.faults is not None and session:
             self.faults(self, port, session)
 
-    async def written(self, port: str) -> None:
-        """One turn of the loop for a disk, and its fate."""
-        await asyncio.sleep(0)
-        if port == self.broken:
-            raise Broken(port)
-
     def kill(self, session: str) -> None:
         """The end of the replica that a session lives on, and of every session there."""
         self.deaths += 1
@@ -140,9 +126,6 @@ class World:
         for one in [name for name, where in self.homes.items() if where == home]:
             if one in self.sessions:
                 self.ghosts[one] = self.sessions.pop(one)
-
-    def names(self, kind: str) -> list[Any]:
-        return [what for done, what in self.done if done == kind]
 
     def episode(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -249,64 +232,6 @@ class World:
     async def saved(self) -> None:
         self.done.append(("on disk", self.trained))
 
-    def enter(self, group_id: int, version: int) -> None:
-        self.done.append(("entered", group_id))
-
-    async def add_group(self, group_id: int, traces: Sequence[Trace]) -> list[Trace]:
-        await self.written("add_group")
-        self.done += [("stored", trace) for trace in traces]
-        return list(traces)
-
-    async def add_worded(self, group_id: int, worded: bytes) -> None:
-        self.done.append(("worded", group_id))
-
-    async def add_teacher_queries(
-        self, group_id: int, body: bytes, pairs: Sequence[PreferencePair]
-    ) -> list[PreferencePair]:
-        await self.written("add_teacher_queries")
-        self.done += [("pair", pair) for pair in pairs]
-        self.pairs += pairs
-        return list(pairs)
-
-    async def take_pairs(
-        self, step: int, max_age: int, limit: int
-    ) -> tuple[list[PreferencePair], int]:
-        young = [pair for pair in self.pairs if step - pair.rejected_version <= max_age]
-        return young[:limit], len(self.pairs) - len(young)
-
-    def waiting_pairs(self) -> int:
-        return len(self.pairs)
-
-    async def plan_step(
-        self,
-        step: int,
-        groups: Sequence[int],
-        manifest: bytes,
-        pairs: Sequence[str] = (),
-        max_age: int | None = None,
-        rewards: Mapping[int, str] | None = None,
-    ) -> None:
-        await self.written("plan_step")
-        self.done.append(("planned", manifest_from_json(step, manifest)))
-        self.pairs = [
-            pair
-            for pair in self.pairs
-            if pair.pair_id not in pairs and step - pair.rejected_version <= (max_age or 0)
-        ]
-
-    async def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        await self.written("end_step")
-        self.done.append(("metrics", dict(metrics)))
-
-    def waits(self) -> dict[str, float]:
-        return {}
-
-    def add_evaluation(self, evaluation: Evaluation) -> None:
-        self.done.append(("measured", evaluation.step))
-
-    def add_poisoned(self, poisoned: PoisonedInput) -> None:
-        self.done.append(("poisoned", poisoned))
-
     def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         self.done.append((kind, (actor, detail)))
 
@@ -328,6 +253,11 @@ def rollouts_of(world: World, config: Config, generation: Generation | None = No
     return Rollouts(generation or world, world, world.chat, retries)
 
 
+async def without_a_thread(work: Callable[[], Any]) -> Any:
+    """Blocking work on the loop, so that what happens beside it depends on the seed alone."""
+    return work()
+
+
 def controller_of(
     world: World, config: Config, resume_state: ResumeState | None = None
 ) -> Controller:
@@ -336,10 +266,15 @@ def controller_of(
     if config.replay.on:
         ports_of_pairs = (world, world, world.chat, world, world.waiting_pairs)
         stream = make_pair_stream(config, *ports_of_pairs)
-    ports = Ports(rollouts, stream, world, world, world, world, world.save, world.saved)
+    ports = Ports(
+        *(rollouts, stream, world, world, world, world, world.save, world.saved),
+        in_thread=without_a_thread,
+    )
     batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage))
+    heldout = heldout_indices(world.task, config.eval.episodes)
+    step_builder = StepBuilder(batcher)
     return Controller(
-        config, world.task, StepBuilder(batcher), ports, resume_state or ResumeState()
+        config, world.task, step_builder, ports, heldout, resume_state or ResumeState()
     )
 
 

@@ -138,7 +138,7 @@ class FakeHost:
         env: Mapping[str, str] | None = None,
         **_: Any,
     ) -> FakeActor:
-        assert name not in {actor.name for actor in self.started}, f"{name} is used twice"
+        assert name not in self.running, f"{name} is used twice"
         if self.gate is not None:
             await self.gate.wait()
         if on in self.lost_hosts:

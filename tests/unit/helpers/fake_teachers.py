@@ -192,6 +192,7 @@ class FakeRank(FakeActor):
 class FakeHost:
     """Starts fake teachers; `prepare` may set up each before it is used."""
 
+    name = "localhost"
     room_s = 0.0
 
     def __init__(self, log: Log) -> None:

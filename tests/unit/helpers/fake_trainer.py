@@ -21,6 +21,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.ports import MayTrain
 from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 
 T = TypeVar("T")
@@ -160,7 +161,8 @@ class World:
     async def keep(self, version: int) -> None:
         self.kept = ""
         self._try("keep")
-        assert self.taught_version == version
+        if self.taught_version != version:
+            raise AverageLost(f"teachers are at version {self.taught_version}, not at {version}")
         self.kept = f"{version} {self.average!r}"
 
     async def write(self, draft: Path) -> list[Written]:

@@ -13,6 +13,7 @@ from composer_mesh.losses.advantages import (
     gdpo_advantages,
     gpg_advantages,
     group_advantages,
+    grpo_lead_length_reward,
     kimi_length_reward,
     opo_advantages,
     overlong_penalty,
@@ -109,6 +110,30 @@ def test_kimis_length_reward_compares_with_the_rollouts_that_exist() -> None:
     lengths, present = torch.tensor([[10, 20, 900]]), torch.tensor([[True, True, False]])
     found = kimi_length_reward(lengths, torch.tensor([[True, True, True]]), present=present)
     assert found.tolist() == [[0.5, -0.5, 0.0]]
+
+
+def test_grpo_leads_length_reward_is_the_papers_over_the_correct_rollouts_of_a_group() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 1.0, -1.0]])
+    lengths, correct = torch.tensor([[100, 200, 300, 900]]), rewards > 0
+    terms = grpo_lead_length_reward(rewards, lengths, correct, alpha=0.5)
+    # The mean of the correct is 200, and their unbiased standard deviation 100.
+    expected = [math.exp(0.5), 1.0, math.exp(-0.5), -1.0]
+    assert (rewards + terms)[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_grpo_leads_length_reward_changes_nothing_where_nothing_is_compared(count: int) -> None:
+    lengths = torch.tensor([[10, 20, 900]])
+    correct = torch.arange(3).expand(1, 3) < count
+    assert not grpo_lead_length_reward(torch.ones(1, 3), lengths, correct).any()
+
+
+def test_grpo_leads_length_reward_compares_with_the_rollouts_that_exist() -> None:
+    lengths, present = torch.tensor([[10, 20, 900]]), torch.tensor([[True, True, False]])
+    correct = torch.ones(1, 3, dtype=torch.bool)
+    found = grpo_lead_length_reward(torch.ones(1, 3), lengths, correct, present=present)
+    alone = grpo_lead_length_reward(torch.ones(1, 2), lengths[:, :2], correct[:, :2])
+    assert found[0].tolist() == [*alone[0].tolist(), 0.0]
 
 
 def test_the_relative_length_penalty_is_a_share_of_the_groups_mean_reward() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from controller_world import (
     CHANNELS,
-    Broken,
     MakeWorld,
     World,
     controller_of,
@@ -16,13 +17,16 @@ from controller_world import (
     others,
     rollouts_of,
 )
+from fake_store import Broken
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import RolloutsFail
 from composer_mesh.services.episodes.rollout import PromptTooLong, Sample, Sampling
+from composer_mesh.services.schedule.step_builder import StepBuilder
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +169,36 @@ async def test_evaluation_episodes_are_held_out_and_are_not_stored(
     heldout = [name for name in resume_state if name.startswith("heldout")]
     assert sorted(heldout) == sorted(2 * [f"heldout-{n:06d}-000" for n in range(4)])
     assert {trace.split for trace in world.names("stored")} == {"train"}
+
+
+async def test_an_evaluation_runs_the_heldout_episodes_that_were_found_before_and_no_others(
+    make_world: MakeWorld, config: Config
+) -> None:
+    world = make_world(seed=6)
+    controller = replace(controller_of(world, config), heldout=[1, 3])
+    await controller.run()
+    begun = {name for name in world.names("begin") if name.startswith("heldout")}
+    assert begun == {"heldout-000001-000", "heldout-000003-000"}
+    assert [evaluation.episodes for evaluation in controller.evaluations] == [2, 2]
+
+
+async def test_steps_are_built_beside_the_event_loop(make_world: MakeWorld, config: Config) -> None:
+    moved = threading.Event()
+
+    class WaitingBuilder(StepBuilder):
+        def compose(self, *args: Any) -> Any:
+            moved.clear()
+            assert moved.wait(60), "the loop stood still while a step was built"
+            return super().compose(*args)
+
+    controller = controller_of(make_world(seed=6), config)
+    controller.step_builder = WaitingBuilder(controller.step_builder.batcher)
+    controller.ports = replace(controller.ports, in_thread=in_thread)
+    running = asyncio.create_task(controller.run())
+    while not running.done():
+        moved.set()
+        await asyncio.sleep(0)
+    await running
 
 
 async def test_the_same_seed_makes_the_same_batches_when_synchronous(

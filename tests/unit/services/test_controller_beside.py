@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pytest
-from controller_world import Broken, MakeWorld, World, finished, others
+from controller_world import MakeWorld, World, finished, others
+from fake_store import Broken
 from simulated_time import SimulatedLoop
 
 from composer_mesh.configs.schema import Config

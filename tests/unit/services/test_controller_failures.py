@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from controller_world import (
     CHANNELS,
-    Broken,
     MakeWorld,
     RandomFaults,
     World,
@@ -19,6 +18,7 @@ from controller_world import (
     others,
     rollouts_of,
 )
+from fake_store import Broken
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_world import CHANNELS, Done, World, controller_of, rollouts_of
+from controller_world import CHANNELS, World, controller_of, rollouts_of
+from fake_store import Done
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller, Ports
@@ -156,8 +158,15 @@ class Life:
         rollouts = rollouts_of(world, config)
         hints = HintWriting(world, config, world.task, world.chat, lambda _: None)
         ports = Ports(rollouts, stream, world, world, store, world, world.save, world.saved, hints)
+        heldout = heldout_indices(world.task, config.eval.episodes)
         return Controller(
-            config, world.task, step_builder, ports, resume_state, stopping=self.stopping
+            config,
+            world.task,
+            step_builder,
+            ports,
+            heldout,
+            resume_state,
+            stopping=self.stopping,
         )
 
     def _post(self, store: RunStore, trace_id: str, reward: float) -> None:

@@ -17,6 +17,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.partial_runs.sampling import RolloutsOnly, Sampled
@@ -73,7 +74,8 @@ async def run_on(world: World, config: Config, root: Path) -> None:
         rollouts = rollouts_of(world, config)
         ports = Ports(rollouts, stream, world, world, store, world, world.save, world.saved)
         step_builder = composer_of(config, world.task, world.chat)
-        await Controller(config, world.task, step_builder, ports).run()
+        heldout = heldout_indices(world.task, config.eval.episodes)
+        await Controller(config, world.task, step_builder, ports, heldout).run()
 
 
 async def test_stored_steps_are_the_batches_that_a_run_has_trained(

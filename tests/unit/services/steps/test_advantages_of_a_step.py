@@ -179,6 +179,7 @@ TYPES: list[dict[str, Any]] = [
     {"type": "gpg"},
     {"type": "rloo", "length_penalty": {"type": "kimi"}},
     {"type": "opo", "length_penalty": {"type": "relative"}},
+    {"type": "rloo", "length_penalty": {"type": "grpo_lead"}},
     {"type": "gpg", "length_penalty": {"type": "overlong", "max_length": 9, "buffer": 3}},
 ]
 EMPTY: list[Numbers] = [[], [[]], [[], []]]

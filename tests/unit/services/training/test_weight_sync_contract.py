@@ -11,6 +11,7 @@ import controller_world
 import fake_trainer
 import pytest
 from fake_host import FakeHost
+from fake_store import Broken
 from fake_teachers import FakeActor, weights
 from healing_service import healing
 from slow_trainer import SlowWorld
@@ -101,6 +102,6 @@ async def test_the_next_step_is_allowed_once_before_a_sync_ends(harness: Harness
 async def test_a_sync_that_cannot_publish_fails_and_allows_no_step(harness: Harness) -> None:
     allowed: list[bool] = []
     harness.fail()
-    with pytest.raises((ActorDied, controller_world.Broken)):
+    with pytest.raises((ActorDied, Broken)):
         await harness.port.sync(lambda: allowed.append(True))
     assert allowed == []

@@ -1,0 +1,170 @@
+"""The policy channel's advantages, and the length penalties on rewards before them.
+
+Each type has its own section with its options; `type` selects it. The options are explained at the
+functions of `losses.advantages`.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from composer_mesh.configs.base import Count, ImportPath, NotNegative, Section, by_type
+
+
+class NoLengthPenalty(Section):
+    """Rewards without a length penalty."""
+
+    type: Literal["none"] = "none"
+    """Type of the length penalty."""
+
+
+class OverlongPenalty(Section):
+    """DAPO's soft penalty for rollouts near the length limit."""
+
+    type: Literal["overlong"]
+    """Type of the length penalty."""
+
+    max_length: Count
+    """Sampled tokens of a rollout at which the full penalty applies."""
+
+    buffer: Count
+    """Tokens before max_length over which the penalty grows."""
+
+    factor: NotNegative = 1.0
+    """The full penalty."""
+
+    @model_validator(mode="after")
+    def _buffer_is_within(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError(
+                f"buffer is {self.buffer} but max_length is {self.max_length}: lower buffer to at "
+                "most that"
+            )
+        return self
+
+
+class KimiLengthPenalty(Section):
+    """Kimi k1.5's reward for rollouts shorter than the others of the group."""
+
+    type: Literal["kimi"]
+    """Type of the length penalty."""
+
+    weight: NotNegative = 1.0
+    """Factor of the length reward, which is between -1/2 and 1/2."""
+
+
+class RelativeLengthPenalty(Section):
+    """PRIME-RL's penalty relative to the group's longest rollout."""
+
+    type: Literal["relative"]
+    """Type of the length penalty."""
+
+    weight: NotNegative = 0.1
+    """Fraction of the group's mean reward that its longest rollout loses."""
+
+
+class GrpoLeadLengthPenalty(Section):
+    """GRPO-LEAD's reward for successful rollouts shorter than the group's other successes."""
+
+    type: Literal["grpo_lead"]
+    """Type of the length penalty."""
+
+    alpha: NotNegative = 0.05
+    """Decay of a success's reward with each standard deviation of length above the mean."""
+
+
+LengthPenalty = Annotated[
+    Annotated[NoLengthPenalty, Tag("none")]
+    | Annotated[OverlongPenalty, Tag("overlong")]
+    | Annotated[KimiLengthPenalty, Tag("kimi")]
+    | Annotated[RelativeLengthPenalty, Tag("relative")]
+    | Annotated[GrpoLeadLengthPenalty, Tag("grpo_lead")],
+    Discriminator(by_type("none")),
+]
+
+
+class _Advantage(Section):
+    """Options of all built-in advantages."""
+
+    length_penalty: LengthPenalty = Field(default_factory=NoLengthPenalty)
+    """Penalty subtracted from the rewards of long rollouts before advantages are computed."""
+
+
+class GroupAdvantage(_Advantage):
+    """Rewards minus their group's mean, divided by a standard deviation."""
+
+    type: Literal["group"] = "group"
+    """Type of the advantage estimator."""
+
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation to divide by: the group's (GRPO), the step's, or none (Dr. GRPO)."""
+
+    std: Literal["unbiased", "population"] = "unbiased"
+    """Convention of the standard deviation."""
+
+    eps: NotNegative = 1e-4
+    """Added to the standard deviation."""
+
+
+class RlooAdvantage(_Advantage):
+    """Rewards minus the mean of the other rollouts of their group."""
+
+    type: Literal["rloo"]
+    """Type of the advantage estimator."""
+
+
+class MaxRlAdvantage(_Advantage):
+    """Rewards minus their group's mean, divided by that mean."""
+
+    type: Literal["max_rl"]
+    """Type of the advantage estimator."""
+
+
+class ReinforcePlusPlusAdvantage(_Advantage):
+    """Rewards whitened over all sampled tokens of the step."""
+
+    type: Literal["reinforce_plus_plus"]
+    """Type of the advantage estimator."""
+
+    baseline: bool = True
+    """Whether to subtract the group's mean first."""
+
+
+class OpoAdvantage(_Advantage):
+    """Rewards minus the mean of their group weighted by sampled tokens."""
+
+    type: Literal["opo"]
+    """Type of the advantage estimator."""
+
+
+class GpgAdvantage(_Advantage):
+    """Rewards minus their group's mean, scaled by the number of rollouts over rewarded rollouts."""
+
+    type: Literal["gpg"]
+    """Type of the advantage estimator."""
+
+
+class CustomAdvantage(Section):
+    """A user-defined function, called with the step's groups of rollouts."""
+
+    type: Literal["custom"]
+    """Type of the advantage estimator."""
+
+    import_path: ImportPath
+    """Import path of the function, as my_module.my_advantage; the working directory is searched
+    too."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+AdvantageConfig = Annotated[
+    Annotated[GroupAdvantage, Tag("group")]
+    | Annotated[RlooAdvantage, Tag("rloo")]
+    | Annotated[MaxRlAdvantage, Tag("max_rl")]
+    | Annotated[OpoAdvantage, Tag("opo")]
+    | Annotated[GpgAdvantage, Tag("gpg")]
+    | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]
+    | Annotated[CustomAdvantage, Tag("custom")],
+    Discriminator(by_type("group")),
+]

@@ -1,0 +1,97 @@
+"""Options that several loss types of the policy channel share, as base sections."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from composer_mesh.configs.base import NotNegative, Positive, Section
+
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+
+
+class Loss(Section):
+    """Base of all losses."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return False
+
+
+class BuiltInLoss(Loss):
+    """Options of all losses but a custom one."""
+
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus, the mean entropy of the step's sampled tokens in nats."""
+
+
+class CorrectedLoss(BuiltInLoss):
+    """Options of losses whose terms may be weighted by the trainer / generator ratio."""
+
+    aggregation: Aggregation = "dapo"
+    """Aggregation of token losses: TRL's loss types."""
+
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """Sampler-mismatch correction: weights tokens by the trainer / generator ratio, and the loss's
+    own ratio is then relative to the trainer's log-probs; with "none", to the generator's."""
+
+    correction_maximum: Positive = 3.0
+    """Upper bound of the correction's weight."""
+
+    correction_minimum: Positive | None = None
+    """Lower bound of the correction's weight; not set means none."""
+
+    @model_validator(mode="after")
+    def _correction_makes_sense(self) -> Self:
+        if self.correction_minimum is None:
+            return self
+        if self.correction == "none":
+            raise ValueError(
+                f"correction_minimum is {self.correction_minimum} but correction is 'none', which "
+                "has no weights: set correction or remove correction_minimum"
+            )
+        if self.correction_minimum > self.correction_maximum:
+            raise ValueError(
+                f"correction_minimum is {self.correction_minimum} but correction_maximum is "
+                f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
+            )
+        return self
+
+
+class RatioLoss(CorrectedLoss):
+    """Options of losses on the ratio of the policy to the sampling policy."""
+
+    ratio_level: RatioLevel = "token"
+    """"token": a ratio per token; "sequence": one for all tokens of a rollout, as in GSPO;
+    "sequence_token": the same ratio with a gradient per token, as in GSPO-token."""
+
+    kl_beta: NotNegative = 0.0
+    """Weight of the KL to the frozen initial policy; 0 loads no reference for it."""
+
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl"] = "k3"
+    """Estimator of the KL from sampled tokens."""
+
+    kl_importance: bool = False
+    """Whether to multiply the KL by the ratio, which makes the gradient of k3 unbiased."""
+
+    off_policy_threshold: Positive | None = None
+    """Mean mismatch of generator and trainer, in nats per token, above which a rollout with a
+    negative advantage is dropped (DeepSeek-V3.2); not set drops none."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return self.kl_beta > 0
+
+    @model_validator(mode="after")
+    def _kl_options_have_an_effect(self) -> Self:
+        for name, default in (("kl_importance", False), ("kl_estimator", "k3")):
+            if self.kl_beta == 0 and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is {str(getattr(self, name)).lower()} but kl_beta is 0, so there is "
+                    f"no KL for it: set kl_beta above 0 or remove {name}"
+                )
+        return self

@@ -1,0 +1,123 @@
+"""Every implementation of the port `Generation` keeps its contract: the fake, and the mesh's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from controller_world import World
+from in_process_host import InProcessHost
+
+from composer_mesh.actors.generator import GeneratorActor
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.services.episodes.generation import LockstepGeneration, PooledGeneration
+from composer_mesh.services.steps.ports import Generation
+
+PROMPT = [5, 6, 7]
+LONGEST = 4
+Begin = Callable[[int], Awaitable[None]]
+
+
+class Harness:
+    """Generation at version 0; `begin` opens the session that a fake's request belongs to."""
+
+    def __init__(self, port: Generation, begin: Begin) -> None:
+        self.port, self._begin = port, begin
+
+    async def requests(self, count: int) -> list[GenerationRequest]:
+        for number in range(count):
+            await self._begin(number)
+        return [
+            GenerationRequest(f"{session(number)}-000", PROMPT, LONGEST, 1.0, number, [])
+            for number in range(count)
+        ]
+
+    def start(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Task[GenerationResult]]:
+        """Announce all episodes, then make their requests beside each other."""
+        announced = [self.port.episode() for _ in requests]
+
+        async def play(episode: Any, request: GenerationRequest) -> GenerationResult:
+            with episode:
+                return await self.port.generate(request)
+
+        pairs = zip(announced, requests, strict=True)
+        return [asyncio.create_task(play(episode, request)) for episode, request in pairs]
+
+
+def session(number: int) -> str:
+    return f"train-000000-{number:03d}"
+
+
+def of_the_controller(task: ToolboxTask, tokenizer: Any) -> Harness:
+    world = World(task, ChatFormat(tokenizer, task.tools))
+
+    async def begin(number: int) -> None:
+        await world.begin(session(number), task.episode("train", 0))
+
+    return Harness(world, begin)
+
+
+async def nothing(_: int) -> None:
+    """A generator needs no session."""
+
+
+@pytest.fixture(scope="module")
+def policy(build_model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    build_model(1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["of the controller's world", "PooledGeneration", "LockstepGeneration"])
+async def harness(
+    request: Any, tokenizer: Any, toolbox: ToolboxTask, build_config: Any, policy: Path
+) -> AsyncIterator[Harness]:
+    if request.param == "of the controller's world":
+        yield of_the_controller(toolbox, tokenizer)
+        return
+    host, port = InProcessHost(), {"PooledGeneration": PooledGeneration}.get(request.param)
+    pool = await host.serve(GeneratorActor, 2, attempts=2)
+    await pool.load(build_config(), policy)
+    yield Harness((port or LockstepGeneration)(pool), nothing)
+    for one in host.actors.values():
+        assert isinstance(one.actor, GeneratorActor)
+        await one.actor.__cleanup__(None)
+
+
+async def test_a_result_has_a_log_prob_and_a_version_for_each_id(harness: Harness) -> None:
+    requests = await harness.requests(1)
+    (result,) = await asyncio.gather(*harness.start(requests))
+    assert 1 <= len(result.token_ids) <= LONGEST
+    assert len(result.logprobs) == len(result.versions) == len(result.token_ids)
+    assert max(result.logprobs) <= 0.0
+    assert set(result.versions) == {0}
+    assert result.stop_reason != "length" or len(result.token_ids) == LONGEST
+
+
+async def test_requests_beside_each_other_get_their_own_results(harness: Harness) -> None:
+    requests = await harness.requests(5)
+    results = await asyncio.gather(*harness.start(requests))
+    assert [one.request_id for one in results] == [one.request_id for one in requests]
+
+
+async def test_equal_requests_have_equal_ids(harness: Harness) -> None:
+    requests = await harness.requests(3)
+    first, again = [await asyncio.gather(*harness.start(requests)) for _ in range(2)]
+    assert [one.token_ids for one in first] == [one.token_ids for one in again]
+
+
+async def test_an_episode_that_is_cancelled_holds_no_other_up(harness: Harness) -> None:
+    requests = await harness.requests(4)
+    playing = harness.start(requests)
+    await asyncio.sleep(0)
+    playing[1].cancel()
+    results = await asyncio.gather(*playing, return_exceptions=True)
+    assert isinstance(results[1], asyncio.CancelledError)
+    others = [results[place] for place in (0, 2, 3)]
+    assert all(isinstance(one, GenerationResult) for one in others)

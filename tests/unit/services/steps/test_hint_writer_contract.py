@@ -1,0 +1,88 @@
+"""Every implementation of the port `HintWriter` keeps its contract: the fakes, and the mesh's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from in_process_host import InProcessHost
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.actors.hint_writer import ONCE, PATIENCE, HintWriterActor
+from composer_mesh.actors.hints.cache import HintCache
+from composer_mesh.actors.hints.hint_service import HintService, open_meter
+from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.configs.hints import HintWriterConfig
+from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+from composer_mesh.services.run.hint_mesh import MeshHintWriter
+from composer_mesh.services.steps.ports import HintWriter
+
+WRITER = TeacherEndpoint("hint writer", "https://writer.test/v1", "some/model")
+LLM = {"kind": "builtin"}
+
+
+class FakeWriter:
+    """Says the same to everyone, or fails for everyone."""
+
+    def __init__(self, works: bool) -> None:
+        text, origin = ("Look again.", "llm") if works else ("", "none")
+        self.reply = HintReply(text, origin, works, 0.1, "" if works else "it is down")  # type: ignore[arg-type]
+
+    async def write(self, requests: list[HintRequest]) -> list[HintReply]:
+        return [self.reply for _ in requests]
+
+
+class ScriptedHintWriter(HintWriterActor):
+    """The real actor, in front of a provider in this process that answers, or is down."""
+
+    @concurrent_endpoint
+    async def load(self, cache: Path, works: bool) -> None:  # type: ignore[override]
+        def provider(_: httpx.Request) -> httpx.Response:
+            if not works:
+                return httpx.Response(500, json={"error": {"message": "it is down"}})
+            message = {"role": "assistant", "content": "Look again."}
+            return httpx.Response(200, json={"choices": [{"index": 0, "message": message}]})
+
+        transport = httpx.MockTransport(provider)
+        client = ProviderClient(Timeouts(20.0), ONCE, PATIENCE, transport=transport)
+        meter = open_meter(WRITER, HintWriterConfig.model_validate(LLM))
+        self._hint_service = HintService(client, WRITER, HintCache(cache), meter)
+
+
+@pytest.fixture(params=["works", "is down"])
+def works(request: Any) -> bool:
+    return bool(request.param == "works")
+
+
+@pytest.fixture(params=["fake", "MeshHintWriter"])
+async def writer(
+    request: Any, works: bool, build_config: Any, tmp_path: Path
+) -> AsyncIterator[HintWriter]:
+    if request.param == "fake":
+        yield FakeWriter(works)  # type: ignore[misc]
+        return
+    pool = await InProcessHost().serve(ScriptedHintWriter)
+    await pool.load(tmp_path / "hints.sqlite", works)
+    yield MeshHintWriter(
+        pool, build_config(sdpo={"alpha": 0.1, "hints": {"writer": "llm", "llm": LLM}})
+    )
+    await pool.call("aclose")
+
+
+async def test_each_request_has_a_reply_in_order_and_a_failure_is_one_without_text(
+    writer: HintWriter, works: bool
+) -> None:
+    requests = [HintRequest([{"role": "user", "content": f"error {n}"}]) for n in range(4)]
+    replies = await writer.write(requests)
+    assert len(replies) == len(requests)
+    for reply in replies:
+        assert (reply.text == "Look again.") is works
+        assert (reply.origin != "none") is works
+        assert bool(reply.reason) is not works
+
+
+async def test_no_requests_have_no_replies(writer: HintWriter) -> None:
+    assert await writer.write([]) == []

@@ -1,0 +1,74 @@
+"""The port `training.ports.Teachers`: the fake and `RestoredTeachers` keep its contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import fake_trainer
+import pytest
+from fake_teachers import FakeActor, Ring, config, weights
+
+from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.services.training.checkpoint_writes import AverageLost
+from composer_mesh.services.training.ports import Teachers
+from composer_mesh.services.training.step import RestoredTeachers
+
+VERSION = 3
+
+
+class Rank(FakeActor):
+    """A rank at version 3."""
+
+    async def publish(self) -> WeightsHandle:
+        return weights(VERSION)
+
+
+async def over_fake_actors(build_config: Any) -> RestoredTeachers:
+    ring = Ring(config(build_config, teacher="ema", replicas=2))
+    await ring.begin()
+    ranks = cast(list[SpawnedActor], [Rank("trainer", [])])
+    return RestoredTeachers(lambda: ranks, ring.sdpo, 5.0)
+
+
+@pytest.fixture(params=["fake", "RestoredTeachers"])
+async def teachers(request: Any, build_config: Any) -> Teachers:
+    if request.param == "RestoredTeachers":
+        return await over_fake_actors(build_config)
+    return fake_trainer.World(version=VERSION, average=0.0)
+
+
+async def test_teachers_that_follow_have_the_trainers_version_and_write_its_average(
+    teachers: Teachers, tmp_path: Path
+) -> None:
+    await teachers.follow()
+    await teachers.keep(VERSION)
+    assert len(await teachers.write(tmp_path)) == 1
+
+
+async def test_an_average_at_another_version_is_lost_and_nothing_is_written(
+    teachers: Teachers, tmp_path: Path
+) -> None:
+    await teachers.follow()
+    await teachers.keep(VERSION)
+    with pytest.raises(AverageLost):
+        await teachers.keep(VERSION + 1)
+    assert await teachers.write(tmp_path) == []
+
+
+async def test_nothing_is_written_that_was_not_kept(teachers: Teachers, tmp_path: Path) -> None:
+    await teachers.follow()
+    assert await teachers.write(tmp_path) == []
+
+
+async def test_the_initial_average_can_be_restored_and_a_checkpoint_without_one_cannot(
+    teachers: Teachers, tmp_path: Path
+) -> None:
+    await teachers.follow()
+    await teachers.forget()
+    assert await teachers.restore(None, 0)
+    assert not await teachers.restore(tmp_path, VERSION)
+    await teachers.keep(0)
+    await teachers.follow()
+    await teachers.keep(VERSION)
