@@ -7,8 +7,10 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
-from unicode_rbnf import RbnfEngine
+if TYPE_CHECKING:
+    from unicode_rbnf import RbnfEngine
 
 LANGUAGES = ("es", "fr", "de", "it", "pt", "nl", "pl", "ru", "tr", "id", "vi", "ko", "hi", "ar")
 """Those whose number words are searched, beside English, Chinese and Japanese."""
@@ -170,7 +172,9 @@ def _rules(language: str) -> list[str]:
 
 
 @cache
-def _engine(language: str) -> RbnfEngine:
+def _engine(language: str) -> "RbnfEngine":
+    from unicode_rbnf import RbnfEngine  # only where a hint is checked: most processes check none
+
     return RbnfEngine.for_language(language)
 
 
