@@ -80,82 +80,15 @@ TEXTS = [
     "\U0001f600" * 50,
     "a" * 3000,
 ]
-KEYS = [
-    "choices",
-    "message",
-    "content",
-    "tool_calls",
-    "function",
-    "name",
-    "arguments",
-    "finish_reason",
-    "usage",
-    "prompt_tokens",
-    "completion_tokens",
-    "cost",
-    "is_byok",
-    "cost_details",
-    "upstream_inference_cost",
-    "error",
-    "code",
-    "type",
-    "metadata",
-    "reasons",
-    "flagged_input",
-    "innererror",
-    "detail",
-    "model",
-    "id",
-    "data",
-    "pricing",
-    "prompt",
-    "completion",
-    "request",
-    "internal_reasoning",
-    "logprobs",
-    "text",
-    "\ud800",
-    "",
-]
-STATUSES = [
-    100,
-    101,
-    103,
-    199,
-    200,
-    201,
-    204,
-    206,
-    299,
-    300,
-    301,
-    302,
-    304,
-    307,
-    308,
-    400,
-    401,
-    402,
-    403,
-    404,
-    408,
-    413,
-    418,
-    425,
-    429,
-    451,
-    499,
-    500,
-    502,
-    503,
-    504,
-    520,
-    529,
-    599,
-    600,
-    777,
-    999,
-]
+KEY_WORDS = """
+choices message content tool_calls function name arguments finish_reason usage
+prompt_tokens completion_tokens cost is_byok cost_details upstream_inference_cost error
+code type metadata reasons flagged_input innererror detail model id data pricing prompt
+completion request internal_reasoning logprobs text
+"""
+KEYS = [*KEY_WORDS.split(), "\ud800", ""]
+STATUSES = [*range(100, 104), *range(199, 207), *range(299, 309), *range(400, 430), 451, 499]
+STATUSES += [*range(500, 530), 599, 600, 777, 999]
 DAYS, MONTHS = ["Mon", "Sun", "Monday", "Xyz", ""], ["Jan", "Feb", "Dec", "Foo", "13"]
 YEARS = ["0", "1", "70", "1969", "2026", "9999", "10000", "99999", "9" * 20, "-5"]
 ZONES = [
