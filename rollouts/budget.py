@@ -1,9 +1,10 @@
 """Rules of a hard spending limit: what to reserve for the next request and whether it fits.
 
 The highest possible cost of a request is reserved before it is sent, and replaced by the actual
-cost when the request ends. Charges therefore never exceed a limit, however many requests are in
-flight, as long as no charge exceeds its bound. A teacher whose charge exceeds its bound gets higher
-bounds from then on. Amounts are nano-dollars; this module does no storage or I/O.
+cost when the request ends. A cost above the reservation counts only as far as the limits have
+space, so charges never exceed a limit, however many requests are in flight and whatever providers
+state. A teacher that states more than was reserved gets higher bounds from then on. Amounts are
+nano-dollars; this module does no storage or I/O.
 """
 
 from collections.abc import Mapping
@@ -66,7 +67,7 @@ class SettledTwice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Largest excess of a teacher's charges over their bounds so far, by ratio and by amount."""
+    """Largest excess of what a teacher stated over its bounds so far, by ratio and by amount."""
 
     millionths: int = MILLION
     least: int = 0
@@ -76,7 +77,7 @@ class Raise:
         return max(-(-bound * self.millionths // MILLION), self.least)
 
     def after(self, bound: int, charge: int) -> "Raise":
-        """Return the raise after a request with this bound was charged `charge`."""
+        """Return the raise after a request with this bound was stated to cost `charge`."""
         if charge <= self.amount(bound):
             return self
         if charge > bound * LARGEST_RATIO:
@@ -145,14 +146,22 @@ class BudgetRules:
         """
         if self.requests is not None and taken.requests >= self.requests:
             raise OutOfRequests(self.requests)
+        for of, limit, used in self._ceilings(teacher, taken):
+            if amount and used + amount > limit:
+                raise OverBudget(of, limit, used, amount)
+
+    def free(self, teacher: str, taken: Taken) -> int:
+        """Return the amount that all limits still have space for; 0 if one has none."""
+        return max(0, min(limit - used for _, limit, used in self._ceilings(teacher, taken)))
+
+    def _ceilings(self, teacher: str, taken: Taken) -> list[tuple[str, int, int]]:
+        """Return name, limit and used amount of each ceiling that there is."""
         ceilings = (
             ("the run", self.of_run, taken.run),
             (f"teacher {teacher!r}", self.of_teachers.get(teacher), taken.teacher),
             ("the day (UTC)", self.of_day, taken.day),
         )
-        for of, limit, used in ceilings:
-            if amount and limit is not None and used + amount > limit:
-                raise OverBudget(of, limit, used, amount)
+        return [(of, limit, used) for of, limit, used in ceilings if limit is not None]
 
 
 @dataclass(frozen=True, slots=True)

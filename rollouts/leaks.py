@@ -1,82 +1,249 @@
-"""Detection of the verified answer in a text.
+"""Detection of the verified answer in a text, however it is written.
 
-Numbers are compared as values, so `12.0`, `1.2e1`, `twelve` and full-width digits all match 12; a
-non-numeric answer is searched as words.
+Numbers are compared as values, in every view of the text that `disguises` gives and with number
+words as digits. Other answers are searched as words. What an answer is called without being
+written (`6 + 6`, "half of 84") is not found.
 """
 
+import base64
+import math
 import re
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-_MINUS = str.maketrans("\u2212\u2010\u2011\u2012\u2013", "-----")
-_GROUPS = re.compile(r"(?<=\d)[,_' ](?=\d{3}(?!\d))")
-_NUMBER = re.compile(r"(?<![\w.])(-?)(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d{1,3})(?!\w))?(?!\d)")
-_WORD = re.compile(r"[a-z]+|[^\sa-z]")
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-)
-_DECADES = "twenty thirty forty fifty sixty seventy eighty ninety"
-_SMALL = {word: value for value, word in enumerate(_ONES.split())}
-_TENS = {word: 10 * value for value, word in enumerate(_DECADES.split(), start=2)}
+from composer_mesh.rollouts.disguises import decoded, normalized, views
+from composer_mesh.rollouts.number_words import english_words, foreign_words, with_digits
+
 SMALLEST_WORD = 2
 """Smallest number searched as a word: "one" is too common, so smaller ones match only as digits."""
 TOLERANCE = 1e-9
+_GAP = r"[\W_]*"
+_ALONE, _ENDS = r"(?<![^\W_])", r"(?![^\W_])"
+"""No letter or digit before and after; an underscore parts words."""
+LONGEST_SPACED = 40
+_GROUPS = re.compile(r"(?<=\d)[,_' ](?=\d{3}(?!\d))|(?<=\d)[,_'](?=\d\d,\d{3}(?!\d))")
+_POINTS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{3})+(?!\.?\d)")
+_COMMA = re.compile(r"(?<=\d),(?=\d{1,2}(?!\d))")
+_NUMBER = re.compile(r"(?<![\w.])(-?)(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d{1,3})(?!\w))?(?!\d)")
+_POWER = re.compile(r"(\d)\s*[x*\u00d7]\s*10\s*(?:\^|\*\*)?\s*[{(]?([+-]?\d{1,3})[)}]?")
+_NEGATIVE = re.compile(r"\b(?:minus|negative)[\s-]*(?=\d)")
+_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{3})(?=\d\d)")
+_BETWEEN = (
+    r"(?:[\s,_;:|~'\"`\u2019\u2022\u2026()\[\]{}<>\\-]|\.{2,}|\.(?=\s)|(?<=\s)\.|"
+    r"\b(?:and|then|next|followed|by|point|dot|comma|dash|space|hyphen)\b)+"
+)
+_RUN = re.compile(rf"(?<![\w.])(?:\d+{_BETWEEN})+\d+(?!\w|\.\d)")
+_ROMAN_DIGITS = tuple(
+    zip(
+        (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1),
+        ("M", "CM", "D", "CD", "C", "XC", "L", "XL", "X", "IX", "V", "IV", "I"),
+        strict=True,
+    )
+)
+_WORD = re.compile(r"[^\W_]+")
+ALSO_WORDS = ("mix",)
+"""Small Roman numerals that are ordinary words."""
+_BASES = re.compile(r"\b(?:hex\w*|binary|octal|base[\s-]*(?:2|8|16|two|eight|sixteen))\b")
+_BACKWARDS = re.compile(r"revers|backward|mirror|right[\s-]to[\s-]left|back[\s-]to[\s-]front")
 
 
 def holds_answer(text: str, answer: str) -> bool:
     """Whether a text contains the answer as a separate number or words; 12 is not in 120 or 1.12.
 
-    A number that ends a word (`x12`) or has the other sign does not count.
+    A number that ends a short word (`x12`) or has the other sign does not count.
     """
-    plain, wanted = _plain(text), _plain(answer)
-    if wanted and re.search(rf"(?<![\w.-]){re.escape(wanted)}(?!\w|\.\d)", plain):
-        return True
-    try:
-        value = float(_GROUPS.sub("", wanted))
-    except ValueError:
+    wanted = _wanted(answer)
+    if not wanted.plain:
         return False
-    found = [*_numbers(plain), *_numbers(_GROUPS.sub("", plain)), *_spelled(plain)]
-    return any(abs(one - value) <= TOLERANCE * max(1.0, abs(value)) for one in found)
+    return wanted.is_encoded_in(text) or any(wanted.is_in(view) for view in views(text))
 
 
-def _plain(text: str) -> str:
-    """Normalize a text: NFKC, casefold, one minus sign, single spaces, no format characters."""
-    text = unicodedata.normalize("NFKC", text).translate(_MINUS).casefold()
-    text = "".join(char for char in text if unicodedata.category(char) != "Cf")
-    return " ".join(text.split())
+@lru_cache(4096)
+def _wanted(answer: str) -> "Wanted":
+    return Wanted(answer)
 
 
-def _numbers(text: str) -> list[float]:
-    found = []
+@dataclass(frozen=True)
+class Wanted:
+    """A verified answer, and how it may be written."""
+
+    answer: str
+
+    @cached_property
+    def plain(self) -> str:
+        return normalized(self.answer)
+
+    @cached_property
+    def value(self) -> float | None:
+        """The answer as a finite number; None if it is none."""
+        try:
+            value = float(_GROUPS.sub("", self.plain))
+        except ValueError:
+            return None
+        return value if math.isfinite(value) else None
+
+    @cached_property
+    def whole(self) -> int | None:
+        """The answer without its sign, if it is an integer that words are searched for."""
+        value = self.value
+        if value is None or not value.is_integer() or not SMALLEST_WORD <= abs(value) <= 1e15:
+            return None
+        return int(abs(value))
+
+    def is_in(self, view: str) -> bool:
+        """Whether a normalized text contains the answer."""
+        if self._words.search(view):
+            return True
+        if self.value is None:
+            return len(self.plain) >= 4 and self._spaced.search(view) is not None
+        return self._is_number_in(view) or self._is_foreign_in(view)
+
+    def is_encoded_in(self, text: str) -> bool:
+        """Whether a text contains the answer in base64, in other numerals, or backwards."""
+        if any(code in text for code in self._base64):
+            return True
+        plain = normalized(decoded(text))
+        if any(pattern.search(plain) for pattern in self._backwards):
+            return True
+        if self.whole is None:
+            return False
+        named = _BASES.search(plain) is not None
+        return (
+            self._roman.search(unicodedata.normalize("NFKC", text)) is not None
+            or self._other_bases[named].search(plain) is not None
+            or bool(_BACKWARDS.search(plain) and self._is_number_in(plain, backwards=True))
+        )
+
+    def _is_number_in(self, view: str, backwards: bool = False) -> bool:
+        value = self.value
+        if value is None:
+            return False
+        if backwards:
+            value = float(str(self.whole)[::-1])
+        found = set(_values(view))
+        if abs(value) >= SMALLEST_WORD:
+            found |= set(_values(with_digits(view)))
+        return any(abs(one - value) <= TOLERANCE * max(1.0, abs(value)) for one in found) or any(
+            len(run[1]) > 1 and run == self._digits for run in _runs(view)
+        )
+
+    def _is_foreign_in(self, view: str) -> bool:
+        parted = f" {' '.join(_WORD.findall(view))} "
+        return any(word in parted for word in self._foreign)
+
+    @cached_property
+    def _words(self) -> re.Pattern[str]:
+        before = _ALONE + r"(?<![.-])" if self.value is not None else _ALONE
+        return re.compile(before + re.escape(self.plain) + r"(?![^\W_]|\.\d)")
+
+    @cached_property
+    def _spaced(self) -> re.Pattern[str]:
+        letters = [re.escape(char) for char in self.plain[:LONGEST_SPACED] if char.isalnum()]
+        return re.compile(_ALONE + _GAP.join(letters) + _ENDS)
+
+    @cached_property
+    def _digits(self) -> tuple[bool, str]:
+        """The sign and the digits of the answer, without zeros that say nothing."""
+        if self.value is None:
+            return False, ""
+        shown = str(int(self.value)) if self.value.is_integer() else repr(self.value)
+        return self.value < 0, _digits_of(shown)
+
+    @cached_property
+    def _foreign(self) -> set[str]:
+        """Other languages' words for the answer, between spaces where that language has them."""
+        found: set[str] = set()
+        for word in map(normalized, foreign_words(self.whole) if self.whole else ()):
+            parts = _WORD.findall(word)
+            alone = unicodedata.name(word[0], "").startswith(("LATIN", "CYRILLIC"))
+            space = " " if alone else ""
+            found |= {f"{space}{joint.join(parts)}{space}" for joint in (" ", "")}
+        return found
+
+    @cached_property
+    def _base64(self) -> list[str]:
+        code = base64.b64encode(self.answer.strip().encode(errors="replace")).decode()
+        return [code] if len(code) >= 4 and self.plain.isalnum() else []
+
+    @cached_property
+    def _backwards(self) -> list[re.Pattern[str]]:
+        """Patterns of the answer's words from right to left."""
+        texts = [self.plain] if self.value is None else []
+        if self.whole is not None:
+            texts += [text for text in english_words(self.whole) if len(text) >= 5]
+        letters = [re.sub(r"[\W_]", "", text)[::-1] for text in texts]
+        return [
+            re.compile(_ALONE + _GAP.join(map(re.escape, word)) + _ENDS)
+            for word in letters
+            if len(word) >= 4
+        ]
+
+    @cached_property
+    def _roman(self) -> re.Pattern[str]:
+        """The Roman numeral in capitals, or from three letters on in small ones."""
+        roman = _roman_of(self.whole or 0)
+        if len(roman) < 2:
+            return re.compile(r"(?!)")
+        small = roman.lower()
+        either = f"{roman}|{small}" if len(roman) > 2 and small not in ALSO_WORDS else roman
+        return re.compile(f"{_ALONE}(?:{either}){_ENDS}")
+
+    @cached_property
+    def _other_bases(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """The answer in bases 2, 8 and 16: with a prefix or suffix, and as it stands."""
+        value = self.whole or 0
+        forms = [f"0x0*{value:x}", rf"\\?x0*{value:x}", f"0b0*{value:b}", f"0o0*{value:o}"]
+        forms += [f"0*{value:x}h", f"0*{value:b}b"]
+        if value >= 16 and value & (value - 1):
+            forms.append(f"{value:b}")
+        bare = [*forms, f"{value:x}", f"{value:b}", f"{value:o}"]
+        return _one_of(forms), _one_of(bare)
+
+
+def _values(text: str) -> Iterator[float]:
+    """Yield the numbers of a normalized text, grouped by thousands or not."""
+    grouped = _GROUPS.sub("", text)
+    text = _NEGATIVE.sub("-", _AFTER_WORD.sub(" ", text)).replace("_", " ")
+    whole = _POINTS.sub(lambda number: number.group().replace(".", ""), text)
+    power = _POWER.sub(r"\1e\2", text)
+    for reading in {text, grouped, _GROUPS.sub("", text), whole, _COMMA.sub(".", text), power}:
+        yield from _numbers(reading)
+
+
+def _numbers(text: str) -> Iterator[float]:
     for match in _NUMBER.finditer(text):
         sign, digits, exponent = match.groups()
         before = text[match.start() - 1] if match.start() else " "
         # A hyphen after a word or a number joins or subtracts; it is not a sign.
         minus = sign if not (before.isalnum() or before == ")") else ""
-        found.append(float(f"{minus}{digits}e{exponent or 0}"))
+        yield float(f"{minus}{digits}e{exponent or 0}")
+
+
+def _runs(text: str) -> Iterator[tuple[bool, str]]:
+    """Yield sign and digits of numbers that are written in pieces: "4 2", "four, two"."""
+    for reading in {text, with_digits(text)}:
+        for match in _RUN.finditer(reading):
+            before = reading[: match.start()].rstrip()
+            negative = before.endswith(("-", "minus", "negative"))
+            yield negative, _digits_of(match.group())
+
+
+def _digits_of(text: str) -> str:
+    return "".join(filter(str.isdecimal, text)).lstrip("0")
+
+
+def _one_of(forms: list[str]) -> re.Pattern[str]:
+    return re.compile(f"{_ALONE}(?:{'|'.join(forms)}){_ENDS}")
+
+
+def _roman_of(value: int) -> str:
+    """Return a Roman numeral; "" for what has none."""
+    if not 0 < value < 4000:
+        return ""
+    found = ""
+    for worth, letters in _ROMAN_DIGITS:
+        count, value = divmod(value, worth)
+        found += letters * count
     return found
-
-
-def _spelled(text: str) -> Iterator[int]:
-    """Yield the integers from 2 to 999 that a text spells as English words."""
-    total: int | None = None
-    for word in [*_WORD.findall(text), "."]:
-        value = _SMALL.get(word, _TENS.get(word))
-        if total is not None and value is not None and _continues(total, value):
-            total += value
-        elif value is None and total is not None and word == "hundred" and 0 < total < 10:
-            total *= 100
-        elif value is None and total is not None and word in ("-", "and"):
-            continue
-        else:
-            if total is not None and total >= SMALLEST_WORD and word not in ("thousand", "million"):
-                yield total
-            total = value
-
-
-def _continues(total: int, value: int) -> bool:
-    """Return whether `value` may follow as the smaller part: twenty five, two hundred five."""
-    if total and total % 100 == 0:
-        return 0 < value < 100
-    return total % 100 >= 20 and total % 10 == 0 and 0 < value < 10

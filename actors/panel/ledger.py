@@ -119,21 +119,28 @@ class Ledger:
     def settle(self, reservation: int, charge: int | None) -> int:
         """Charge a finished request; None, for an unknown cost, charges its full reservation.
 
-        Returns the charge. Raises SettledTwice, and changes nothing, if it was settled before.
+        A charge above the reservation is an overrun: it raises the teacher's later reservations,
+        and counts only as far as the ceilings have space, so nothing that a provider states passes
+        one. Returns what counts. Raises SettledTwice, and changes nothing, if it was settled
+        before.
         """
         if charge is not None and charge < 0:
             raise ValueError(f"charge is {charge}, below 0: a request cannot earn money")
         with self._file.transaction() as rows:
             run, teacher, day, bound, amount = self._open(rows, reservation)
-            charge = amount if charge is None else min(charge, LARGEST_CHARGE)
+            claimed = amount if charge is None else min(charge, LARGEST_CHARGE)
+            charge = claimed
+            if claimed > amount:
+                taken = self._taken(rows, teacher, day, run)
+                charge = min(claimed, amount + self.rules.free(teacher, taken))
             rows.execute("UPDATE reservations SET charge = ? WHERE id = ?", (charge, reservation))
             rows.execute(
                 "UPDATE accounts SET spent = spent + ?, reserved = reserved - ?, "
                 "overruns = overruns + ? WHERE run = ? AND teacher = ? AND day = ?",
-                (charge, amount, int(charge > amount), run, teacher, day),
+                (charge, amount, int(claimed > amount), run, teacher, day),
             )
-            if charge > amount:
-                self._keep_raise(rows, run, teacher, bound, charge)
+            if claimed > amount:
+                self._keep_raise(rows, run, teacher, bound, claimed)
             return charge
 
     def add_earlier(self, teacher: str, spent: int, requests: int) -> None:
@@ -172,13 +179,17 @@ class Ledger:
         finally:
             self._file.close()
 
-    def _taken(self, rows: sqlite3.Connection, teacher: str, day: str) -> Taken:
+    def _taken(
+        self, rows: sqlite3.Connection, teacher: str, day: str, run: str | None = None
+    ) -> Taken:
+        run = run or self.run
+
         def total(where: str, *values: str) -> int:
             return int(rows.execute(f"{TAKEN} {where}", values).fetchone()[0])
 
         return Taken(
-            run=total("run = ?", self.run),
-            teacher=total("run = ? AND teacher = ?", self.run, teacher),
+            run=total("run = ?", run),
+            teacher=total("run = ? AND teacher = ?", run, teacher),
             day=total("day = ?", day) if self.rules.of_day is not None else 0,
             requests=self.run_account().requests if self.rules.requests is not None else 0,
         )

@@ -37,14 +37,17 @@ class Bookkeeping:
 class Bill:
     """The attempts of one query: `charged` nano-dollars so far, `known` if every cost is known.
 
-    Without a meter it only sums the costs that responses report.
+    `bound` is the most that one attempt can cost at the teacher's prices, None if those are
+    unknown. A response that states more is charged the bound, and the highest such claim is
+    `overcharge`. Without a meter it only sums the costs that responses report.
     """
 
     def __init__(
         self, meter: Meter | None, teacher: str, bound: int | None, books: Bookkeeping
     ) -> None:
-        self._meter, self._teacher, self._bound, self._books = meter, teacher, bound, books
+        self._meter, self._teacher, self._books = meter, teacher, books
         self.charged, self.known = 0, True
+        self.bound, self.overcharge = bound, 0
 
     @asynccontextmanager
     async def attempt(self) -> AsyncIterator["Attempt"]:
@@ -62,7 +65,7 @@ class Bill:
     async def _reserve(self) -> int | None:
         if self._meter is None:
             return None
-        reserving = self._books.begin(_reserving(self._meter, self._teacher, self._bound))
+        reserving = self._books.begin(_reserving(self._meter, self._teacher, self.bound))
         try:
             return await asyncio.shield(reserving)
         except asyncio.CancelledError:
@@ -70,12 +73,20 @@ class Bill:
             raise
 
     async def _settle(self, reservation: int | None, charge: int | None) -> None:
-        self.known &= charge is not None or self._bound == 0
-        if self._meter is None or reservation is None:
-            self.charged += charge or 0
-            return
-        settling = self._books.begin(_settling(self._meter, reservation, charge))
-        self.charged += await asyncio.shield(settling)
+        believed = self._believed(charge)
+        settled = believed or 0
+        if self._meter is not None and reservation is not None:
+            settling = self._books.begin(_settling(self._meter, reservation, believed))
+            settled = await asyncio.shield(settling)
+        self.charged += settled
+        self.known &= self.bound == 0 or settled == charge
+
+    def _believed(self, charge: int | None) -> int | None:
+        """Return a stated charge up to the bound: more is not what the request can cost."""
+        if charge is None or self.bound is None or charge <= self.bound:
+            return charge
+        self.overcharge = max(self.overcharge, charge)
+        return self.bound
 
 
 class Attempt:

@@ -27,7 +27,11 @@ from tenacity import (
 from composer_mesh.actors.provider.bill import Bill, Bookkeeping
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider.errors import ProviderError, ProviderRequestError
+from composer_mesh.actors.provider.errors import (
+    ProviderBudgetError,
+    ProviderError,
+    ProviderRequestError,
+)
 from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.meter import Meter
@@ -74,6 +78,7 @@ class ProviderClient:
         self._environ = environ
         self._limiters: dict[str, RequestLimiter] = {}
         self._warned: set[Path] = set()
+        self._overcharged: dict[str, str] = {}
         self._books = Bookkeeping()
         self._transport = HttpTransport(timeouts, transport)
 
@@ -118,6 +123,7 @@ class ProviderClient:
         bill = Bill(None, teacher.name, None, self._books)
         try:
             self.check(teacher)
+            self._refuse_overcharging(teacher)
             question = _question(teacher, messages, tools, seed)
             most = bound(teacher, len(question.content))
             bill = Bill(meter, teacher.name, most, self._books)
@@ -191,7 +197,14 @@ class ProviderClient:
                 reply = await self._transport.send(outgoing, deadline.left_s)
                 reading = read_reply(teacher, reply, question.call_id)
                 attempt.charge = reading.charge
+            if bill.overcharge:
+                self._overcharged[teacher.name] = _overcharge_text(bill)
             return reading.answer()
+
+    def _refuse_overcharging(self, teacher: TeacherEndpoint) -> None:
+        """Raise ProviderBudgetError if the teacher's provider has stated more than its prices."""
+        if (text := self._overcharged.get(teacher.name)) is not None:
+            raise ProviderBudgetError(teacher.name, text)
 
     async def _list_models(
         self, limiter: RequestLimiter, teacher: TeacherEndpoint, _: int, deadline: Deadline
@@ -227,6 +240,14 @@ def _delay_s(retries: Retries, state: RetryCallState) -> float:
     if isinstance(error, ProviderError) and error.retry_after_s is not None:
         return error.retry_after_s + wait_random(0, retries.base_s)(state)
     return wait_random_exponential(multiplier=2 * retries.base_s, max=retries.cap_s)(state)
+
+
+def _overcharge_text(bill: Bill) -> str:
+    return (
+        f"its provider stated ${dollars(bill.overcharge):.6f} for a request that costs "
+        f"${dollars(bill.bound or 0):.6f} at most at the prices that it has, so no ceiling could "
+        "hold, and it is not asked again"
+    )
 
 
 def _question(

@@ -13,7 +13,7 @@
                              no connection in time                yes              fails    nothing
     ProviderRequestError     any other status                     no               answers  nothing
     ProviderMalformed        an unparsable or too long answer     no               fails    all
-    ProviderBudgetError      a ceiling, or an unknown price       no               -        nothing
+    ProviderBudgetError      a ceiling, unknown or wrong prices   no               -        nothing
     ProviderSuspended        its breaker is open                  no               -        nothing
 
 *retried*: within `attempts` and the remaining time, after full jitter; a Retry-After is the minimum
@@ -118,7 +118,7 @@ class ProviderMalformed(ProviderError):
 
 
 class ProviderBudgetError(ProviderError):
-    """Not sent: the query might exceed a budget."""
+    """Not sent: the query might exceed a budget, or its provider did not keep to its prices."""
 
     kind = FailureKind.BUDGET
     repair = "raise replay.budget.usd or the max_usd of this teacher, or set its prices"

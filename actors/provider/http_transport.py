@@ -7,6 +7,8 @@ limit the number of concurrent requests.
 import asyncio
 import logging
 from dataclasses import dataclass
+from http.cookiejar import CookieJar
+from typing import Any
 
 import httpx
 
@@ -17,10 +19,10 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
     ProviderTimeout,
 )
+from composer_mesh.actors.provider.http_body import ACCEPTED, RefusedReply, bounded_body
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.reply import Lost, Reply
 
-LARGEST_BODY = 8 * 2**20
 KEPT_S = 30.0
 """Seconds an idle connection is kept for the next request."""
 LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
@@ -28,8 +30,11 @@ WIRE_LOGS = ("hpack", "httpcore", "httpx")
 """Loggers that write headers, which contain the key, and a line per request."""
 
 
-class TooLong(Exception):
-    """A response exceeds the size limit and is not read to its end."""
+class NoCookies(CookieJar):
+    """A jar that stays empty: a provider sets no state, and its dates are not parsed."""
+
+    def extract_cookies(self, response: Any, request: Any) -> None:
+        """Ignore the response's cookies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,9 @@ class HttpTransport:
         direct: dict[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(LOOPBACK)
         self._client = httpx.AsyncClient(
             http2=True,
+            headers={"Accept-Encoding": ACCEPTED},
+            cookies=NoCookies(),
+            event_hooks={"response": [_forget_location]},
             timeout=timeouts.of_request(),
             limits=httpx.Limits(keepalive_expiry=KEPT_S),
             transport=transport,
@@ -83,7 +91,7 @@ class HttpTransport:
         try:
             async with asyncio.timeout(within_s):
                 response, raw = await self._exchange(outgoing)
-        except (httpx.HTTPError, httpx.StreamError, OSError, TooLong) as fault:
+        except (httpx.HTTPError, httpx.StreamError, OSError, RefusedReply) as fault:
             return self._lost(teacher.name, fault)
         headers = {name.lower(): secret.hide(text) for name, text in response.headers.items()}
         raw = secret.hide_bytes(raw)
@@ -96,17 +104,15 @@ class HttpTransport:
             content=outgoing.content,
             headers=outgoing.headers,
         ) as response:
-            return response, await _bounded_body(response)
+            return response, await bounded_body(response)
 
     def _lost(self, teacher: str, fault: Exception) -> Lost:
         """Return the error of a lost request, without its text, which may hold headers."""
         error: ProviderError
         sent, name = True, type(fault).__name__
         match fault:
-            case TooLong():
-                error = ProviderMalformed(
-                    teacher, f"its answer is longer than {LARGEST_BODY} bytes"
-                )
+            case RefusedReply():
+                error = ProviderMalformed(teacher, str(fault))
             case TimeoutError():
                 error = ProviderTimeout(teacher, f"no answer within {self._timeouts.total_s} s")
             case httpx.ConnectTimeout():
@@ -120,13 +126,6 @@ class HttpTransport:
         return Lost(error, sent)
 
 
-async def _bounded_body(response: httpx.Response) -> bytes:
-    announced = response.headers.get("content-length", "")
-    if announced.isdecimal() and len(announced) < 20 and int(announced) > LARGEST_BODY:
-        raise TooLong
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > LARGEST_BODY:
-            raise TooLong
-    return bytes(body)
+async def _forget_location(response: httpx.Response) -> None:
+    """Drop where a redirect leads: it is not followed, and httpx fails on what is no address."""
+    response.headers.pop("location", None)

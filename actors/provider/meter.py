@@ -13,4 +13,7 @@ class Meter(Protocol):
         """
 
     async def settle(self, reservation: int, charge: int | None) -> int:
-        """Settle a reservation once; None charges all of it. Returns the charge."""
+        """Settle a reservation once; None charges all of it.
+
+        Returns what counts: a charge above the reservation only as far as the ceilings allow.
+        """

@@ -7,7 +7,6 @@ import math
 import string
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from composer_mesh.actors.provider.errors import (
@@ -20,6 +19,9 @@ from composer_mesh.actors.provider.errors import (
 
 EXCERPT_CHARS = 200
 ID_CHARS = 80
+LONGEST_DATE = 64
+LONGEST_WAIT_S = 366 * 86_400.0
+HTTP_DATES = ("%a, %d %b %Y %H:%M:%S GMT", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %d %H:%M:%S %Y")
 ID_HEADERS = ("x-request-id", "request-id", "cf-ray")
 MODERATION_CODES = {
     "content_filter",
@@ -77,18 +79,26 @@ def provider_id(headers: Mapping[str, str], body: Mapping[str, Any] | None, sent
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
     """Return the seconds of a Retry-After header (number or date); None if invalid."""
-    if value is None:
+    if value is None or len(value) > LONGEST_DATE:
         return None
     try:
         seconds = float(value)
     except ValueError:
-        try:
-            date = parsedate_to_datetime(value)
-        except ValueError:
+        date = _http_date(value)
+        if date is None:
             return None
-        date = date if date.tzinfo else date.replace(tzinfo=UTC)
         seconds = (date - (now or datetime.now(UTC))).total_seconds()
-    return max(0.0, seconds) if math.isfinite(seconds) else None
+    return min(max(0.0, seconds), LONGEST_WAIT_S) if math.isfinite(seconds) else None
+
+
+def _http_date(value: str) -> datetime | None:
+    """Parse a date as HTTP writes it (RFC 9110, 5.6.7): always in GMT, never with an offset."""
+    for form in HTTP_DATES:
+        try:
+            return datetime.strptime(value.strip(), form).replace(tzinfo=UTC)
+        except ValueError:
+            continue
+    return None
 
 
 def _kind(status: int, error: Any) -> type[ProviderError]:

@@ -15,6 +15,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderModerationError,
     ProviderServerError,
 )
+from composer_mesh.actors.provider.json_body import json_object
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import highest_prices, token_counts, told_charge
 from composer_mesh.actors.provider.refusal import (
@@ -29,6 +30,8 @@ from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, assistant_message, call_text
 
 MODEL_CHARS = 120
+LONGEST_ACTION = 2**20
+"""Characters of an answer's text or call."""
 OTHER_ERRORS = ("detail", "message")
 """Keys under which servers other than OpenAI's put error messages."""
 
@@ -45,10 +48,7 @@ class Reply:
 
     def body(self) -> dict[str, Any] | None:
         """Return the body's JSON object with the key redacted; None if there is none."""
-        try:
-            body: dict[str, Any] | None = self.secret.hide_all(_json_object(self.raw))
-        except RecursionError:
-            return None
+        body: dict[str, Any] | None = self.secret.hide_all(json_object(self.raw))
         return body
 
     def words(self) -> str:
@@ -128,6 +128,8 @@ def _answer(teacher: str, reply: Reply, completion: dict[str, Any], call_id: str
     try:
         text = reply.secret.hide(action_text(teacher, message))
         text.encode()
+        if len(text) > LONGEST_ACTION:
+            raise ProviderMalformed(teacher, f"its action has more than {LONGEST_ACTION} signs")
         spoken = assistant_message(text, call_id)
     except (ValueError, RecursionError):
         raise ProviderMalformed(teacher, "the message holds what JSON cannot: not text") from None
@@ -178,15 +180,7 @@ def _content_text(teacher: str, content: Any) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    return _json_object(text.encode(errors="surrogatepass"))
-
-
-def _json_object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(raw.decode())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    return json_object(text.encode(errors="surrogatepass"))
 
 
 def _first_choice(body: Mapping[str, Any]) -> dict[str, Any]:

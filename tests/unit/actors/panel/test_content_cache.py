@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_mesh.actors.hints.cache import HintCache
@@ -30,6 +30,7 @@ def cache(path: Path) -> ContentCache:
     return ContentCache(path, what="answers", setting="replay.cache")
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.text(), JSON.filter(lambda value: value is not None)), max_size=9))
 def test_the_first_value_of_a_key_comes_back_as_it_was(kept: list[tuple[str, Any]]) -> None:
     expected: dict[str, Any] = {}
@@ -43,7 +44,8 @@ def test_the_first_value_of_a_key_comes_back_as_it_was(kept: list[tuple[str, Any
         store.close()
 
 
-@given(st.dictionaries(st.text(), JSON))
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(), JSON, max_size=5))
 def test_a_key_does_not_depend_on_the_order_of_keys(content: dict[str, Any]) -> None:
     turned = dict(reversed(content.items()))
     assert content_key(content) == content_key(turned)

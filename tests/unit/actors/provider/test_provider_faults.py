@@ -46,6 +46,8 @@ TIMEOUTS = Timeouts(total_s=2.0, connect_s=1.0, read_s=0.15)
 RETRIES = Retries(attempts=3, base_s=0.005, cap_s=0.02)
 RULES = BreakerRules(failures=5, rest_s=0.05)
 WORKERS = 6
+REQUESTS = 800
+"""Enough that each of the faults is met; tests/fuzz reads 30,000 replies."""
 
 
 @pytest.fixture(autouse=True)
@@ -127,13 +129,13 @@ class Asking:
         )
 
 
-async def test_every_one_of_2000_requests_ends_as_an_answer_or_a_typed_failure() -> None:
+async def test_every_request_in_a_storm_ends_as_an_answer_or_a_typed_failure() -> None:
     meter = CeilingMeter()
-    async with proxy(7, faults.STORM) as served, client() as asking:
+    async with proxy(7, {**faults.STORM, faults.Fault.HUGE: 2.0}) as served, client() as asking:
         run = Asking(asking, served, meter)
-        await run.until(2000)
+        await run.until(REQUESTS)
         details = asking.details()
-    assert served.requests >= 2000
+    assert served.requests >= REQUESTS
     assert set(served.met) == set(faults.Fault)
     kinds = run.kinds()
     # What is sent again ends as its last attempt did, which is chance; what is final always shows.
@@ -175,13 +177,13 @@ async def cost_of(requests: int, meter: Meter) -> tuple[Any, Asking]:
 
 async def test_the_proxys_own_ledger_never_passes_the_ceiling() -> None:
     unbounded = CeilingMeter()
-    served, _ = await cost_of(400, unbounded)
+    served, _ = await cost_of(200, unbounded)
     assert served.charged <= unbounded.spent
-    for share in (0.05, 0.3, 0.8, 1.5):
+    for share in (0.1, 0.3, 0.8, 1.5):
         ceiling = int(unbounded.spent * share)
         rules = BudgetRules(usd=dollars(ceiling))
         meter = LedgerMeter(Ledger(None, rules, "faults"))
-        served, run = await cost_of(400, meter)
+        served, run = await cost_of(200, meter)
         spent, reserved = meter.run.spent, meter.run.reserved
         await meter.aclose()
         assert served.charged <= spent <= ceiling

@@ -27,12 +27,12 @@ from fake_provider import (
 
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderTimeout
-from composer_mesh.rollouts.money import LARGEST_CHARGE, TEMPLATE_TOKENS, Prices
+from composer_mesh.rollouts.money import TEMPLATE_TOKENS, Prices
 
-PRICES = Prices.per_million(2.0, 8.0)
+PRICES = Prices.per_million(2000.0, 8000.0)
 PAID = replace(TEACHER, prices=PRICES, max_tokens=100)
 TOKENS = {"prompt_tokens": 10, "completion_tokens": 5}
-BY_TOKENS = 10 * 2000 + 5 * 8000
+BY_TOKENS = 10 * 2_000_000 + 5 * 8_000_000
 DIME = 10**8
 ALL = "all that was reserved"
 
@@ -61,8 +61,9 @@ async def charged(*replies: Any, teacher: TeacherEndpoint = PAID) -> tuple[Ceili
         ),
         ({"cost": 0.1, "is_byok": True}, DIME),
         ({"cost": 0.1, "is_byok": True, "cost_details": {"upstream_inference_cost": "x"}}, ALL),
-        ({"cost": 10**30}, LARGEST_CHARGE),
-        ({"cost": 1e30, **TOKENS}, LARGEST_CHARGE),
+        ({"cost": 10**30}, ALL),
+        ({"cost": 1e30, **TOKENS}, ALL),
+        ({"prompt_tokens": 10**9, "completion_tokens": 10**9}, ALL),
         (TOKENS, BY_TOKENS),
         ({"cost": None, **TOKENS}, BY_TOKENS),
         ({"cost": "0.1", **TOKENS}, BY_TOKENS),
@@ -181,6 +182,42 @@ async def test_a_question_whose_time_went_by_while_it_reserved_is_not_sent() -> 
     failure = await fault(script, PAID, meter=meter)
     assert isinstance(failure, ProviderTimeout)
     assert (script.requests, meter.charges) == ([], [0])
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"cost": 10**30},
+        {"cost": 3.0},
+        {"cost": 0, "is_byok": True, "cost_details": {"upstream_inference_cost": 1e9}},
+        {"prompt_tokens": 10**9, "completion_tokens": 0},
+    ],
+)
+async def test_a_provider_that_states_more_than_its_prices_is_charged_those_and_not_asked_again(
+    usage: Any,
+) -> None:
+    meter, script = CeilingMeter(), Script(said("x", usage=usage), said("y"), said("z"))
+    other = replace(PAID, name="t2")
+    async with client(script) as asking:
+        first = await asking.complete(PAID, ASK, TOOLS, seed=0, meter=meter)
+        with pytest.raises(
+            ProviderBudgetError, match=r"stated \$.* costs \$.* at most at the prices"
+        ):
+            await asking.complete(PAID, ASK, TOOLS, seed=0, meter=meter)
+        second = await asking.complete(other, ASK, TOOLS, seed=0, meter=meter)
+    assert meter.charges == meter.bounds
+    assert (first.action_text, first.usd_known, second.action_text) == ("x", False, "y")
+    assert len(script.requests) == 2
+
+
+async def test_a_free_teacher_that_states_a_cost_is_not_asked_again() -> None:
+    free = replace(TEACHER, prices=Prices(Decimal(0), Decimal(0)))
+    meter = CeilingMeter(0)
+    async with client(Script(said("x", usage={"cost": 0.01}), said("y"))) as asking:
+        await asking.complete(free, ASK, TOOLS, seed=0, meter=meter)
+        with pytest.raises(ProviderBudgetError, match=r"stated \$0\.010000"):
+            await asking.complete(free, ASK, TOOLS, seed=0, meter=meter)
+    assert meter.spent == 0
 
 
 class Stuck(CeilingMeter):

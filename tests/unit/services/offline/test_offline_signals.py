@@ -20,6 +20,7 @@ from werkzeug import Request, Response
 
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.services.cli import main
 
 DEADLINE_S = 60.0
 
@@ -83,7 +84,11 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def test_an_interrupted_replay_waits_for_what_is_paid_and_goes_on_where_it_was(
-    command: list[str], provider: Provider, tmp_path: Path
+    command: list[str],
+    provider: Provider,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     interrupted = start(command)
     provider.wait_until_held()
@@ -99,9 +104,11 @@ def test_an_interrupted_replay_waits_for_what_is_paid_and_goes_on_where_it_was(
     assert asked < 48
     kept = rows_of(tmp_path / "pairs.jsonl")
 
-    resumed = start(command)
-    said, _ = resumed.communicate(timeout=DEADLINE_S)
-    assert resumed.returncode == 0, said
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    status = main(command[command.index("replay") :])
+    said = "".join(capsys.readouterr())
+    assert status == 0, said
     assert len(set(provider.questions)) == len(provider.questions) == 48
     rows = rows_of(tmp_path / "pairs.jsonl")
     assert [row["state_id"] for row in rows][: len(kept)] == [row["state_id"] for row in kept]
