@@ -17,27 +17,39 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
 if __name__ == "__main__":  # before Monarch is imported, which takes a second
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-from monarch._rust_bindings.monarch_hyperactor import bootstrap
-
+from composer_mesh.mesh.environment import set_umask, use_import_paths
+from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
 
 LOOK_S = 0.5
-serve = bootstrap.bootstrap_main
 
 
-async def serve_and_end() -> None:
-    """Serve until the controller stops this process, then exit immediately.
+def ending(serve: Callable[[], Awaitable[int]]) -> Callable[[], Awaitable[None]]:
+    """Wrap Monarch's entry point: serve until the controller stops this process, then exit at once.
 
     Python's own shutdown would race with Monarch's threads: pending tasks, aborts, both noisy.
     """
-    code: int = await serve()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+    async def serve_and_end() -> None:
+        code = await serve()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    return serve_and_end
+
+
+def wrap_monarch(name: str) -> None:
+    """Import Monarch, with its log in a private folder, and wrap its entry point."""
+    open_log(name)
+    from monarch._rust_bindings.monarch_hyperactor import bootstrap
+
+    bootstrap.bootstrap_main = ending(bootstrap.bootstrap_main)
 
 
 def end_with(parent: int) -> None:
@@ -77,8 +89,10 @@ def lead_a_group() -> None:
 
 if __name__ == "__main__":
     lead_a_group()
+    set_umask()
     stand_where_the_user_does()
+    use_import_paths()
     take_share_or_end()
     threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
-    bootstrap.bootstrap_main = serve_and_end
+    wrap_monarch(sys.argv[1])
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -56,11 +56,7 @@ def private_folder(environ: MutableMapping[str, str] = os.environ) -> Path:
             folder = Path(inherited)
             if _is_private(folder):
                 return folder
-        own = _make(_base())
-        _owned.append(own)
-        atexit.register(_remove, own)
-        environ[PRIVATE] = str(own.folder)
-        return own.folder
+        return _own_folder(environ)
 
 
 def subfolder(name: str) -> Path:
@@ -70,9 +66,13 @@ def subfolder(name: str) -> Path:
     return folder
 
 
-def use_for_temporary_files(environ: MutableMapping[str, str] = os.environ) -> Path:
-    """Have this process and its children put temporary files into the private folder."""
-    folder = private_folder(environ)
+def own_private_folder(environ: MutableMapping[str, str] = os.environ) -> Path:
+    """Return a private folder that this process owns, for a run that it starts.
+
+    From here on, this process and its children put temporary files into it.
+    """
+    with _one_at_a_time:
+        folder = _own_folder(environ)
     environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None  # it was chosen before, if anything asked for it
     return folder
@@ -84,6 +84,16 @@ def remove_abandoned(base: Path) -> list[Path]:
     Folders of other users, links, and folders whose owner lives are left alone.
     """
     return [one for one in sorted(base.glob(f"{PREFIX}*")) if _remove_if_abandoned(one)]
+
+
+def _own_folder(environ: MutableMapping[str, str]) -> Path:
+    own = next((one for one in _owned if one.pid == os.getpid()), None)
+    if own is None:
+        own = _make(_base())
+        _owned.append(own)
+        atexit.register(_remove, own)
+    environ[PRIVATE] = str(own.folder)
+    return own.folder
 
 
 def _base() -> Path:

@@ -14,6 +14,7 @@ from monarch.actor import HostMesh, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.environment import without_noise
 from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.monarch_log import open_log
 
 CHILD = "composer_mesh.mesh.bootstrap"
 
@@ -30,12 +31,13 @@ class LocalHost:
     def mesh(self) -> HostMesh:
         """Monarch's host mesh; the first use starts Monarch in this process."""
         if self._mesh is None:
+            open_log("controller")  # where no command has done it
             with without_noise():
                 self._mesh = this_host()
         return self._mesh
 
     def command(self, name: str, token: str, env: Mapping[str, str]) -> BootstrapCommand:
-        arguments = ["-m", CHILD, name, token, str(os.getpid())]
+        arguments = ["-P", "-m", CHILD, name, token, str(os.getpid())]
         return BootstrapCommand(sys.executable, None, arguments, dict(env))
 
     async def ended(self, pid: int) -> str:

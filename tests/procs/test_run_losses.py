@@ -52,6 +52,7 @@ def custom(section: str, name: str, kwargs: str = "{}") -> dict[str, Any]:
     return {
         f"{section}.type": "custom",
         f"{section}.import_path": f"users_of_a_run.{name}",
+        "run.import_paths": '["."]',
         f"{section}.kwargs": kwargs,
     }
 
