@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import os
 import re
-import secrets
 import sys
 import threading
 import time
@@ -100,7 +99,7 @@ def log_folder() -> Path:
 def _import_monarch() -> None:
     """Import Monarch's native part, which opens a file of an unpredictable name."""
     umask = os.umask(0o077)
-    os.environ[SUFFIX] = secrets.token_hex(16)  # another one than its starter's
+    os.environ[SUFFIX] = os.urandom(16).hex()  # another one than its starter's
     try:
         importlib.import_module(NATIVE)
     finally:

@@ -5,7 +5,6 @@ never loads torch or Monarch.
 """
 
 import os
-import secrets
 
 # Monarch opens its log when it is imported, at a path that others could predict (mesh.monarch_log).
-os.environ.setdefault("MONARCH_LOG_SUFFIX", secrets.token_hex(16))
+os.environ.setdefault("MONARCH_LOG_SUFFIX", os.urandom(16).hex())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
+PLANTED = ("inspect.py", "random.py", "torch.py")
 ALONE = {"sdpo.alpha": 0, "replay.beta": 0, "eval.episodes": 2}
 
 
@@ -57,9 +60,26 @@ def custom(section: str, name: str, kwargs: str = "{}") -> dict[str, Any]:
     }
 
 
-def test_functions_of_the_working_directory_train_a_run_and_their_metrics_are_logged(
-    folder: Path, policy_cache: Path
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of a run; its path is short, as the run's sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)
+
+
+def readable_by_others(folder: Path) -> list[Path]:
+    files = list(folder.rglob("*"))
+    assert len(files) > 10
+    return [path for path in files if path.stat().st_mode & 0o077]
+
+
+def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
+    folder: Path, policy_cache: Path, temporary: Path
 ) -> None:
+    """And no process imports what lies in its working directory, or leaves files behind."""
+    for name in PLANTED:
+        (folder / name).write_text("open(__file__ + '.ran', 'a').close()\n")
     settings = {
         "run.steps": STEPS,
         **ALONE,
@@ -69,6 +89,11 @@ def test_functions_of_the_working_directory_train_a_run_and_their_metrics_are_lo
     with launched(folder.parent / "run", policy_cache, settings, folder) as run:
         assert run.wait() == 0, run.stderr
     assert run.stderr == ""
+    assert {path.name for path in folder.glob("*.ran")} == set()
+    assert readable_by_others(run.root) == []
+    logs = {path.name for path in (run.root / "logs").iterdir()}
+    assert logs >= {"monarch-controller.log", "monarch-trainer.log", "monarch-generator-0.log"}
+    assert list(temporary.iterdir()) == []
     steps = run.objects("metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -105,6 +130,11 @@ def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache:
     with launched(tmp_path / "run", policy_cache, settings) as run:
         assert run.wait() == 0, run.stderr
     assert run.stderr == ""
+    assert {path.name for path in folder.glob("*.ran")} == set()
+    assert readable_by_others(run.root) == []
+    logs = {path.name for path in (run.root / "logs").iterdir()}
+    assert logs >= {"monarch-controller.log", "monarch-trainer.log", "monarch-generator-0.log"}
+    assert list(temporary.iterdir()) == []
     steps = run.objects("metrics.jsonl")
     assert [step["sdpo/taid_t"] for step in steps] == [0.4, 0.4]
     for step in steps:
