@@ -1,4 +1,4 @@
-"""Custom functions on the command line: found in the folders that are named, or refused in a line."""
+"""Custom functions on the command line: found in folders that are named, or refused in a line."""
 
 from __future__ import annotations
 
