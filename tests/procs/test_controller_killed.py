@@ -5,8 +5,7 @@ What it kept outside the run directory lies in one folder, which the next start 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ def loading(run: LiveRun) -> bool:
 
 def saving(run: LiveRun) -> bool:
     return any((run.root / "checkpoints").glob(".step-*")) or bool(run.events("checkpoint"))
-
-
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary folder of a run; its path is short, as the run's sockets need it."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 @pytest.mark.parametrize("moment", [starting, loading, saving])

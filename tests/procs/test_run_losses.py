@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +56,6 @@ def custom(section: str, name: str, kwargs: str = "{}") -> dict[str, Any]:
         "run.import_paths": '["."]',
         f"{section}.kwargs": kwargs,
     }
-
-
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary folder of a run; its path is short, as the run's sockets need it."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 def readable_by_others(folder: Path) -> list[Path]:
