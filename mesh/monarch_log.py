@@ -1,9 +1,10 @@
 """Monarch's own log: one bounded file per process, which only the user can read.
 
 Monarch opens `/tmp/USER/monarch_log.log` when its native part is imported: a path that others can
-predict, and whose links it follows. So the name gets a random part before the import, and its
-descriptor is pointed at a file in a private folder right after it. The folder is `logs/` of the run
-directory (`LOGS`), else of the private folder. Imports Monarch only in `open_log`.
+predict, and whose links it follows. So the name gets a random part before the import, the file is
+removed right after it, and its descriptor is pointed at a file in a private folder before Monarch
+is used. The folder is `logs/` of the run directory (`LOGS`), else of the private folder. Imports
+Monarch only in `open_log`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,6 @@ def open_log(name: str) -> Path | None:
             if opened is None:
                 return None
             log = BoundedLog(log_folder() / f"monarch-{name}.log", opened)
-            _remove_predictable(Path(_target(opened)))
             log.attach()
             threading.Thread(target=log.keep_bounded, name="log of Monarch", daemon=True).start()
             _of_this_process.append(log)
@@ -92,7 +92,7 @@ def log_folder() -> Path:
     if LOGS not in os.environ:
         return subfolder("logs")
     folder = Path(os.environ[LOGS])
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)  # a run directory that is gone stays gone
     return folder
 
 
@@ -104,10 +104,14 @@ def _import_monarch() -> None:
         importlib.import_module(NATIVE)
     finally:
         os.umask(umask)
+    remove_opened()
+    os.environ[SUFFIX] = os.urandom(16).hex()  # for children that Monarch starts itself
 
 
-def _remove_predictable(file: Path) -> None:
-    """Remove the file that Monarch opened, but not one that other programs share."""
+def remove_opened() -> None:
+    """Remove the file that Monarch opened, if it is this process's alone; it stays open."""
+    opened = _opened_by_monarch()
+    file = Path(SHARED if opened is None else _target(opened))
     if file.name == SHARED:
         return
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.monarch_log import LOGS, BoundedLog
+from composer_mesh.mesh.monarch_log import LOGS, SUFFIX, BoundedLog
 
 OPENED = """
 import os
@@ -65,3 +65,20 @@ def test_a_full_log_makes_room_and_the_last_full_one_is_kept(tmp_path: Path) -> 
     assert (tmp_path / "log").read_bytes() == b"3rd"
     assert (tmp_path / "log.1").read_bytes() == b"second"
     assert {path.name for path in tmp_path.iterdir()} == {"log", "log.1"}
+
+
+IMPORTED = """
+import os, pathlib, pwd
+import composer_mesh.mesh.supervision
+suffix = os.environ["MONARCH_LOG_SUFFIX"]
+folder = pathlib.Path("/tmp", pwd.getpwuid(os.getuid()).pw_name)
+print((folder / f"monarch_log_{suffix}.log").exists())
+"""
+
+
+def test_a_process_that_only_imports_monarch_leaves_no_file() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != SUFFIX}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], env=environ, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n"
