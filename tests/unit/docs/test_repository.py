@@ -35,7 +35,7 @@ def test_init_files_hold_a_docstring_and_nothing_else() -> None:
 
 def test_importing_the_package_sets_one_variable_and_imports_nothing_of_it() -> None:
     module = parsed(ROOT / "src" / "composer_mesh" / "__init__.py")
-    docstring, imports, call = module.body
+    _, imports, call = module.body
     assert ast.unparse(imports) == "import os"
     assert ast.unparse(call).startswith("os.environ.setdefault('MONARCH_LOG_SUFFIX'")
 
