@@ -5,6 +5,7 @@ a hint may be used is decided elsewhere. Neither this module nor its imports loa
 """
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from composer_mesh.actors.provider.client import (
     TeacherEndpoint,
     Timeouts,
 )
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
@@ -51,15 +53,23 @@ class HintWriterActor(MeshActor):
         cache: Path,
         sent: int = 0,
         spent_usd: float = 0.0,
+        keys: Keys | None = None,
     ) -> None:
         """Open cache and connections; raises if the key, address or file is unusable.
 
         Sends no request. Replaces what an earlier `load` opened, including its budget, of which
-        `sent` requests and `spent_usd` dollars are already used.
+        `sent` requests and `spent_usd` dollars are already used. Without `keys`, the API key is
+        read from this process's environment.
         """
         writer = replace(writer, concurrency=config.max_concurrent)
         timeouts = Timeouts(total_s=config.timeout_s)
-        client = await asyncio.to_thread(ProviderClient, timeouts, ONCE, PATIENCE)
+        client = await asyncio.to_thread(
+            ProviderClient,
+            timeouts,
+            ONCE,
+            PATIENCE,
+            environ=os.environ if keys is None else keys,
+        )
         client.check(writer)
         meter = open_meter(writer, config, sent, spent_usd)
         hint_service = HintService(client, writer, await asyncio.to_thread(HintCache, cache), meter)

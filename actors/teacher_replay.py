@@ -4,12 +4,14 @@ It is a process around `panel.panel`, which sends, pays and caches. States are c
 and pairs made in `rollouts.consensus`. Neither this module nor its imports load torch.
 """
 
+import os
 from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 
@@ -28,18 +30,19 @@ class TeacherReplayActor(MeshActor):
         self._running = 0
 
     @concurrent_endpoint
-    async def load(self, settings: PanelSettings) -> None:
+    async def load(self, settings: PanelSettings, keys: Keys | None = None) -> None:
         """Open connections, ledger and cache; raises if a teacher or a file cannot be used.
 
         Sends no completion request; a provider's price list is read if the settings name no prices.
-        Replaces what an earlier `load` opened.
+        Replaces what an earlier `load` opened. Without `keys`, API keys are read from this
+        process's environment.
         """
         if settings.pays and settings.budget.usd > 0 and settings.ledger is None:
             raise ValueError(
                 f"budget.usd is {settings.budget.usd} but ledger is None, so no replica would see "
                 "what the others spend: name one file for all of them"
             )
-        panel = await TeacherPanel.open(settings)
+        panel = await TeacherPanel.open(settings, environ=os.environ if keys is None else keys)
         await self._close_panel()
         self._panel = panel
 

@@ -21,6 +21,7 @@ MEASURED = "what is measured and kept, not what is learned"
 SAFE = (
     ("run.deadline_s", PATIENCE),
     ("run.telemetry", MEASURED),
+    *((f"run.{key}", PLACES) for key in ("import_paths", "group_readable")),
     ("environment.replicas", PLACES),
     ("policy.cache_dir", PLACES),
     *((f"generator.{key}", PLACES) for key in ("replicas", "max_concurrent", "threads")),

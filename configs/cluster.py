@@ -68,7 +68,7 @@ class KubernetesConfig(Section):
     """Mount path of the volume in each pod."""
 
     secrets: Strings = ()
-    """Secrets whose keys become environment variables of every pod: API keys."""
+    """Secrets whose keys become environment variables of the controller's pod: API keys."""
 
     service_account: str = ""
     """Service account of the pods; empty is the namespace's default."""

@@ -46,6 +46,14 @@ class RunConfig(Section):
     deadline_s: Positive = 120.0
     """Seconds until an unanswered call to an actor ends the run."""
 
+    import_paths: Annotated[tuple[FilePath, ...], Field(strict=False)] = ()
+    """Folders with modules of your own, such as custom losses: searched after installed packages.
+
+    Relative ones are relative to the folder where the command runs."""
+
+    group_readable: bool = False
+    """Let the group of the run's files read them; otherwise only the user who runs it can."""
+
     telemetry: bool = False
     """Store messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
 

@@ -4,7 +4,8 @@ Only what a rollout earned can be taken away for its length, so a wrong answer g
 being short. Use it from the repository root with
 
     composer-mesh train configs/quickstart.toml --set advantage.type=custom \\
-        --set advantage.import_path=examples.custom_advantage.brief_advantage --set run.steps=3
+        --set advantage.import_path=examples.custom_advantage.brief_advantage --set run.steps=3 \\
+        --set run.import_paths='["."]'
 """
 
 import torch

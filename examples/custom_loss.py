@@ -4,7 +4,8 @@ Pushing an unlikely token down spreads its probability over everything else, so 
 closer than rises, and rollouts below the baseline count less. Use it from the repository root with
 
     composer-mesh train configs/quickstart.toml --set loss.type=custom \\
-        --set loss.import_path=examples.custom_loss.asymmetric_loss --set run.steps=3
+        --set loss.import_path=examples.custom_loss.asymmetric_loss --set run.steps=3 \\
+        --set run.import_paths='["."]'
 """
 
 import torch

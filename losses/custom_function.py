@@ -126,8 +126,8 @@ def _import_problem(module_name: str, error: Exception) -> str:
     absent = isinstance(error, ModuleNotFoundError)
     if absent and missing and f"{module_name}.".startswith(f"{missing}."):
         return (
-            f"there is no module {missing!r}: install it, or put its folder on PYTHONPATH for"
-            " every process of the run"
+            f"there is no module {missing!r}: install it, or name its folder in run.import_paths, "
+            'such as --set run.import_paths=["."]'
         )
     if missing and missing.split(".")[0] == "prime_rl":
         known = ", ".join(

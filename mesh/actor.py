@@ -12,7 +12,10 @@ from typing import Any, ClassVar
 from monarch.actor import Actor, concurrent_endpoint
 
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
+from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.processes import resident_bytes
+
+remove_opened()  # a process that only imports Monarch leaves no log
 
 
 class MeshActor(Actor):

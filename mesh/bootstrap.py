@@ -18,10 +18,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from composer_mesh.mesh.fork_server.client import run_forked
 from composer_mesh.mesh.fork_server.protocol import SERVER
+
+if __name__ == "__main__":  # before what takes a tenth of a second is imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if SERVER in os.environ:
+        run_forked(os.environ[SERVER], sys.argv[1:], int(sys.argv[3]))
+
+from composer_mesh.mesh.environment import set_umask, use_import_paths
+from composer_mesh.mesh.monarch_log import open_log
+from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
 
 LOOK_S = 0.5
 
@@ -33,25 +42,36 @@ def main(arguments: Sequence[str], wait_for_parent: Callable[[], None]) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # before Monarch is imported, which takes a second
     lead_a_group()
+    set_umask()
     stand_where_the_user_does()
+    use_import_paths()
     take_share_or_end(arguments[0])
     threading.Thread(target=end_after, args=[wait_for_parent], daemon=True).start()
+    wrap_monarch(arguments[0])
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+
+
+def wrap_monarch(name: str) -> None:
+    """Import Monarch, with its log in a private folder, and wrap its entry point."""
+    open_log(name)
     from monarch._rust_bindings.monarch_hyperactor import bootstrap
 
-    serve = bootstrap.bootstrap_main
+    bootstrap.bootstrap_main = ending(bootstrap.bootstrap_main)
+
+
+def ending(serve: Callable[[], Awaitable[int]]) -> Callable[[], Awaitable[None]]:
+    """Wrap Monarch's entry point: serve until the controller stops this process, then exit at once.
+
+    Python's own shutdown would race with Monarch's threads: pending tasks, aborts, both noisy.
+    """
 
     async def serve_and_end() -> None:
-        """Serve until the controller stops this process, then exit immediately.
-
-        Python's own shutdown would race with Monarch's threads: pending tasks, aborts, both noisy.
-        """
-        code: int = await serve()
+        code = await serve()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
-    bootstrap.bootstrap_main = serve_and_end
-    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    return serve_and_end
 
 
 def end_after(wait_for_parent: Callable[[], None]) -> None:
@@ -77,8 +97,6 @@ def take_share_or_end(name: str) -> None:
 
     An actor on other cores or GPUs than those assigned would disturb the processes that have them.
     """
-    from composer_mesh.mesh.process_resources import ShareMissing, take_share
-
     try:
         take_share()
     except ShareMissing as error:
@@ -89,8 +107,6 @@ def take_share_or_end(name: str) -> None:
 
 def stand_where_the_user_does() -> None:
     """Change to the folder that relative paths of the config refer to; on a shared file system."""
-    from composer_mesh.mesh.process_resources import FOLDER
-
     if folder := os.environ.get(FOLDER):
         os.chdir(folder)
 
@@ -102,8 +118,4 @@ def lead_a_group() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    starter = int(sys.argv[3])
-    if server := os.environ.get(SERVER):
-        run_forked(server, sys.argv[1:], starter)
-    main(sys.argv[1:], lambda: wait_while_child_of(starter))
+    main(sys.argv[1:], lambda: wait_while_child_of(int(sys.argv[3])))

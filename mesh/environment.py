@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 SETTINGS = {
@@ -23,6 +23,14 @@ SETTINGS = {
     # Processes share the cores: a thread that spins while it waits takes another's core.
     "OMP_WAIT_POLICY": "passive",
 }
+
+UMASK = "COMPOSER_MESH_UMASK"
+"""Environment variable with the umask of a run's processes, in octal digits."""
+PRIVATE_UMASK, GROUP_UMASK = "077", "027"
+IMPORT_PATHS = "COMPOSER_MESH_IMPORT_PATHS"
+"""Environment variable with the folders of the user's own modules."""
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Python's own variable: nothing is imported from the folder where a process is started."""
 
 # Messages of Monarch's native code that users cannot act on.
 NOISE = (
@@ -44,10 +52,36 @@ def prepare_environment() -> None:
 
     Child processes inherit them, so it is called once, by the process that starts the others.
     """
+    os.environ[SAFE_PATH] = "1"
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if (beside := Path(sys.executable).with_name("py-spy")).exists():
         os.environ.setdefault("PYSPY_BIN", str(beside))  # the venv's bin may not be on PATH
+
+
+def set_umask(umask: str | None = None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the umask of this process and the processes of its run; by default what its starter set.
+
+    Without either, only the user can read what the run writes.
+    """
+    environ[UMASK] = umask or environ.get(UMASK, PRIVATE_UMASK)
+    os.umask(int(environ[UMASK], 8))
+
+
+def add_import_paths(
+    folders: Sequence[Path], environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Let this process and its children import the user's modules from these folders too."""
+    known = [path for path in environ.get(IMPORT_PATHS, "").split(os.pathsep) if path]
+    added = [str(folder.absolute()) for folder in folders]
+    environ[IMPORT_PATHS] = os.pathsep.join(dict.fromkeys([*known, *added]))
+    use_import_paths(environ)
+
+
+def use_import_paths(environ: Mapping[str, str] = os.environ) -> None:
+    """Search the folders of the user's modules last: none of them hides another module."""
+    paths = environ.get(IMPORT_PATHS, "").split(os.pathsep)
+    sys.path += [path for path in paths if path and path not in sys.path]
 
 
 @contextlib.contextmanager

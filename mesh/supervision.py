@@ -23,8 +23,10 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Future, MeshFailure
 
+from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.waiting import cancel_and_wait
 
+remove_opened()  # a process that only imports Monarch leaves no log
 T = TypeVar("T")
 
 STOPPED = "it was stopped"

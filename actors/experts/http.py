@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 LARGEST_REQUEST = 4 * 2**20
 IDLE_S = 60.0
 TOKEN_ENV = "COMPOSER_MESH_EXPERT_TOKEN"
-"""The variable that a builtin teacher's `api_key_env` names."""
+"""The name of the token among the `Keys` of an actor that queries builtin teachers."""
 
 
 def new_token() -> str:

@@ -1,12 +1,13 @@
 """API keys of providers: reading them, and redacting them from stored data.
 
-A key is read from the environment or its file for each request and not stored longer.
+A key is read from its source for each request: a file, the environment of a process that sends
+requests itself, or the `Keys` that a run sends to its actors. `Secret` holds it for one request.
 """
 
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,31 @@ SHORTEST_SECRET = 8
 LONGEST_KEY = 16_384
 
 log = logging.getLogger(__name__)
+
+
+class Keys(Mapping[str, str]):
+    """API keys by the names of their variables, as sent to an actor that uses them.
+
+    They are an argument of its `load`, over the run's own connections: environments and commands of
+    processes are logged, inherited and listed. The text of this mapping shows no key.
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._keys = dict(keys or {})
+
+    def __getitem__(self, name: str) -> str:
+        return self._keys[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"Keys({', '.join(self)})"
 
 
 class Secret:

@@ -23,6 +23,7 @@ from composer_mesh.mesh.fork_server.protocol import (
     is_read_on_import,
 )
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
+from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import MeshError, heard
 
@@ -108,7 +109,7 @@ class ForkServers:
 
     def _own_folder(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="composer-mesh-fork-"))
+            self._folder = Path(tempfile.mkdtemp(prefix="fork-", dir=private_folder()))
         return self._folder
 
 
@@ -126,7 +127,7 @@ def start(path: Path, modules: Sequence[str], extra: Mapping[str, str]) -> tuple
         passed = (listening.fileno(), says)
         arguments = [*map(str, passed), str(path.parent), str(os.getpid()), *modules]
         read = {name: value for name, value in extra.items() if is_read_on_import(name)}
-        command = [sys.executable, "-m", PROGRAM, *arguments]
+        command = [sys.executable, "-P", "-m", PROGRAM, *arguments]
         pid = programs.beside(command, {**os.environ, **read}, pass_fds=passed)
     os.close(says)
     return pid, said

@@ -189,7 +189,7 @@ def start_anew(arguments: list[str]) -> NoReturn:
     """Replace this fork by a fresh interpreter, which can initialize CUDA."""
     sys.stderr.write(f"composer-mesh: {arguments[0]} starts without the fork server: {BAD_FORK}\n")
     sys.stderr.flush()
-    program = [sys.executable, "-m", "composer_mesh.mesh.bootstrap", *arguments]
+    program = [sys.executable, "-P", "-m", "composer_mesh.mesh.bootstrap", *arguments]
     os.execv(sys.executable, program)
 
 

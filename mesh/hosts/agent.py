@@ -24,6 +24,7 @@ from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
 from composer_mesh.mesh.machine import this_machine
+from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.planning.host_capacity import HostResources
 
 LONGEST_LINE = 200
@@ -46,6 +47,7 @@ class HostAgent(MeshActor):
     kind = "host_agent"
 
     def __init__(self) -> None:
+        open_log("host_agent")  # Monarch's own bootstrap has imported it
         folder = Path(os.environ[FOLDER])
         self._lease, self._exit_statuses = Lease(folder), ExitStatuses(folder)
         self._beats, self._fork_servers = Beats(self._lease), ForkServers()

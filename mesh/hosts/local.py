@@ -16,6 +16,7 @@ from composer_mesh.mesh.environment import without_noise
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.monarch_log import open_log
 
 CHILD = "composer_mesh.mesh.bootstrap"
 
@@ -33,6 +34,7 @@ class LocalHost:
     def mesh(self) -> HostMesh:
         """Monarch's host mesh; the first use starts Monarch in this process."""
         if self._mesh is None:
+            open_log("controller")  # where no command has done it
             with without_noise():
                 self._mesh = this_host()
         return self._mesh
@@ -40,7 +42,7 @@ class LocalHost:
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
     ) -> BootstrapCommand:
-        arguments = ["-m", CHILD, name, token, str(os.getpid())]
+        arguments = ["-P", "-m", CHILD, name, token, str(os.getpid())]
         forked = await self._fork_servers.environment(env, preload)
         return BootstrapCommand(sys.executable, None, arguments, {**env, **forked})
 

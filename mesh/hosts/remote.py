@@ -19,13 +19,14 @@ from monarch.actor import HostMesh, ProcMesh, attach_to_workers
 
 from composer_mesh.mesh.actor import monarch_name
 from composer_mesh.mesh.background import BackgroundTasks
-from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, without_noise
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAbout, HostAgent
 from composer_mesh.mesh.hosts.host import is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import CHILD
 from composer_mesh.mesh.hosts.versions import differences, versions
+from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
 
@@ -46,6 +47,10 @@ LOOK_S = 5.0
 ANSWER_S = 30.0
 IMPORT_S = 120.0
 """Longest time until a fork server has imported its modules."""
+
+
+LIKE_HERE = ("PYTHONPATH", IMPORT_PATHS, UMASK, LOGS)
+"""Variables that processes on other hosts have from the controller."""
 
 
 class HostRefused(MeshError):
@@ -137,16 +142,15 @@ class RemoteHost:
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
     ) -> BootstrapCommand:
-        arguments = ["-m", CHILD, name, token, str(self.known.server)]
+        arguments = ["-P", "-m", CHILD, name, token, str(self.known.server)]
         env = {**self._places(), **env}
         forked = await self._ask("fork_server", env, tuple(preload), deadline_s=IMPORT_S)
         return BootstrapCommand(self.known.python, None, arguments, {**env, **forked})
 
     def _places(self) -> dict[str, str]:
         """Return the environment that gives the same working directory and module paths as here."""
-        paths = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         return {
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            **{name: os.environ[name] for name in LIKE_HERE if name in os.environ},
             FOLDER: str(Path.cwd()),
             ADDRESS: addresses.split(self.address)[1],
         }

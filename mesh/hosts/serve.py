@@ -17,6 +17,7 @@ from pathlib import Path
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
+from composer_mesh.mesh.monarch_log import open_log
 
 FOLDER = "COMPOSER_MESH_WORKER_FOLDER"
 """Environment variable with the worker's folder, set for all processes that it starts."""
@@ -26,6 +27,7 @@ LOOK_S = 0.5
 def serve(address: str, folder: Path) -> None:
     """Serve a run until the worker ends this process."""
     prepare_environment()  # Monarch reads it when it is imported
+    open_log("worker")
     from monarch.actor import run_worker_loop_forever
 
     threading.Thread(

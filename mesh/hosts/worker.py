@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.environment import PRIVATE_UMASK, set_umask
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
 from composer_mesh.mesh.hosts.lease import Lease
@@ -34,6 +35,7 @@ from composer_mesh.mesh.hosts.process_lifetime import adopt_orphans, collect, en
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, withdraw
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.machine import this_host
+from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.mesh.processes import is_alive
 
 AUTO = "auto"
@@ -72,7 +74,8 @@ def worker_command(options: WorkerOptions) -> int:
 
     It is 1 when no controller came, when the controller was lost, or when serving failed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="composer-mesh-worker-"))
+    set_umask(PRIVATE_UMASK)
+    folder = Path(tempfile.mkdtemp(prefix="worker-", dir=own_private_folder()))
     try:
         return _Worker(options, folder).serve()
     finally:
@@ -98,7 +101,7 @@ class _Worker:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._told.append(number))
         adopt_orphans()
-        program = [sys.executable, "-m", "composer_mesh.mesh.hosts.serve", address]
+        program = [sys.executable, "-P", "-m", "composer_mesh.mesh.hosts.serve", address]
         serving = programs.beside(program, env)
         try:
             return self._look_after(serving, name, address)

@@ -10,6 +10,7 @@ from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, set_umask
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
@@ -43,6 +44,11 @@ def accept(config: Config) -> ProcessPlacements:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return ProcessPlacements.of(config)
+
+
+def use_umask(config: Config) -> None:
+    """Set who can read the files that this command and the processes of the run write."""
+    set_umask(GROUP_UMASK if config.run.group_readable else PRIVATE_UMASK)
 
 
 def startable(config: Config) -> None:

@@ -1,13 +1,20 @@
 """Checks that the API keys that a config refers to are present, before anything is started.
 
-Does not check that a provider accepts them; keys are neither stored nor shown.
+Does not check that a provider accepts them. `held_keys` keeps them out of the environment that the
+processes of a run inherit; the actors that use them receive them as an argument.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
+from composer_mesh.actors.experts.http import TOKEN_ENV
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.endpoint import ChatEndpoint
 from composer_mesh.configs.schema import Config
+
+ASKING = ("teacher_replay", "hint_writer")
+"""Kinds of processes that query model APIs."""
 
 
 class MissingKey(Exception):
@@ -23,8 +30,32 @@ def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
         _check(writer, "the hint writer", environ)
 
 
+@contextlib.contextmanager
+def held_keys(config: Config, environ: MutableMapping[str, str] = os.environ) -> Iterator[Keys]:
+    """Take the keys of a run out of the environment while the block runs; yield them.
+
+    The processes that are started in the block do not inherit them.
+    """
+    held = {name: environ.pop(name) for name in all_key_variables(config) if name in environ}
+    try:
+        yield Keys(held)
+    finally:
+        environ.update(held)
+
+
+def keys_of(config: Config, kind: str, held: Mapping[str, str], token: str) -> Keys:
+    """Return those of the run's keys that a kind of process uses, with the experts' token."""
+    own = {name: held[name] for name in key_variables(config, kind) if name in held}
+    return Keys({**own, TOKEN_ENV: token})
+
+
+def all_key_variables(config: Config) -> list[str]:
+    """Return the names of the variables with the keys of a run."""
+    return sorted({name for kind in ASKING for name in key_variables(config, kind)})
+
+
 def key_variables(config: Config, kind: str) -> list[str]:
-    """Return the environment variables from which a kind of process reads its keys."""
+    """Return the names of the variables whose keys a kind of process uses."""
     asked: list[ChatEndpoint] = []
     if kind == "teacher_replay" and config.replay.on:
         asked += config.replay.teachers

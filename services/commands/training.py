@@ -5,6 +5,7 @@ loads neither torch nor Monarch.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from composer_mesh.configs.changes import Change
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.mesh.monarch_log import LOGS, open_log
+from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.planning.mesh_layout import plan_mesh
 from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
 from composer_mesh.rollouts.task_choice import make_task
@@ -27,6 +30,7 @@ from composer_mesh.services.checks.accepting import (
     items,
     numbers,
     startable,
+    use_umask,
 )
 from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
 from composer_mesh.services.directory.report import STORE_FILE
@@ -54,6 +58,7 @@ def check(arguments: argparse.Namespace) -> int:
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
     config = accepted(arguments)
+    use_umask(config)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces, signals)
     output, resumed = arguments.output or RUNS / config.run.name, None
@@ -81,8 +86,7 @@ def _half(config: Config, output: Path | None, source: Path | None, signals: Com
         )
     make_room(place, named=output is not None)
     with claimed(place):
-        prepare_environment()  # Monarch reads it when it is imported
-        signals.hold()
+        prepare(place, signals)
         from composer_mesh.services.partial_runs.command import partial_run_command
 
         signals.check()
@@ -127,6 +131,15 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         return ablate_command(plan, output, one)
 
 
+def prepare(output: Path, signals: CommandSignals) -> None:
+    """Prepare this process for a run: temporary files and logs in private folders, then Monarch."""
+    prepare_environment()  # Monarch reads it when it is imported
+    own_private_folder()
+    os.environ[LOGS] = str((output / "logs").absolute())
+    signals.hold()
+    open_log("controller")
+
+
 def start(
     config: Config,
     output: Path,
@@ -138,8 +151,8 @@ def start(
     `resumed` are the config changes of a resumed run. From here on no signal raises, because an
     import may swallow a KeyboardInterrupt.
     """
-    prepare_environment()  # Monarch reads it when it is imported
-    signals.hold()
+    use_umask(config)
+    prepare(output, signals)
     from composer_mesh.services.run.assembly import train_command
 
     signals.check()

@@ -17,7 +17,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.services.checks.accepting import accepted
+from composer_mesh.services.checks.accepting import accepted, use_umask
 from composer_mesh.services.directory.claim import (
     RUNS,
     claimed,
@@ -44,6 +44,7 @@ from composer_mesh.services.launch.workers import CONTROLLER, workers_of
 def launch_command(arguments: argparse.Namespace) -> int:
     """Launch a run. Returns its exit status, 0 with --detach, 130 if Ctrl-C ended the following."""
     config = accepted(arguments)
+    use_umask(config)
     output = (arguments.output or RUNS / config.run.name).absolute()
     if (status := _refuse(output, config, arguments)) is not None:
         return status

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.load import dump_toml
+from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.certificates import write_private
+from composer_mesh.services.checks.keys import all_key_variables
 from composer_mesh.services.launch.ports import Order, Plan
 from composer_mesh.services.store.whole_files import write_whole
 
@@ -29,19 +30,26 @@ def controller_command(
 ) -> list[str]:
     """Return the controller's command; `how` is --resume, --auto-resume, or nothing."""
     file = run / FOLDER / CONFIG_FILE if config is None else config
-    return [python, "-m", "composer_mesh", "train", str(file), "--output", str(run), *how]
+    return [python, "-P", "-m", "composer_mesh", "train", str(file), "--output", str(run), *how]
 
 
 def worker_command(
     python: str,
-    cluster: ClusterConfig,
+    config: Config,
     roster: PurePath,
     authority: PurePath | None,
     *where: str,
     wait_s: float | None = None,
 ) -> list[str]:
-    """Return a worker's command; `where` has its name and address. Without TLS, no authority."""
-    words = [python, "-m", "composer_mesh", "worker", *where, "--roster", str(roster)]
+    """Return a worker's command; `where` has its name and address. Without TLS, no authority.
+
+    The run's API keys may be in the environment that launches it. A worker and what it starts do
+    not inherit them: the controller sends them to the actors that use them.
+    """
+    cluster = config.cluster
+    without = [word for name in all_key_variables(config) for word in ("-u", name)]
+    words = ["env", *without] if without else []
+    words += [python, "-P", "-m", "composer_mesh", "worker", *where, "--roster", str(roster)]
     if authority is not None:
         words += ["--authority", str(authority)]
     wait_s = cluster.attach_s if wait_s is None else wait_s

@@ -83,7 +83,7 @@ def elsewhere(run: Path) -> Handle | None:
 
 def command_there(handle: Handle, run: Path, words: Sequence[str], terminal: bool) -> list[str]:
     """Return the local command that runs `composer-mesh WORDS` on the controller's host."""
-    own = [handle.python, "-m", "composer_mesh", *words]
+    own = [handle.python, "-P", "-m", "composer_mesh", *words]
     inside = ["sh", "-c", ENTER, "sh", str(handle.folder), "env", f"{THERE}={run}", *own]
     reach = list(handle.reach)
     program = Path(reach[0]).name

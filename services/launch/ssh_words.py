@@ -27,9 +27,12 @@ def inside(folder: Path, command: Sequence[str]) -> str:
 
 
 def left_behind(folder: Path, command: Sequence[str], log: Path) -> str:
-    """Return the shell text that starts a detached command and prints its process id."""
+    """Return the shell text that starts a detached command and prints its process id.
+
+    Its log, like all that it writes, is its user's alone.
+    """
     return _sh(
-        f"cd {shlex.quote(str(folder))} && "
+        f"umask 077 && cd {shlex.quote(str(folder))} && "
         f"{{ nohup setsid {shlex.join(command)} </dev/null >>{shlex.quote(str(log))} 2>&1 & "
         "echo $!; }"
     )

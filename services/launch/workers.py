@@ -42,8 +42,8 @@ class WorkerCommand:
         """Return the command that runs on the host."""
         authority = authority_of(order) if self.address.startswith("tls:") else None
         where = ("--listen", self.address, "--name", self.name)
-        roster, cluster = order.output / ROSTER, order.config.cluster
-        words = worker_command(order.python, cluster, roster, authority, *where)
+        roster = order.output / ROSTER
+        words = worker_command(order.python, order.config, roster, authority, *where)
         if not self.destination and not self.expected:
             words += ["--with-process", CONTROLLER]
         return words

@@ -79,7 +79,8 @@ class PartialRun(Run, ABC):
     """Result that is printed for the user."""
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
-        return await RunMesh.start(config, host, self.event, self.half, self._hosts.place())
+        placements = self._hosts.place()
+        return await RunMesh.start(config, host, self.event, self._keys, self.half, placements)
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)

@@ -22,6 +22,7 @@ from composer_mesh.actors.checkpoints.folder import (
     UnreadableCheckpoint,
 )
 from composer_mesh.actors.models.policy import load_tokenizer
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
@@ -37,6 +38,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
 from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import read_metrics, summary_table, write_summary
@@ -121,6 +123,7 @@ class Run:
     controller: Controller | None = None
     stopping: Stopping = field(default_factory=Stopping)
     _hosts: RunHosts = field(init=False)
+    _keys: Keys = field(default_factory=Keys, repr=False)
     _mesh: RunMesh | None = None
     _trainer: FaultTolerantTrainer | None = None
     _past: Past = field(default_factory=Past)
@@ -158,7 +161,8 @@ class Run:
         supervisor = Supervisor(self.event)
         state = "failed"
         try:
-            await self._live_with_hosts(supervisor)
+            with held_keys(self.config) as self._keys:
+                await self._live_with_hosts(supervisor)
             state = "stopped" if self.stopping.stopped else "finished"
             return STOPPED if self.stopping.stopped else 0
         except asyncio.CancelledError:
@@ -255,7 +259,9 @@ class Run:
             await mesh.close()
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
-        return await RunMesh.start(config, host, self.event, placements=self._hosts.place())
+        return await RunMesh.start(
+            config, host, self.event, self._keys, placements=self._hosts.place()
+        )
 
     async def _train_on(self, mesh: RunMesh) -> None:
         self.view.phase("preparing the policy")

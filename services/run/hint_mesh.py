@@ -4,11 +4,12 @@ Used only with writer = "llm"; `hint_writing` makes the requests and uses the re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.provider.client import TeacherEndpoint
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest
 from composer_mesh.services.service import Service
@@ -25,6 +26,7 @@ class MeshHintWriter:
 
     pool: Service
     config: Config
+    keys: Keys = field(repr=False)
     spent: tuple[int, float] = (0, 0.0)
 
     async def load(self, expert_url: str, run: Path) -> None:
@@ -33,7 +35,7 @@ class MeshHintWriter:
         assert asked is not None
         cache = asked.cache or run / CACHE_FILE
         writer = writer_endpoint(self.config, expert_url)
-        await self.pool.load(writer, asked, cache.absolute(), *self.spent)
+        await self.pool.load(writer, asked, cache.absolute(), *self.spent, self.keys)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """Return one reply per request. Waits at most the writer's own timeout."""

@@ -25,6 +25,7 @@ from composer_mesh.mesh.hosts.host import is_lost
 from composer_mesh.mesh.hosts.remote import HostRefused, RemoteHost
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, read_roster
 from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
@@ -153,7 +154,7 @@ class RunHosts:
         _, host, port = addresses.split(own)
         if scheme == "tls":
             # Processes of this machine use the key too, until they end.
-            keys = tempfile.TemporaryDirectory(prefix="composer-mesh-tls-")
+            keys = tempfile.TemporaryDirectory(prefix="tls-", dir=private_folder())
             self._keys.append(keys)
             authority = cluster.authority or self.root / AUTHORITY
             os.environ.update(tls_environment(authority, Path(keys.name), [host, LOOPBACK]))

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import new_token
 from composer_mesh.actors.experts.panel import Expert
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import HeartbeatRules
@@ -21,6 +22,7 @@ from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.tasks import Task
+from composer_mesh.services.checks.keys import keys_of
 from composer_mesh.services.directory.status import ActorStatus
 from composer_mesh.services.inspection.usage import CpuMeter
 from composer_mesh.services.pool.process_placement import ProcessPlacements
@@ -55,6 +57,7 @@ class RunMesh:
     reference: Service | None
     experts: Service | None
     hints: MeshHintWriter | None
+    keys: Keys = field(repr=False)
     token: str = field(repr=False)
     _cpu: CpuMeter[str] = field(default_factory=CpuMeter, init=False, repr=False)
 
@@ -80,16 +83,21 @@ class RunMesh:
         config: Config,
         host: MeshHost,
         record: Recorder,
+        keys: Keys,
         half: Half = "both",
         placements: ProcessPlacements | None = None,
     ) -> "RunMesh":
-        """Start all processes concurrently at their placements. Waits until each actor answers."""
+        """Start all processes concurrently at their placements. Waits until each actor answers.
+
+        `keys` are the API keys of the run, which only the actors that use them receive.
+        """
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
         placements = placements or ProcessPlacements.of(config)
         for note in placements.notes:
             record("placement", "", note)
         start, token = Pools(config, host, placements, record), new_token()
+        words = keys_of(config, "hint_writer", keys, token)
         teachers = SdpoTeachers(config, host, placements.taker("sdpo_teacher"), record)
         trainers = TrainerRanks(config, host, placements.taker("trainer"))
         samples, trains, whole = half != "training", half != "sampling", half == "both"
@@ -98,15 +106,15 @@ class RunMesh:
             trainers.start(),
             _if(samples, start.generators()),
             _if(samples, start.environments()),
-            _if(whole and config.replay.on, start.teachers(token)),
+            _if(whole and config.replay.on, start.teachers()),
             _if(whole and config.replay.needs_reference, start.one("reference", ReferenceActor)),
             _if(own_teachers, teachers.start()),
             _if(whole and config.serves_experts, start.one("expert_server", ExpertServerActor)),
-            _if(whole and config.asks_for_hints, start.hint_writer(token)),
+            _if(whole and config.asks_for_hints, start.hint_writer(words)),
         )
         own = teachers if own_teachers else None
         ring = (trainers, (generators, environments) if samples else None)
-        return cls(config, host, half, *ring, own, replay, reference, experts, hints, token)
+        return cls(config, host, half, *ring, own, replay, reference, experts, hints, keys, token)
 
     async def prepare(self) -> Path:
         """Return the folder of the initial policy. Waits for a warm start if none is cached.
@@ -172,7 +180,8 @@ class RunMesh:
         if self.experts is not None:
             url = await self._serve_experts(self.experts)
         if self.replay is not None:
-            await self.replay.load(panel_settings(self.config, url, run, task.tools))
+            keys = keys_of(self.config, "teacher_replay", self.keys, self.token)
+            await self.replay.load(panel_settings(self.config, url, run, task.tools), keys)
         if self.hints is not None:
             await self.hints.load(url, run)
 

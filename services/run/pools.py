@@ -7,9 +7,9 @@ from typing import Any
 
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
-from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
@@ -17,7 +17,7 @@ from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.services import service
-from composer_mesh.services.checks.keys import key_variables
+from composer_mesh.services.checks.keys import ASKING
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.run.hint_mesh import MeshHintWriter
@@ -26,7 +26,6 @@ from composer_mesh.services.service import Service
 ALL_AT_ONCE = 1_000_000
 """No limit: generators and environments batch and queue by themselves."""
 NOTHING: Mapping[str, str] = {}
-ASKING = ("teacher_replay", "hint_writer")
 NO_PROXY = "NO_PROXY"
 
 
@@ -55,7 +54,7 @@ class Pools:
         count = self.config.environment.replicas
         return await self._pool("environment", EnvironmentActor, count, max_outstanding=ALL_AT_ONCE)
 
-    async def teachers(self, token: str) -> Service:
+    async def teachers(self) -> Service:
         """Start the interchangeable teacher-replay actors."""
         replay = self.config.replay
         # A panel has its own timeouts; the deadline covers a process that does not answer.
@@ -64,20 +63,17 @@ class Pools:
             "teacher_replay",
             TeacherReplayActor,
             replay.actors,
-            {TOKEN_ENV: token},
             deadline_s=patience_s,
         )
 
-    async def hint_writer(self, token: str) -> MeshHintWriter:
+    async def hint_writer(self, keys: Keys) -> MeshHintWriter:
         """Start the process that writes hints with a language model."""
-        pool = await self.one("hint_writer", HintWriterActor, {TOKEN_ENV: token})
-        return MeshHintWriter(pool, self.config)
+        pool = await self.one("hint_writer", HintWriterActor)
+        return MeshHintWriter(pool, self.config, keys)
 
-    async def one(
-        self, name: str, kind: type[MeshActor], further: Mapping[str, str] = NOTHING
-    ) -> Service:
+    async def one(self, name: str, kind: type[MeshActor]) -> Service:
         """Start a single unreplicated process: calls wait while it is replaced."""
-        return await self._pool(name, kind, 1, further, numbered=False)
+        return await self._pool(name, kind, 1, numbered=False)
 
     async def _pool(
         self,
@@ -89,7 +85,7 @@ class Pools:
     ) -> Service:
         def placement(slot: int) -> ProcessPlacement:
             taken = self.placements.take(name, slot)
-            asking = {} if taken.host is None else asking_env(self.config, name)
+            asking = {} if taken.host is None else proxy_env(self.config, name)
             return replace(taken, env={**taken.env, **further, **asking})
 
         rules = self.config.supervision
@@ -108,18 +104,14 @@ class Pools:
         return pool.options(retry_errors=True)
 
 
-def asking_env(
-    config: Config, kind: str, environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def proxy_env(config: Config, kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment that a process on another host needs for HTTP model requests.
 
-    Processes of this machine inherit its API keys; other hosts get them from here, only for
-    processes that need them. `NO_PROXY` is extended so that the run's own experts are reached
-    directly.
+    `NO_PROXY` is extended so that the run's own experts are reached directly. API keys are never
+    part of it: they are an argument of the actor's `load`.
     """
-    told = {name: environ[name] for name in key_variables(config, kind) if name in environ}
-    if kind in ASKING and config.serves_experts and environ.get(ADDRESS):
-        direct = environ.get(NO_PROXY) or environ.get(NO_PROXY.lower()) or ""
-        direct = ",".join(filter(None, [direct, environ[ADDRESS]]))
-        told |= {NO_PROXY: direct, NO_PROXY.lower(): direct}
-    return told
+    if kind not in ASKING or not config.serves_experts or not environ.get(ADDRESS):
+        return {}
+    direct = environ.get(NO_PROXY) or environ.get(NO_PROXY.lower()) or ""
+    direct = ",".join(filter(None, [direct, environ[ADDRESS]]))
+    return {NO_PROXY: direct, NO_PROXY.lower(): direct}

@@ -92,6 +92,14 @@ async def host(supervisor: Supervisor) -> AsyncIterator[MeshHost]:
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of a run; its path is short, as the run's sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)
+
+
 @pytest.fixture(scope="session")
 def policy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of this session find the warm start that the first of them makes."""

@@ -15,6 +15,7 @@ from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderAuthError
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
@@ -44,10 +45,8 @@ async def test_the_builtin_writer_words_hints_and_remembers_them(
     token = new_token()
     experts = await host.spawn("experts", ExpertServerActor)
     url = await experts.call("load", CONFIG, [], token)
-    pool = await service.spawn(
-        HintWriterActor, n=1, host=host, name="hint_writer", env={TOKEN_ENV: token}
-    )
-    writer = MeshHintWriter(pool, CONFIG)
+    pool = await service.spawn(HintWriterActor, n=1, host=host, name="hint_writer")
+    writer = MeshHintWriter(pool, CONFIG, Keys({TOKEN_ENV: token}))
     await writer.load(url, tmp_path)
     asked = [question("Go on."), question("Look."), question("Go on.")]
     first = await writer.write(asked)
@@ -73,7 +72,7 @@ async def test_a_missing_key_is_found_by_load(host: MeshHost, tmp_path: Path) ->
     config = HintWriterConfig(kind="openai", base_url="https://x.test/v1", model="m")
     endpoint = TeacherEndpoint("hint writer", "https://x.test/v1", "m", "NO_SUCH_KEY")
     with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
-        await actor.call("load", endpoint, config, tmp_path / "c")
+        await actor.call("load", endpoint, config, tmp_path / "c", keys=Keys())
     with pytest.raises(RuntimeError, match="no writer is loaded: call load first"):
         await actor.call("write", [question("x")])
 
@@ -117,5 +116,5 @@ async def test_the_writer_does_not_load_torch() -> None:
     assert await child.wait() == 0
 
 
-def test_the_actors_token_comes_from_the_environment_alone() -> None:
+def test_the_config_holds_no_token() -> None:
     assert TOKEN_ENV not in CONFIG.model_dump_json()

@@ -13,7 +13,9 @@ import pytest
 from live_run import ENDLESS, LiveRun, composer_mesh, launched, wait_until
 from workers import Worker, net, worker
 
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.mesh.hosts.certificates import make_authority
+from composer_mesh.mesh.private_folder import remove_abandoned
 
 LEASE_S = 8.0
 GONE_DEADLINE_S = 30.0
@@ -53,7 +55,7 @@ def remote(run: LiveRun) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_two_hosts_outlives_one_takes_another_and_leaves_none(
-    tmp_path: Path, policy_cache: Path
+    tmp_path: Path, policy_cache: Path, temporary: Path
 ) -> None:
     authority = tmp_path / "authority"
     make_authority(authority)
@@ -69,6 +71,9 @@ def test_a_run_on_two_hosts_outlives_one_takes_another_and_leaves_none(
         run.until(lambda run: len(set(hosts_of_actors(run).values())) == 3, "actors on all hosts")
         assert hosts_of_actors(run)["expert_server"] == "localhost"
         assert [one for one in workers if not one.family()] == []
+        started = [pid for one in workers for pid in one.family()]
+        assert [pid for pid in started if TOKEN_ENV in environment(pid)] == []
+        assert (run.root / "logs" / "monarch-generator-0.log").exists()
         run.until(
             lambda run: any(one["rss_bytes"] and one["cpu_percent"] for one in remote(run)),
             "what processes use of other hosts",
@@ -102,6 +107,16 @@ def test_a_run_on_two_hosts_outlives_one_takes_another_and_leaves_none(
         for one in left:
             one.until_gone(GONE_DEADLINE_S)
             assert f"nothing was heard of the controller for {LEASE_S:g} s" in one.log.read_text()
+    remove_abandoned(temporary)
+    assert list(temporary.iterdir()) == []
+    assert [path for path in run.root.rglob("*") if path.stat().st_mode & 0o077] == []
+
+
+def environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except FileNotFoundError:  # it has ended
+        return ""
 
 
 def test_a_host_that_is_cut_off_ends_its_own_and_the_run_goes_on(

@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
+PLANTED = ("inspect.py", "random.py", "torch.py")
 ALONE = {"sdpo.alpha": 0, "replay.beta": 0, "eval.episodes": 2}
 
 
@@ -52,13 +53,23 @@ def custom(section: str, name: str, kwargs: str = "{}") -> dict[str, Any]:
     return {
         f"{section}.type": "custom",
         f"{section}.import_path": f"users_of_a_run.{name}",
+        "run.import_paths": '["."]',
         f"{section}.kwargs": kwargs,
     }
 
 
-def test_functions_of_the_working_directory_train_a_run_and_their_metrics_are_logged(
-    folder: Path, policy_cache: Path
+def readable_by_others(folder: Path) -> list[Path]:
+    files = list(folder.rglob("*"))
+    assert len(files) > 10
+    return [path for path in files if path.stat().st_mode & 0o077]
+
+
+def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
+    folder: Path, policy_cache: Path, temporary: Path
 ) -> None:
+    """And no process imports what lies in its working directory, or leaves files behind."""
+    for name in PLANTED:
+        (folder / name).write_text("open(__file__ + '.ran', 'a').close()\n")
     settings = {
         "run.steps": STEPS,
         **ALONE,
@@ -68,6 +79,11 @@ def test_functions_of_the_working_directory_train_a_run_and_their_metrics_are_lo
     with launched(folder.parent / "run", policy_cache, settings, folder) as run:
         assert run.wait() == 0, run.stderr
     assert run.stderr == ""
+    assert {path.name for path in folder.glob("*.ran")} == set()
+    assert readable_by_others(run.root) == []
+    logs = {path.name for path in (run.root / "logs").iterdir()}
+    assert logs >= {"monarch-controller.log", "monarch-trainer.log", "monarch-generator-0.log"}
+    assert list(temporary.iterdir()) == []
     steps = run.objects("metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -104,6 +120,11 @@ def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache:
     with launched(tmp_path / "run", policy_cache, settings) as run:
         assert run.wait() == 0, run.stderr
     assert run.stderr == ""
+    assert {path.name for path in folder.glob("*.ran")} == set()
+    assert readable_by_others(run.root) == []
+    logs = {path.name for path in (run.root / "logs").iterdir()}
+    assert logs >= {"monarch-controller.log", "monarch-trainer.log", "monarch-generator-0.log"}
+    assert list(temporary.iterdir()) == []
     steps = run.objects("metrics.jsonl")
     assert [step["sdpo/taid_t"] for step in steps] == [0.4, 0.4]
     for step in steps:

@@ -13,6 +13,7 @@ import pytest
 from fault_proxy import FaultProxy, Model
 from live_run import ENDLESS, LiveRun, composer_mesh, launched, wait_until
 
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.rollouts.money import NANO
 from composer_mesh.rollouts.pairs import PreferencePair
 
@@ -89,16 +90,34 @@ async def test_paid_teachers_never_cost_more_than_the_ceiling_and_the_key_is_now
             "replay.breaker.rest_s": 0.2,
         }
         with launched(tmp_path / "run", policy_cache, settings) as run:
+            await asyncio.to_thread(run.until_training)
+            assert processes_with_a_secret(run) == []
             assert await asyncio.to_thread(run.wait) == 0, run.stderr
         spent = run.summary()["replay"]["usd"]
         assert 0 < proxy.charged <= round(spent * NANO) + 1
         assert spent <= CEILING_USD
     assert run.summary()["replay"]["failed"]
     assert files_with_the_key(tmp_path) == []
+    assert (tmp_path / "run" / "logs" / "monarch-teacher_replay-0.log").exists()
+
+
+def processes_with_a_secret(run: LiveRun) -> list[int]:
+    """Of the processes that a run has started: their environments, and their commands."""
+    started = [pid for pid in run.living() if pid != run.process.pid]
+    assert len(started) > 3
+    return [pid for pid in started if any(word in told(pid) for word in (KEY_ENV, KEY, TOKEN_ENV))]
+
+
+def told(pid: int) -> str:
+    try:
+        texts = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline")]
+    except FileNotFoundError:  # it has ended
+        return ""
+    return b"".join(texts).decode(errors="replace")
 
 
 def files_with_the_key(folder: Path) -> list[Path]:
-    """Of all that a run has written: its directory, its output and its errors."""
+    """Of all that a run has written: its directory with Monarch's logs, its output and errors."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 10
     return [path for path in files if KEY.encode() in path.read_bytes()]

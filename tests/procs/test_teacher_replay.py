@@ -20,6 +20,7 @@ from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
@@ -43,6 +44,8 @@ CONFIG = Config.model_validate(
 )
 EXPERTS = [Expert("a", 0.0), Expert("b", 0.0), Expert("c", 0.0), Expert("wrong", 1.0)]
 TASK = make_task(CONFIG)
+TOKEN = new_token()
+KEYS = Keys({TOKEN_ENV: TOKEN})
 
 
 def state(index: int) -> FrozenState:
@@ -53,11 +56,9 @@ def state(index: int) -> FrozenState:
 @pytest.fixture
 async def run(host: MeshHost) -> AsyncIterator[tuple[SpawnedActor, Service, str]]:
     """A served panel, a pool of two that may ask it, and the address between them."""
-    token = new_token()
     experts = await host.spawn("experts", ExpertServerActor)
-    base_url = await experts.call("load", CONFIG, EXPERTS, token)
-    env = {TOKEN_ENV: token}
-    pool = await service.spawn(TeacherReplayActor, n=2, host=host, name="replay", env=env)
+    base_url = await experts.call("load", CONFIG, EXPERTS, TOKEN)
+    pool = await service.spawn(TeacherReplayActor, n=2, host=host, name="replay")
     yield experts, pool, base_url
     await pool.fanout("aclose")
     await experts.call("aclose")
@@ -76,7 +77,7 @@ def settings(*asked: TeacherEndpoint, total_s: float = 20.0) -> PanelSettings:
 
 async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) -> None:
     _, pool, base_url = run
-    await pool.load(settings(*teachers(base_url, "a", "b", "c")))
+    await pool.load(settings(*teachers(base_url, "a", "b", "c")), KEYS)
     states = [state(index) for index in range(8)]
     replies = await asyncio.gather(*(pool.query(s, n=3) for s in states))
     for asked, answers in zip(states, replies, strict=True):
@@ -95,7 +96,7 @@ async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) 
 async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(run: Any) -> None:
     experts, pool, base_url = run
     nobody = TeacherEndpoint("nobody", base_url, "unserved", TOKEN_ENV, prices=FREE)
-    await pool.load(settings(*teachers(base_url, "a", "wrong"), nobody))
+    await pool.load(settings(*teachers(base_url, "a", "wrong"), nobody), KEYS)
     first, second, third = await pool.on(0, "query", state(0), 3)
     right = TASK.expert(state(0).messages)
     assert (first.action_text == right, second.action_text == right) == (True, False)
@@ -107,14 +108,14 @@ async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(
     assert (about["kind"], about["activity"]) == ("teacher_replay", "idle")
     await experts.call("aclose")
     assert (await experts.call("describe"))["base_url"] is None
-    await pool.load(settings(*teachers(base_url, "a", "b"), total_s=0.5))
+    await pool.load(settings(*teachers(base_url, "a", "b"), total_s=0.5), KEYS)
     failed = await pool.on(0, "query", state(1), 2)
     assert [reply.kind for reply in failed] == [FailureKind.SERVER] * 2
 
 
 async def test_n_chooses_teachers_by_the_states_seed_and_fairly(run: Any) -> None:
     _, pool, base_url = run
-    await pool.load(settings(*teachers(base_url, "a", "b", "c")))
+    await pool.load(settings(*teachers(base_url, "a", "b", "c")), KEYS)
     asked = [[r.teacher for r in await pool.query(state(index), n=2)] for index in range(3)]
     assert asked == [["a", "b"], ["b", "c"], ["a", "c"]]
     with pytest.raises(ValueError, match="n is 4, but 3 teachers are loaded"):
@@ -124,7 +125,9 @@ async def test_n_chooses_teachers_by_the_states_seed_and_fairly(run: Any) -> Non
 async def test_a_missing_key_is_found_by_load(host: MeshHost) -> None:
     pool = await service.spawn(TeacherReplayActor, n=1, host=host, name="replay")
     with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
-        await pool.load(settings(TeacherEndpoint("x", "https://x.test/v1", "m", "NO_SUCH_KEY")))
+        await pool.load(
+            settings(TeacherEndpoint("x", "https://x.test/v1", "m", "NO_SUCH_KEY")), KEYS
+        )
     with pytest.raises(RuntimeError, match="no teachers are loaded: call load first"):
         await pool.query(state(0), n=1)
     await pool.aclose()
@@ -142,7 +145,7 @@ async def test_killing_a_replica_mid_query_loses_no_state_and_no_money(
         paid = PanelSettings(
             tuple(asked), budget=budget, ledger=tmp_path / "ledger", cache=tmp_path / "cache"
         )
-        await pool.load(paid)
+        await pool.load(paid, KEYS)
         asking = [asyncio.ensure_future(pool.query(one, n=3)) for one in states]
         await provider.has(36)
         os.kill(pool.replicas[0].actor.pid, signal.SIGKILL)

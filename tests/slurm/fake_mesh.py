@@ -1,7 +1,7 @@
 """Stands in for an interpreter with composer-mesh: a worker and a controller that train nothing.
 
-    fake_mesh.py -m composer_mesh worker --roster DIR --name NAME ...
-    fake_mesh.py -m composer_mesh train CONFIG --output RUN --auto-resume
+    fake_mesh.py -P -m composer_mesh worker --roster DIR --name NAME ...
+    fake_mesh.py -P -m composer_mesh train CONFIG --output RUN --auto-resume
 
 They keep the promises that the job relies on: rosters, exit statuses, one line of metrics for each
 step. `RUN/launch/config.toml` says how the controller behaves.
@@ -41,7 +41,7 @@ def worker() -> int:
 def train() -> int:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    run, config = Path(value_of("--output")), tomllib.loads(Path(sys.argv[4]).read_text())
+    run, config = Path(value_of("--output")), tomllib.loads(Path(sys.argv[5]).read_text())
     (run / "controller.pid").write_text(str(os.getpid()))
     metrics = run / "metrics.jsonl"
     while len(list((run / "hosts").glob("*.json"))) < config["hosts"] and not told:
@@ -68,9 +68,9 @@ def train() -> int:
 
 def say() -> int:
     """Any other command, as one that is reached from outside."""
-    print(json.dumps({"said": sys.argv[3:], "folder": str(Path.cwd()), "pid": os.getpid()}))
+    print(json.dumps({"said": sys.argv[4:], "folder": str(Path.cwd()), "pid": os.getpid()}))
     return FINISHED
 
 
 if __name__ == "__main__":
-    sys.exit({"worker": worker, "train": train}.get(sys.argv[3], say)())
+    sys.exit({"worker": worker, "train": train}.get(sys.argv[4], say)())

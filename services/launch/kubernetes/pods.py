@@ -1,7 +1,7 @@
 """The pods of a run: one per host, and the controller's.
 
-They run without root, privilege escalation or cluster tokens, and API keys come from Secrets only.
-`manifests` sets restarts and owners.
+They run without root, privilege escalation or cluster tokens, and API keys come from Secrets only,
+which only the controller's pod has. `manifests` sets restarts and owners.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def controller_template(order: Order, run: str, launch: str) -> Table:
     resources = {"resources": _controller_resources(order)}
     claim = _container(order, CLAIM, _claim_command(order, launch)) | resources
     container = _container(order, CONTROLLER, _controller_command(order)) | resources
+    # It sends the keys in them to the actors that use them.
+    secrets = order.config.cluster.kubernetes.secrets
+    container["envFrom"] = [{"secretRef": {"name": secret}} for secret in secrets]
     mount = {"name": "config", "mountPath": str(places.CONFIG), "readOnly": True}
     container["volumeMounts"].append(mount)
     spec = {
@@ -93,8 +96,7 @@ def _worker_command(order: Order) -> list[str]:
     # Monarch cannot attach again to a port that was used before.
     where = ("--listen", "tls://auto:0", "--name", f"$({NAME})")
     python, roster = places.python_there(order), places.roster_there(order)
-    cluster = order.config.cluster
-    return worker_command(python, cluster, roster, places.AUTHORITY, *where, wait_s=WAIT_S)
+    return worker_command(python, order.config, roster, places.AUTHORITY, *where, wait_s=WAIT_S)
 
 
 def _controller_command(order: Order) -> list[str]:
@@ -105,7 +107,7 @@ def _controller_command(order: Order) -> list[str]:
 
 def _claim_command(order: Order, launch: str) -> list[str]:
     module = "composer_mesh.services.launch.kubernetes.claim"
-    command = [places.python_there(order), "-m", module, str(places.run_there(order)), launch]
+    command = [places.python_there(order), "-P", "-m", module, str(places.run_there(order)), launch]
     return [*command, "--resume"] if order.resume else command
 
 
@@ -162,7 +164,6 @@ def _container(order: Order, name: str, command: list[str]) -> Table:
             {"name": "USER", "value": "composer-mesh"},  # this user is not in the image's passwd
             {"name": "PYTHONUNBUFFERED", "value": "1"},
         ],
-        "envFrom": [{"secretRef": {"name": secret}} for secret in kubernetes.secrets],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
         "volumeMounts": [
             {"name": "runs", "mountPath": kubernetes.mount},

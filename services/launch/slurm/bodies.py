@@ -16,6 +16,7 @@ SIGTERM reaches the batch shell for one of three reasons. The job's Slurm state 
 JOB = r"""
 # From here on, every run has the same lines.
 set -u
+umask 077
 
 say() {
   printf '%s composer-mesh job %s: %s\n' "$(date +%Y-%m-%dT%H:%M:%S)" "$SLURM_JOB_ID" "$1" |

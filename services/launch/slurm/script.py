@@ -27,7 +27,7 @@ def job_script(order: Order) -> str:
     """Return the batch job of a run; raises `LaunchRefused`."""
     slurm, places = order.config.cluster.slurm, Places(order.output)
     roster, authority = order.output / ROSTER, authority_of(order)
-    worker = worker_command(order.python, order.config.cluster, roster, authority)
+    worker = worker_command(order.python, order.config, roster, authority)
     directives = [f"#SBATCH {shlex.quote(option)}" for option in options_of(order)]
     head = [
         _set("RUN", order.output),

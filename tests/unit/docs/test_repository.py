@@ -27,11 +27,17 @@ def test_each_part_of_the_package_is_a_relative_link_to_its_folder(layer: str) -
 
 
 def test_init_files_hold_a_docstring_and_nothing_else() -> None:
-    inits = [path for path in SOURCES if path.name == "__init__.py"]
-    for path in [ROOT / "src" / "composer_mesh" / "__init__.py", *inits]:
+    for path in (path for path in SOURCES if path.name == "__init__.py"):
         module = parsed(path)
         assert ast.get_docstring(module), path
         assert len(module.body) == 1, path
+
+
+def test_importing_the_package_sets_one_variable_and_imports_nothing_of_it() -> None:
+    module = parsed(ROOT / "src" / "composer_mesh" / "__init__.py")
+    _, imports, call = module.body
+    assert ast.unparse(imports) == "import os"
+    assert ast.unparse(call).startswith("os.environ.setdefault('MONARCH_LOG_SUFFIX'")
 
 
 def test_every_module_says_what_it_is() -> None:

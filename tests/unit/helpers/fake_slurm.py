@@ -124,7 +124,7 @@ import json, os, pathlib, signal, sys, time
 said = pathlib.Path({said!r})
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-if sys.argv[3] == "worker":
+if sys.argv[4] == "worker":
     sys.stdout.write("listens\\n"); sys.stdout.flush()
     (said / ("worker-" + sys.argv[-1])).write_text(json.dumps(sys.argv[1:]))
     while not told and not (said / "given back").exists():

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.environment import NOISE, prepare_environment, without_noise
+from composer_mesh.mesh.environment import (
+    GROUP_UMASK,
+    IMPORT_PATHS,
+    NOISE,
+    UMASK,
+    add_import_paths,
+    prepare_environment,
+    set_umask,
+    without_noise,
+)
 
 
 def test_a_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +44,44 @@ def test_what_was_written_before_a_failure_is_not_lost(capfd: pytest.CaptureFixt
         sys.stderr.write("the last words\n")
         raise KeyError
     assert capfd.readouterr().err == "the last words\n"
+
+
+WRITES = """
+import os, pathlib, sys
+from composer_mesh.mesh.environment import set_umask
+set_umask()
+pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """The umask of a shell that lets everybody read, and that of the tests afterwards."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("chosen", "mode"), [(None, 0o600), (GROUP_UMASK, 0o640)])
+def test_what_a_run_writes_is_its_users_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: None, chosen: str | None, mode: int
+) -> None:
+    monkeypatch.delenv(UMASK, raising=False)
+    set_umask(chosen)
+    (tmp_path / "own").touch()
+    os.umask(0)  # as the shell of another host may have it
+    command = [sys.executable, "-c", WRITES, str(tmp_path / "child")]
+    subprocess.run(command, check=True)
+    for name in ("own", "child"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
+
+
+def test_a_users_folders_are_searched_last_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    environ: dict[str, str] = {}
+    for _ in range(2):
+        add_import_paths([tmp_path / "b", tmp_path / "a"], environ)
+    assert sys.path[-2:] == [str(tmp_path / "b"), str(tmp_path / "a")]
+    assert environ[IMPORT_PATHS] == f"{tmp_path / 'b'}{os.pathsep}{tmp_path / 'a'}"

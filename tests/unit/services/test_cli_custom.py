@@ -1,4 +1,4 @@
-"""Custom functions on the command line: found in the working directory, or refused in a line."""
+"""Custom functions on the command line: found in folders that are named, or refused in a line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from composer_mesh.mesh.environment import IMPORT_PATHS
 from composer_mesh.services.cli import main
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -33,6 +34,7 @@ async def later(inputs):
     return None
 """
 BROKEN = "raise RuntimeError('this module cannot be imported')\n"
+HERE = 'run.import_paths=["."]'
 MODULES = {"users_functions.py": GOOD, "users_mistake.py": BROKEN}
 
 
@@ -43,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv(IMPORT_PATHS, "/elsewhere")
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
@@ -52,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def overrides(section: str, path: str, *more: str) -> list[str]:
-    settings = (f"{section}.type=custom", f"{section}.import_path={path}", *more)
+    settings = (f"{section}.type=custom", f"{section}.import_path={path}", HERE, *more)
     return [part for setting in settings for part in ("--set", setting)]
 
 
@@ -84,7 +86,32 @@ def test_a_function_that_cannot_serve_is_refused_before_anything_starts(
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == MODULES.keys()
 
 
-def test_functions_of_the_working_directory_are_accepted_and_shown(
+def test_the_working_directory_is_no_import_path_unless_it_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "random.py").write_text(BROKEN)
+    given = overrides("loss", "users_functions.loss", "run.import_paths=[]")
+    assert main(["check", str(QUICKSTART), *given]) == 2
+    said = capsys.readouterr().err
+    assert "there is no module 'users_functions'" in said
+    assert "run.import_paths" in said
+
+
+def test_a_users_folder_hides_no_other_module(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "inspect.py").write_text(BROKEN)
+    code = (
+        "import sys; from composer_mesh.services.cli import main; "
+        f"sys.exit(main(['check', {str(QUICKSTART)!r}, "
+        f"*{overrides('loss', 'users_functions.loss')!r}]))"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_functions_of_a_named_folder_are_accepted_and_shown(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loss = overrides("loss", "users_functions.loss", "loss.kwargs={scale=2.0}")
@@ -103,9 +130,9 @@ def test_the_processes_of_the_run_find_them_too_and_keep_what_they_found_before(
     for _ in range(2):
         assert main(["check", str(QUICKSTART), *overrides("loss", "users_functions.loss")]) == 0
     capsys.readouterr()
-    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(folder), "/elsewhere"]
+    assert os.environ[IMPORT_PATHS].split(os.pathsep) == ["/elsewhere", str(folder)]
     assert sys.path.count(str(folder)) == 1
-    assert sys.path[0] == str(folder)
+    assert sys.path[-1] == str(folder)
 
 
 def test_without_custom_functions_import_paths_stay_as_they_are(
@@ -115,7 +142,7 @@ def test_without_custom_functions_import_paths_stay_as_they_are(
     assert main(["check", str(QUICKSTART)]) == 0
     capsys.readouterr()
     assert sys.path == before
-    assert os.environ["PYTHONPATH"] == "/elsewhere"
+    assert os.environ[IMPORT_PATHS] == "/elsewhere"
 
 
 def test_looking_functions_up_starts_no_monarch(tmp_path: Path) -> None:

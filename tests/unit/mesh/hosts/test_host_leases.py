@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from composer_mesh.mesh.hosts.lease import Beats, Lease
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
 from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
 from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
-from composer_mesh.mesh.processes import descendants
+from composer_mesh.mesh.private_folder import remove_abandoned
+from composer_mesh.mesh.processes import descendants, is_alive
 
 RECORD = Record("gpu-1", "tls://10.0.0.5:22300", "/usr/bin/python3", 12, "boot")
 
@@ -141,6 +143,27 @@ def test_a_worker_without_its_process_ends_with_all_that_it_started(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"process {gone.pid} is gone" in done.stderr
+
+
+def test_a_killed_worker_leaves_one_folder_which_the_next_start_removes() -> None:
+    command = [sys.executable, "-m", "composer_mesh", "worker", "--name", "w"]
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as base:
+        worker = subprocess.Popen(
+            [*command, "--listen", "tcp://127.0.0.1:0"],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": base},
+        )
+        assert worker.stdout is not None
+        assert b"listens on" in worker.stdout.readline()
+        started = descendants(worker.pid)
+        worker.kill()
+        worker.communicate()
+        end = time.monotonic() + 60
+        while any(map(is_alive, started)) and time.monotonic() < end:
+            time.sleep(0.01)
+        (left,) = Path(base).iterdir()
+        assert remove_abandoned(Path(base)) == [left]
+        assert list(Path(base).iterdir()) == []
 
 
 def test_descendants_are_all_below_a_process() -> None:

@@ -67,7 +67,7 @@ def test_a_dry_run_shows_file_and_command_and_changes_nothing(
     run = folder / "runs" / "quickstart"
     assert f"# file {run}/launch/config.toml" in out
     command = shlex.join(
-        [sys.executable, "-m", "composer_mesh", "train", f"{run}/launch/config.toml"]
+        [sys.executable, "-P", "-m", "composer_mesh", "train", f"{run}/launch/config.toml"]
     )
     assert f"{command} --output {run}\n" in out
     assert list(folder.iterdir()) == []
@@ -278,7 +278,7 @@ def test_the_words_of_a_plan_are_words_of_the_worker(build_config: Any, folder: 
     cluster = {"kind": "hosts", "workers": ["tls://127.0.0.1:5"], "subnets": ["10.0.0.0/8"]}
     order = Order(build_config(cluster=cluster), (), folder, folder, "python")
     (one,) = workers_of(order)
-    words = [word.replace("CONTROLLER", "12") for word in one.command(order)[3:]]
+    words = [word.replace("CONTROLLER", "12") for word in one.command(order)[4:]]
     typed = make_parser().parse_args(words)
     assert (typed.listen, typed.with_process, typed.subnet) == (one.address, 12, ["10.0.0.0/8"])
     assert (typed.roster, typed.authority) == (folder / "hosts", folder / ".tls")

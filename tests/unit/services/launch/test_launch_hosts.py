@@ -69,9 +69,9 @@ def test_workers_on_loopback_are_ours_and_end_with_the_controller(
 ) -> None:
     order = order_of(build_config, root, workers=NEAR)
     controller, *workers = HostsLauncher().plan(order).commands
-    assert controller[:4] == ["python", "-m", "composer_mesh", "train"]
+    assert controller[:5] == ["python", "-P", "-m", "composer_mesh", "train"]
     for number, (command, address) in enumerate(zip(workers, NEAR, strict=True)):
-        assert command[:6] == ["python", "-m", "composer_mesh", "worker", "--listen", address]
+        assert command[:7] == ["python", "-P", "-m", "composer_mesh", "worker", "--listen", address]
         assert command[command.index("--name") + 1] == f"host-{number}"
         assert command[command.index("--with-process") + 1] == CONTROLLER
         assert "--authority" not in command  # tcp
@@ -111,7 +111,7 @@ def test_by_ssh_workers_and_controller_are_left_behind_on_their_hosts(
         assert handle.reach[-2:] == ("me@one", "--")
         assert HostsLauncher().state(handle)[0] == "running"
         detached_calls(fakes, 3)
-        heads = sorted(call[3] for call in fakes.called())
+        heads = sorted(call[4] for call in fakes.called())
         assert heads == ["train", "worker", "worker"]
         assert all(call[0] == str(root.parent) for call in fakes.called())
     finally:

@@ -79,7 +79,7 @@ def test_a_command_is_brought_to_the_controller_word_for_word(
     where, name, *said = (fakes.folder / "prints.log").read_text().rstrip("\n").split("\n")
     assert (where, name) == (str(far.folder), "run")
     renamed = [str(far.run) if word == "run" else word for word in words]
-    assert said == ["-m", "composer_mesh", *renamed]
+    assert said == ["-P", "-m", "composer_mesh", *renamed]
     assert fakes.said("ssh")[-1][:3] == ["-x", "me@far", "--"]
 
 
@@ -99,7 +99,7 @@ def test_the_newest_live_run_is_looked_for_elsewhere_too(
     write_status(place, a_status("another"))
     assert reached(parsed("events", "--json"), ("events", "--json")) == 0
     said = (fakes.folder / "prints.log").read_text().rstrip("\n").split("\n")
-    assert said[2:] == ["-m", "composer_mesh", "events", "--json", str(far.run)]
+    assert said[3:] == ["-m", "composer_mesh", "events", "--json", str(far.run)]
 
 
 def test_what_was_brought_there_stays_there(far: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

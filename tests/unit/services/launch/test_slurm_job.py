@@ -43,12 +43,12 @@ def test_each_node_has_a_worker_by_its_name_and_the_first_the_controller(
     process = one.start()
     run = str(one.places.run)
     assert json.loads(mesh.until("controller")) == [
-        *("-m", "composer_mesh", "train", f"{run}/launch/config.toml"),
+        *("-P", "-m", "composer_mesh", "train", f"{run}/launch/config.toml"),
         *("--output", run, "--auto-resume"),
     ]
     for name in ("gpu-0", "gpu-1"):
         words = json.loads(mesh.until(f"worker-{name}"))
-        assert words[:3] == ["-m", "composer_mesh", "worker"]
+        assert words[:4] == ["-P", "-m", "composer_mesh", "worker"]
         assert words[words.index("--roster") + 1] == f"{run}/hosts"
         assert words[words.index("--authority") + 1] == f"{run}/.tls"
         assert words[-2:] == ["--name", name]

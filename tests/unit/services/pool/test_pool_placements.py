@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, cast
 
 import pytest
@@ -13,9 +14,10 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.services.checks.keys import held_keys, keys_of
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.run.pools import Pools, asking_env
+from composer_mesh.services.run.pools import Pools, proxy_env
 
 GIB = 2**30
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -125,38 +127,50 @@ async def test_what_scale_adds_finds_room_of_its_own_or_is_refused() -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-async def test_a_key_goes_to_other_hosts_only_and_to_who_asks_with_it(
+async def test_no_key_is_in_the_environment_of_a_process(
     monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
-    monkeypatch.setenv("KEY_X", "secret")  # KEY_Y is none, and stays none
+    monkeypatch.setenv("KEY_X", "secret")
     config = load_config(QUICKSTART, (*(AT_HOSTS if remote else ()), *PAID))
     placements = ProcessPlacements.of(
         config, [HostResources(name, 8, 16 * GIB) for name in "ab"] if remote else None
     )
     host = FakeHost()
     pools = Pools(config, cast(MeshHost, host), placements, Told())
-    await pools.teachers("token")
+    await pools.teachers()
     await pools.environments()
     for actor in host.started:
-        asks = actor.name.startswith("teacher_replay")
         assert (actor.on is not None) == remote
         assert actor.env is not None
-        assert actor.env.get(TOKEN_ENV) == ("token" if asks else None)
-        assert actor.env.get("KEY_X") == ("secret" if asks and remote else None)
-        assert "KEY_Y" not in actor.env
+        assert "KEY_X" not in actor.env
+        assert TOKEN_ENV not in actor.env
 
 
-def test_the_hint_writer_is_told_its_own_key_and_no_teachers() -> None:
+def test_what_a_run_starts_inherits_none_of_its_keys() -> None:
     writer = ('sdpo.hints.writer="llm"', 'sdpo.hints.llm={kind="openrouter", model="m"}')
     config = load_config(QUICKSTART, (*AT_HOSTS, *PAID, *writer))
     environ = {"KEY_X": "x", "OPENROUTER_API_KEY": "o", "OTHER": "1"}
-    assert asking_env(config, "hint_writer", environ) == {"OPENROUTER_API_KEY": "o"}
-    assert asking_env(config, "teacher_replay", environ) == {"KEY_X": "x"}
+    with held_keys(config, environ) as held:
+        assert environ == {"OTHER": "1"}
+        assert held == {"KEY_X": "x", "OPENROUTER_API_KEY": "o"}
+        assert "x" not in repr(held).replace("KEY_X", "")
+    assert environ == {"KEY_X": "x", "OPENROUTER_API_KEY": "o", "OTHER": "1"}
+
+
+def test_an_actor_gets_its_own_keys_and_no_others() -> None:
+    writer = ('sdpo.hints.writer="llm"', 'sdpo.hints.llm={kind="openrouter", model="m"}')
+    config = load_config(QUICKSTART, (*AT_HOSTS, *PAID, *writer))
+    held = {"KEY_X": "x", "OPENROUTER_API_KEY": "o"}
+    writers = keys_of(config, "hint_writer", held, "token")
+    assert writers == {"OPENROUTER_API_KEY": "o", TOKEN_ENV: "token"}
+    assert keys_of(config, "teacher_replay", held, "token") == {"KEY_X": "x", TOKEN_ENV: "token"}
+    assert repr(writers) == f"Keys(OPENROUTER_API_KEY, {TOKEN_ENV})"
+    assert pickle.loads(pickle.dumps(writers)) == writers
 
 
 def test_no_proxy_is_asked_for_the_runs_own_experts() -> None:
     config = load_config(QUICKSTART, AT_HOSTS)
     environ = {ADDRESS: "10.0.0.5", "no_proxy": "internal"}
-    told = asking_env(config, "teacher_replay", environ)
+    told = proxy_env(config, "teacher_replay", environ)
     assert told == {"NO_PROXY": "internal,10.0.0.5", "no_proxy": "internal,10.0.0.5"}
-    assert asking_env(config, "generator", environ) == {}
+    assert proxy_env(config, "generator", environ) == {}
