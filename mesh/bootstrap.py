@@ -4,7 +4,8 @@ Ctrl-C is handled by the controller, which stops its children in order; a child 
 itself would look like a crash. The process leads a process group, so that its children can be
 killed with it, and ends with the process that started it: the controller, or the worker of another
 host. Its arguments are the actor's name, for `ps`, a token of the run and that parent's pid. It
-applies its resource limits before anything counts cores or GPUs. All other set-up is done by the
+applies its resource limits before anything counts cores or GPUs, and refuses connections of other
+users before it listens. All other set-up is done by the
 actor's `load` endpoint.
 """
 
@@ -23,6 +24,7 @@ if __name__ == "__main__":  # before Monarch is imported, which takes a second
 
 from monarch._rust_bindings.monarch_hyperactor import bootstrap
 
+from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
 
 LOOK_S = 0.5
@@ -80,5 +82,6 @@ if __name__ == "__main__":
     stand_where_the_user_does()
     take_share_or_end()
     threading.Thread(target=end_with, args=[int(sys.argv[3])], daemon=True).start()
+    guard_connections()
     bootstrap.bootstrap_main = serve_and_end
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -14,6 +14,7 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
@@ -54,6 +55,7 @@ class MeshHost:
         stop_deadline_s: float = STOP_DEADLINE_S,
         heartbeat: HeartbeatRules | None = None,
     ) -> None:
+        guard_connections()
         self.supervisor = supervisor
         self.heartbeat = heartbeat
         self.room_s = 0.0

@@ -28,6 +28,9 @@ def serve(address: str, folder: Path) -> None:
     prepare_environment()  # Monarch reads it when it is imported
     from monarch.actor import run_worker_loop_forever
 
+    from composer_mesh.mesh.connection_guard import guard_connections
+
+    guard_connections()
     threading.Thread(
         target=ExitStatuses(folder).keep, name="ends of processes", daemon=True
     ).start()
