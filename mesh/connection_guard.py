@@ -35,6 +35,7 @@ SUCCESSOR = "tcgetpgrp"
 CREDENTIALS = struct.Struct("3i")
 """`struct ucred` of Linux: pid, uid, gid."""
 NOBODY = -1
+ESTABLISHED = "01"
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 ARGUMENTS = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
@@ -138,7 +139,7 @@ def user_of(connection: int) -> int | None:
     there_ip, here_ip = _ip(there[0]), _ip(here[0])
     if there_ip != here_ip and not there_ip.is_loopback:
         return None
-    return _owner(as_listed(there_ip, there[1]), as_listed(here_ip, here[1]))
+    return _owner((there_ip, there[1]), (here_ip, here[1]))
 
 
 def _ip(text: str) -> Ip:
@@ -153,14 +154,26 @@ def as_listed(address: Ip, port: int) -> str:
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
 
 
-def _owner(local: str, remote: str) -> int:
-    """Return the owner of a TCP socket of this machine by both its addresses."""
+def _owner(local: tuple[Ip, int], remote: tuple[Ip, int]) -> int:
+    """Return the owner of an open TCP socket of this machine by both its addresses.
+
+    The kernel lists a socket that its process has closed as root's, without an inode.
+    """
+    sought = set(zip(_forms(*local), _forms(*remote), strict=True))
     for table in TABLES:
         for line in _lines(table):
             fields = line.split()
-            if fields[1] == local and fields[2] == remote:
+            if (fields[1], fields[2]) in sought and fields[3] == ESTABLISHED and int(fields[9]):
                 return int(fields[7])
     return NOBODY
+
+
+def _forms(address: Ip, port: int) -> tuple[str, str]:
+    """Write an address both as IPv4 and IPv6 sockets have it; a real IPv6 one has one form."""
+    if isinstance(address, ipaddress.IPv6Address):
+        return as_listed(address, port), as_listed(address, port)
+    mapped = ipaddress.IPv6Address(b"\0" * 10 + b"\xff" * 2 + address.packed)
+    return as_listed(address, port), as_listed(mapped, port)
 
 
 def _lines(table: Path) -> list[str]:

@@ -23,10 +23,9 @@ from composer_mesh.mesh.private_folder import subfolder
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.mesh.telemetry_client import connected
-from composer_mesh.mesh.telemetry_store import INGEST, QUERY
+from composer_mesh.mesh.telemetry_store import INGEST, LOG, QUERY
 
 STORE = "composer_mesh.mesh.telemetry_store"
-LOG = "store.log"
 START_S, LOOK_S = 60.0, 0.05
 _folder_of_this_process: list[Path] = []
 
@@ -52,7 +51,7 @@ def _start() -> Path:
     folder = subfolder("telemetry")
     env = {**os.environ, "HYPERACTOR_PROCESS_NAME": "telemetry"}
     command = [sys.executable, "-m", STORE, str(folder), str(os.getpid())]
-    pid = programs.detached(command, folder / LOG, env=env)
+    pid = programs.beside(command, env)
     atexit.register(_stop, pid)
     _wait_until_it_answers(folder, pid)
     _send_events_to(folder / INGEST)
@@ -71,7 +70,7 @@ def _wait_until_it_answers(folder: Path, pid: int) -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n")
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
     return next((line for line in reversed(lines) if line.strip()), "its process ended")
 
 

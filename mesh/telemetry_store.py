@@ -23,7 +23,7 @@ from typing import Any
 
 from composer_mesh.mesh.telemetry_query import LONGEST_STATEMENT, QueryRefused, Tables, answer
 
-INGEST, QUERY = "ingest.sock", "query.sock"
+INGEST, QUERY, LOG = "ingest.sock", "query.sock", "store.log"
 RETENTION_S = 3600
 LOOK_S = 0.25
 REQUEST_S = 5.0
@@ -107,6 +107,14 @@ def end_with(parent: int) -> None:
     os._exit(0)
 
 
+def write_to(log: Path) -> None:
+    """Write what this process prints to a file, in place of the terminal of the run."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    os.close(file)
+
+
 def serve(folder: Path) -> None:
     """Keep the tables and answer queries until this process is ended."""
     from composer_mesh.mesh.connection_guard import guard_connections
@@ -119,5 +127,6 @@ def serve(folder: Path) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_to(Path(sys.argv[1]) / LOG)
     threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
     serve(Path(sys.argv[1]))
