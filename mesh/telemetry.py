@@ -50,7 +50,7 @@ async def start_telemetry() -> Path:
 def _start() -> Path:
     folder = subfolder("telemetry")
     env = {**os.environ, "HYPERACTOR_PROCESS_NAME": "telemetry"}
-    command = [sys.executable, "-m", STORE, str(folder), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", STORE, str(folder), str(os.getpid())]
     pid = programs.beside(command, env)
     atexit.register(_stop, pid)
     _wait_until_it_answers(folder, pid)
