@@ -71,13 +71,18 @@ def _install() -> None:
             f"{library} accepts connections in an unknown way, so other users of this machine "
             "could run code in this run: install the torchmonarch that pyproject.toml names"
         )
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.accept4.argtypes = ARGUMENTS
-    guarded = _Accept(_guarded(libc.accept4))
+    libc = _libc()
+    guarded = _Accept(guarded_accept(libc.accept4))
     _installed.append(guarded)
     for slot in slots:
         write_slot(slot, _address(guarded))
     atexit.register(_refuse_all, slots, _address(getattr(libc, SUCCESSOR)))
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.accept4.argtypes = ARGUMENTS
+    return libc
 
 
 def _refuse_all(slots: list[int], successor: int) -> None:
@@ -90,12 +95,17 @@ def _address(function: object) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
-def _guarded(accept4: Callable[..., int]) -> Callable[..., int]:
+def guarded_accept(
+    accept4: Callable[..., int], admits: Callable[[int], bool] | None = None
+) -> Callable[..., int]:
+    """Return an `accept4` that closes connections that are not admitted, and takes the next."""
+    decide = admits or is_of_this_user
+
     def accept(listener: int, address: int | None, length: int | None, flags: int) -> int:
         """Accept the next connection of this user; native code calls it, from any thread."""
         try:
             while (connection := accept4(listener, address, length, flags)) >= 0:
-                if _admitted(connection):
+                if _admitted(connection, decide):
                     break
         except BaseException as error:  # noqa: BLE001  one that left here would count as success
             sys.stderr.write(f"composer-mesh: a connection was refused: {error!r}\n")
@@ -106,11 +116,11 @@ def _guarded(accept4: Callable[..., int]) -> Callable[..., int]:
     return accept
 
 
-def _admitted(connection: int) -> bool:
+def _admitted(connection: int, decide: Callable[[int], bool]) -> bool:
     """Whether a new connection stays open; closes it if not."""
     own = False
     try:
-        own = is_of_this_user(connection)
+        own = decide(connection)
     finally:
         if not own:
             os.close(connection)

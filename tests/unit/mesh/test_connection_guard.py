@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import socket
 import struct
@@ -12,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh import connection_guard
-from composer_mesh.mesh.connection_guard import NOBODY, as_listed, is_of_this_user, user_of
+from composer_mesh.mesh.connection_guard import (
+    NOBODY,
+    as_listed,
+    guarded_accept,
+    is_of_this_user,
+    user_of,
+)
+from composer_mesh.mesh.imported_functions import function_slots
 
 
 def accepted(listener: socket.socket, client: socket.socket) -> Iterator[socket.socket]:
@@ -81,6 +90,46 @@ def test_addresses_are_written_as_the_kernel_lists_them() -> None:
 
 
 def test_the_library_of_monarch_accepts_through_the_guard() -> None:
+    from monarch import _rust_bindings
+
     connection_guard.guard_connections()
     connection_guard.guard_connections()  # once is enough, and twice is no more
-    assert len(connection_guard._installed) == 1
+    (guarded,) = connection_guard._installed
+    (slot,) = function_slots(Path(_rust_bindings.__file__), "accept4")
+    assert ctypes.c_uint64.from_address(slot).value == connection_guard._address(guarded)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A listening socket that does not wait."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield listener
+
+
+def test_a_stranger_is_closed_and_the_next_of_this_user_is_accepted(
+    listener: socket.socket,
+) -> None:
+    verdicts = iter([False, False, True])
+    accept = guarded_accept(connection_guard._libc().accept4, lambda _: next(verdicts))
+    clients = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(3)]
+    accepted = accept(listener.fileno(), None, None, 0)
+    with socket.socket(fileno=accepted) as end:
+        assert end.getpeername() == clients[2].getsockname()
+        assert [client.recv(1) for client in clients[:2]] == [b"", b""]
+        assert (accept(listener.fileno(), None, None, 0), ctypes.get_errno()) == (-1, errno.EAGAIN)
+    for client in clients:
+        client.close()
+
+
+def test_a_failure_to_decide_refuses(
+    listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_connection: int) -> bool:
+        raise KeyError("no table")
+
+    accept = guarded_accept(connection_guard._libc().accept4, fails)
+    with socket.create_connection(listener.getsockname(), 5.0) as client:
+        assert accept(listener.fileno(), None, None, 0) == -1
+        assert client.recv(1) == b""
+    assert "a connection was refused: KeyError('no table')" in capsys.readouterr().err
