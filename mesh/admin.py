@@ -80,8 +80,7 @@ _address_of_this_process: list[str] = []
 class TlsFiles:
     """TLS files for the admin server: paths of a certificate, its key and the CA.
 
-    Monarch serves it over TLS where its own transport uses TLS, and then requires a client
-    certificate.
+    Monarch serves it over TLS where its own transport uses TLS.
     """
 
     certificate: str
@@ -109,29 +108,28 @@ class TlsFiles:
         return context
 
 
-async def start_admin(host: MeshHost, telemetry_url: str | None = None) -> str:
+async def start_admin(host: MeshHost) -> str:
     """Start this process's admin server on the loopback interface; return its address.
 
     Monarch starts only one per process; consecutive runs share it. It requires no token, so it is
-    never bound to another interface.
+    never bound to another interface, and `connection_guard` refuses other users.
     """
     if not _address_of_this_process:
         url = await asyncio.to_thread(
             _start_quietly,
             [host.here.mesh, *(one.mesh for one in host.hosts.values())],
-            telemetry_url,
         )
         _address_of_this_process.append(url.replace("//localhost:", "//127.0.0.1:"))
     return _address_of_this_process[0]
 
 
-def _start_quietly(meshes: list[HostMesh], telemetry_url: str | None) -> str:
+def _start_quietly(meshes: list[HostMesh]) -> str:
     from monarch._src.actor.host_mesh import (
         _spawn_admin,
     )  # imported lazily, so that reading is cheap
 
     with without_noise():
-        starting = _spawn_admin(meshes, "127.0.0.1:0", telemetry_url)
+        starting = _spawn_admin(meshes, "127.0.0.1:0")
         url: str = starting.get(TIMEOUT_S)[0]
     return url
 

@@ -4,8 +4,9 @@ Ctrl-C is handled by the controller, which stops its children in order; a child 
 itself would look like a crash. The process leads a process group, so that its children can be
 killed with it, and ends with the process that started it: the controller, or the worker of another
 host. Its arguments are the actor's name, for `ps`, a token of the run and that parent's pid. It
-applies its resource limits before anything counts cores or GPUs. All other set-up is done by the
-actor's `load` endpoint. With a fork server (`mesh.fork_server`) a fork of that does all of this.
+applies its resource limits before anything counts cores or GPUs, and refuses connections of other
+users before it listens. All other set-up is done by the actor's `load` endpoint. With a fork server
+(`mesh.fork_server`) a fork of that does all of this.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if __name__ == "__main__":  # before what takes a tenth of a second is imported
     if SERVER in os.environ:
         run_forked(os.environ[SERVER], sys.argv[1:], int(sys.argv[3]))
 
+from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.environment import set_umask, use_import_paths
 from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
@@ -52,8 +54,9 @@ def main(arguments: Sequence[str], wait_for_parent: Callable[[], None]) -> None:
 
 
 def wrap_monarch(name: str) -> None:
-    """Import Monarch, with its log in a private folder, and wrap its entry point."""
+    """Import Monarch, with its log in a private folder, guard its sockets, wrap its entry point."""
     open_log(name)
+    guard_connections()
     from monarch._rust_bindings.monarch_hyperactor import bootstrap
 
     bootstrap.bootstrap_main = ending(bootstrap.bootstrap_main)

@@ -14,6 +14,7 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
@@ -56,6 +57,7 @@ class MeshHost:
         heartbeat: HeartbeatRules | None = None,
         preload: Sequence[str] = (),
     ) -> None:
+        guard_connections()
         self.supervisor = supervisor
         self._preload = tuple(preload)
         self.heartbeat = heartbeat

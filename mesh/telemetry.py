@@ -1,8 +1,8 @@
-"""Monarch's telemetry of this process's meshes: an event store queried in SQL over HTTP.
+"""Monarch's telemetry of this process's meshes: a store of events that answers SQL.
 
-The store is Monarch's own process, which listens on the loopback interface only and requires no
-token. It must be started before the first actor; consecutive runs in one process share it. The
-tables are Monarch's: docs/tree.md has examples.
+The store is a process of its own (`telemetry_store`), reached through Unix sockets in the run's
+private folder, and by nobody else. It must be started before the first actor; consecutive runs in
+one process share it. The tables are Monarch's: docs/tree.md has examples.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import shutil
-import uuid
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from composer_mesh.mesh import programs
+from composer_mesh.mesh.private_folder import subfolder
+from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import MeshError
+from composer_mesh.mesh.telemetry_client import connected
+from composer_mesh.mesh.telemetry_store import INGEST, LOG, QUERY
 
-SIDECAR = "composer_mesh.mesh.sidecar"
-_address_of_this_process: list[str] = []
+STORE = "composer_mesh.mesh.telemetry_store"
+START_S, LOOK_S = 60.0, 0.05
+_folder_of_this_process: list[Path] = []
 
 
 class TelemetryFailed(MeshError):
@@ -30,53 +40,60 @@ class TelemetryFailed(MeshError):
         return f"telemetry could not be started ({self.args[0]}): leave run.telemetry out"
 
 
-async def start_telemetry() -> str:
-    """Start the store; return its address. The first call waits a second or two."""
-    if not _address_of_this_process:
-        try:
-            _address_of_this_process.append(await asyncio.to_thread(_start))
-        except Exception as error:
-            raise TelemetryFailed(f"{type(error).__name__}: {error}") from error
-    return _address_of_this_process[0]
+async def start_telemetry() -> Path:
+    """Start the store; return the socket that answers queries. The first call waits seconds."""
+    if not _folder_of_this_process:
+        _folder_of_this_process.append(await asyncio.to_thread(_start))
+    return _folder_of_this_process[0] / QUERY
 
 
-def _start() -> str:
-    # Imported lazily: it loads a web server, which a run without telemetry does not need.
-    from monarch._src.job.job_sidecar import (
-        job_sidecar_lock_path,
-        sidecar_transport_from_runtime,
-        spawn_module,
-    )
-    from monarch._src.job.telemetry_config import (
-        Telemetry,
-        TelemetryConfig,
-        install_sidecar_socket_sink,
-    )
-
-    name = f"composer-mesh-{uuid.uuid4().hex}"
-    transport = sidecar_transport_from_runtime()
-    atexit.register(_stop, name)
-    spawn_module(
-        job_sidecar_lock_path(name),
-        (name, transport, None),  # by which Monarch recognizes it as its own
-        SIDECAR,
-        runtime_transport=transport,
-        process_name="telemetry",
-    )
-    about = Telemetry(TelemetryConfig()).ensure_open(name)
-    install_sidecar_socket_sink(about["socket_path"])
-    return about["telemetry_url"]
+def _start() -> Path:
+    folder = subfolder("telemetry")
+    env = {**os.environ, "HYPERACTOR_PROCESS_NAME": "telemetry"}
+    command = [sys.executable, "-P", "-m", STORE, str(folder), str(os.getpid())]
+    pid = programs.beside(command, env)
+    atexit.register(_stop, pid)
+    _wait_until_it_answers(folder, pid)
+    _send_events_to(folder / INGEST)
+    return folder
 
 
-def _stop(name: str) -> None:
-    """Stop the store's process and delete its files; it also ends when this process does."""
-    from monarch._src.job.job_sidecar import job_sidecar_lock_path, stop_job_sidecar
-    from monarch._src.job.once_daemon import daemon_log_path
-    from monarch._src.job.telemetry_actor import telemetry_socket_dir
+def _wait_until_it_answers(folder: Path, pid: int) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), connected(folder / QUERY):
+            return
+        if not is_alive(pid):
+            raise TelemetryFailed(_last_line(folder / LOG))
+        time.sleep(LOOK_S)
+    raise TelemetryFailed(f"it did not answer within {START_S:g} s")
 
-    with contextlib.suppress(Exception):  # it may have ended first
-        stop_job_sidecar(name)
-    lock = job_sidecar_lock_path(name)
-    for file in (lock, daemon_log_path(lock)):
-        Path(file).unlink(missing_ok=True)
-    shutil.rmtree(telemetry_socket_dir(name), ignore_errors=True)
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "its process ended")
+
+
+def _send_events_to(ingest: Path) -> None:
+    """Send the events of this process, and of those that it starts, to the store."""
+    from monarch._src.actor.proc_mesh import SetupActor
+
+    SetupActor.register_startup_function(functools.partial(_sender, str(ingest)))
+    send_events_to(str(ingest))
+
+
+def _sender(ingest: str) -> Callable[[], None]:
+    return functools.partial(send_events_to, ingest)
+
+
+def send_events_to(ingest: str) -> None:
+    """Send this process's events to a store; Monarch runs it in each process that it starts."""
+    from monarch._rust_bindings.monarch_distributed_telemetry import _set_unix_socket_sink_path
+
+    _set_unix_socket_sink_path(ingest)
+
+
+def _stop(pid: int) -> None:
+    """End the store; it also ends when this process does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)

@@ -30,6 +30,9 @@ def serve(address: str, folder: Path) -> None:
     open_log("worker")
     from monarch.actor import run_worker_loop_forever
 
+    from composer_mesh.mesh.connection_guard import guard_connections
+
+    guard_connections()
     threading.Thread(
         target=ExitStatuses(folder).keep, name="ends of processes", daemon=True
     ).start()

@@ -65,7 +65,7 @@ class RunStatus:
     transport: str
     actors: tuple[ActorStatus, ...] = ()
     restarts: int = 0
-    telemetry_url: str | None = None
+    telemetry_socket: str | None = None
     host: str = ""
     hostname: str = ""
     hosts: Mapping[str, str] = field(default_factory=dict)

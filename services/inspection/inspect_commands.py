@@ -1,6 +1,6 @@
 """Commands that inspect a live run with Monarch's tools: stacks, SQL queries and its TUI.
 
-They query servers that the run has opened on the loopback interface, and change nothing in the run.
+They query servers of the run that answer only its owner, and change nothing in the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,13 +26,13 @@ from composer_mesh.mesh.admin import (
     read_mesh,
     read_stacks,
 )
+from composer_mesh.mesh.telemetry_client import StoreUnreachable, ask
 from composer_mesh.services.directory.live import RunUnavailable, live_run, status_of
 from composer_mesh.services.directory.status import RunStatus
 from composer_mesh.services.inspection.mesh_view import is_controllers, owner_of
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.inspection.stacks import Stacks, read_pyspy, stack_lines
 
-QUERY_S = 30.0
 LONGEST_CELL = 200
 
 
@@ -86,23 +85,20 @@ def query_command(run: Path, sql: str, as_json: bool = False) -> int:
 
 def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
     """Return the rows of an SQL query against a run's telemetry. Waits for them."""
-    if status.telemetry_url is None:
+    if status.telemetry_socket is None:
         raise RunUnavailable(
             "this run keeps no telemetry, which costs a process of 400 MB: start it with "
             "--set run.telemetry=true"
         )
-    address = f"{status.telemetry_url}/api/query"
     try:
-        with httpx.Client(timeout=QUERY_S, trust_env=False) as client:
-            response = client.post(address, json={"sql": sql})
-            answer: dict[str, Any] = response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise RunUnavailable(f"{address} does not answer ({error}): has the run ended?") from error
-    if response.is_error or "rows" not in answer:
-        raise RunUnavailable(
-            f"the query was refused: {plain_text(str(answer.get('error', answer)))}"
-        )
-    return list(answer["rows"])
+        reply = ask(Path(status.telemetry_socket), sql)
+    except StoreUnreachable as error:
+        raise RunUnavailable(str(error)) from error
+    if "rows" not in reply:
+        raise RunUnavailable(f"the query was refused: {plain_text(str(reply.get('refused')))}")
+    if reply["more"]:
+        sys.stderr.write(f"only the first {len(reply['rows'])} rows: add a LIMIT or a WHERE\n")
+    return list(reply["rows"])
 
 
 def tui_command(run: Path | None) -> int:

@@ -79,16 +79,17 @@ class RunWatch:
     async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
         """Start the servers, before the first actor, and show the commands for inspection."""
         telemetry = await start_telemetry() if self._config.telemetry else None
-        admin = await start_admin(host, telemetry)
+        admin = await start_admin(host)
         self.opened(transport, admin, telemetry)
         if admin.startswith("https:") and (tls := TlsFiles.of_environment()) is not None:
             self._known["admin_tls"] = asdict(tls)
         self._hosts = hosts
         self._view.hints(commands_for(self._root, self._config.telemetry))
 
-    def opened(self, transport: str, admin: str | None, telemetry: str | None) -> None:
+    def opened(self, transport: str, admin: str | None, telemetry: Path | None) -> None:
         """Set the servers' addresses; the status is written from now on."""
-        self._known = {"admin_url": admin, "telemetry_url": telemetry, "transport": transport}
+        store = None if telemetry is None else str(telemetry)
+        self._known = {"admin_url": admin, "telemetry_socket": store, "transport": transport}
 
     @asynccontextmanager
     async def over(self, mesh: Inspectable) -> AsyncIterator[None]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socketserver
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest_httpserver import HTTPServer
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.status import RunStatus, write_status
@@ -18,51 +21,68 @@ STATUS = RunStatus(os.getpid(), None, "running", 1, 2, 1, "tcp")
 NOBODY = "http://127.0.0.1:9"
 
 
+@dataclass
+class Store:
+    """A telemetry store that gives one answer, and notes what it was asked."""
+
+    answer: dict[str, Any]
+    asked: list[bytes] = field(default_factory=list)
+
+
 @pytest.fixture
-def run(tmp_path: Path, httpserver: HTTPServer) -> Path:
-    """A live run with telemetry, and no admin server."""
-    url = httpserver.url_for("").rstrip("/")
-    write_status(tmp_path, dataclasses.replace(STATUS, telemetry_url=url))
-    return tmp_path
+def store(tmp_path: Path) -> Iterator[Store]:
+    """The store of a live run in `tmp_path`."""
+    store = Store({})
 
+    class Request(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            store.asked.append(self.rfile.readline())
+            self.wfile.write(json.dumps(store.answer).encode() + b"\n")
 
-def answer(httpserver: HTTPServer, value: Any, status: int = 200) -> None:
-    asked = httpserver.expect_request("/api/query", method="POST", json={"sql": "SELECT 1"})
-    asked.respond_with_json(value, status=status)
+    socket = tmp_path / "query.sock"
+    write_status(tmp_path, dataclasses.replace(STATUS, telemetry_socket=str(socket)))
+    with socketserver.UnixStreamServer(str(socket), Request) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        yield store
+        server.shutdown()
+        serving.join()
 
 
 def test_rows_are_a_table_of_plain_text(
-    run: Path, httpserver: HTTPServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(httpserver, {"rows": [{"name": "[bold]a[/]\x1b[2J", "count": 3}, {"name": None}]})
-    assert main(["query", str(run), "SELECT 1"]) == 0
+    rows = [{"name": "[bold]a[/]\x1b[2J", "count": 3}, {"name": None}]
+    store.answer = {"rows": rows, "more": False}
+    assert main(["query", str(tmp_path), "SELECT 1"]) == 0
     out = capsys.readouterr().out
     assert [word in out for word in ("name", "count", "[bold]a[/]\\x1b[2J", " 3 ")] == [True] * 4
     assert "\x1b" not in out
+    assert [json.loads(line) for line in store.asked] == [{"sql": "SELECT 1"}]
 
 
 def test_rows_are_objects_on_demand(
-    run: Path, httpserver: HTTPServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"name": "a"}, {"name": "b"}]
-    answer(httpserver, {"rows": rows})
-    assert main(["query", str(run), "SELECT 1", "--json"]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    store.answer = {"rows": rows, "more": True}
+    assert main(["query", str(tmp_path), "SELECT 1", "--json"]) == 0
+    told = capsys.readouterr()
+    assert [json.loads(line) for line in told.out.splitlines()] == rows
+    assert "only the first 2 rows" in told.err
 
 
-def test_no_rows_are_said(
-    run: Path, httpserver: HTTPServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(httpserver, {"rows": []})
-    assert main(["query", str(run), "SELECT 1"]) == 0
+def test_no_rows_are_said(tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.answer = {"rows": [], "more": False}
+    assert main(["query", str(tmp_path), "SELECT 1"]) == 0
     assert capsys.readouterr().out == "no rows\n"
 
 
 def test_a_query_that_is_refused_says_why_on_one_line(
-    run: Path, httpserver: HTTPServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(httpserver, {"error": "no table\nt"}, status=400)
-    assert main(["query", str(run), "SELECT 1"]) == 1
+    store.answer = {"refused": "no table\nt"}
+    assert main(["query", str(tmp_path), "SELECT 1"]) == 1
     assert "the query was refused: no table\\nt\n" in capsys.readouterr().err
 
 
@@ -70,7 +90,7 @@ def test_a_query_that_is_refused_says_why_on_one_line(
     ("command", "status", "why"),
     [
         (["query", "SELECT 1"], {}, "--set run.telemetry=true"),
-        (["query", "SELECT 1"], {"telemetry_url": NOBODY}, "does not answer"),
+        (["query", "SELECT 1"], {"telemetry_socket": "/nothing/query.sock"}, "does not answer"),
         (["query", "SELECT 1"], {"state": "finished"}, "found none"),
         (["stacks"], {}, "no admin server yet"),
         (["stacks"], {"admin_url": NOBODY}, "does not answer"),

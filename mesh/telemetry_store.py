@@ -1,0 +1,133 @@
+"""The process that keeps Monarch's telemetry of a run and answers queries about it.
+
+    processes of the run  -- Arrow frames -->  ingest.sock   Monarch's tables, in memory
+    composer-mesh query   -- one line of JSON -->  query.sock    telemetry_query, read-only
+
+Both are Unix sockets in a folder that only the run's owner can enter; there is no network listener,
+and Monarch's own HTTP server is not started. The arguments are that folder and the process with
+which this one ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.mesh.connection_guard import guard_connections
+from composer_mesh.mesh.monarch_log import open_log
+from composer_mesh.mesh.telemetry_query import LONGEST_STATEMENT, QueryRefused, Tables, answer
+
+INGEST, QUERY, LOG = "ingest.sock", "query.sock", "store.log"
+RETENTION_S = 3600
+LOOK_S = 0.25
+REQUEST_S = 5.0
+"""How long a client may take to send its request."""
+
+
+class MonarchTables:
+    """Monarch's telemetry tables of this process, filled from the ingest socket."""
+
+    def __init__(self, ingest: Path) -> None:
+        # Imported here: it takes seconds, and the tests of the server need none of it.
+        from monarch.distributed_telemetry.engine import QueryEngine
+
+        from composer_mesh.mesh.telemetry_collector import collect
+
+        collector = collect(ingest, RETENTION_S)
+        self._engine = QueryEngine(collector)
+        names = collector.table_names.call_one().get()
+        self.columns: Mapping[str, Sequence[str]] = {name: self._names(name) for name in names}
+
+    def _names(self, table: str) -> list[str]:
+        return list(self._engine.query(f'SELECT * FROM "{table}" LIMIT 0').schema.names)
+
+    def rows(self, table: str, at_most: int) -> Iterator[Sequence[Any]]:
+        """Yield rows of one of Monarch's tables; the statement is never a client's."""
+        if table not in self.columns:
+            raise KeyError(table)
+        found = self._engine.query(f'SELECT * FROM "{table}" LIMIT {at_most}')
+        for batch in found.to_batches(max_chunksize=1000):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+class QueryServer(socketserver.UnixStreamServer):
+    """Answers one request at a time, in order, over a socket of this user with mode 0600."""
+
+    def __init__(self, path: Path, tables: Tables) -> None:
+        self.tables = tables
+        super().__init__(str(path), _Request)
+
+    def server_bind(self) -> None:
+        os.fchmod(self.socket.fileno(), 0o600)  # the file is created with this mode
+        super().server_bind()
+        Path(str(self.server_address)).chmod(0o600)
+
+    def handle_error(self, *_: object) -> None:
+        """Log an error and go on: a client that disconnects ends nothing."""
+        sys.stderr.write(f"a query was not answered: {sys.exception()!r}\n")
+
+
+class _Request(socketserver.StreamRequestHandler):
+    timeout = REQUEST_S
+    server: QueryServer
+
+    def handle(self) -> None:
+        line = self.rfile.readline(4 * LONGEST_STATEMENT)
+        if not line:  # a client that only looked whether this process answers
+            return
+        self.wfile.write(json.dumps(reply(line, self.server.tables)).encode() + b"\n")
+
+
+def reply(line: bytes, tables: Tables) -> dict[str, Any]:
+    """Return the reply to one request line: rows, or why it is refused."""
+    try:
+        request = json.loads(line)
+        sql = request["sql"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {"refused": "a request is one line with a JSON object that has a text named sql"}
+    if not isinstance(sql, str):
+        return {"refused": f"sql is a {type(sql).__name__} but must be a text"}
+    try:
+        found = answer(sql, tables)
+    except QueryRefused as error:
+        return {"refused": str(error)}
+    return {"rows": found.rows, "more": found.more}
+
+
+def end_with(parent: int) -> None:
+    """Exit once this process is no longer a child of `parent`."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(0)
+
+
+def write_to(log: Path) -> None:
+    """Write what this process prints to a file, in place of the terminal of the run."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    os.close(file)
+
+
+def serve(folder: Path) -> None:
+    """Keep the tables and answer queries until this process is ended."""
+    open_log("telemetry")
+    guard_connections()
+    tables = MonarchTables(folder / INGEST)
+    with QueryServer(folder / QUERY, tables) as server:
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_to(Path(sys.argv[1]) / LOG)
+    threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
+    serve(Path(sys.argv[1]))

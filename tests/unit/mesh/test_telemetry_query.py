@@ -1,0 +1,146 @@
+"""A query reads the telemetry tables, within limits, and does nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.mesh.telemetry_query import Answer, Limits, QueryRefused, answer
+
+SHORT = Limits(seconds=60.0, table_rows=5000, rows=10)
+SECOND_OF_A_LOOK = 10.0
+"""How far the clock of a test moves each time it is looked at."""
+
+
+class TablesOfATest:
+    """Two tables, of which `spans` is long; notes which were read."""
+
+    def __init__(self) -> None:
+        self.columns: Mapping[str, Sequence[str]] = {
+            "actors": ["id", "full_name"],
+            "spans": ["id"],
+            'odd "name"': ["a b"],
+        }
+        self.read: list[str] = []
+
+    def rows(self, table: str, at_most: int) -> list[Sequence[Any]]:
+        self.read.append(table)
+        rows: dict[str, list[Sequence[Any]]] = {
+            "actors": [(1, "trainer"), (1 << 64, None), (3.5, {"nested": [1]})],
+            "spans": [(number,) for number in range(4000)],
+            'odd "name"': [(b"\xff",)],
+        }
+        return rows[table][:at_most]
+
+
+@pytest.fixture
+def tables() -> TablesOfATest:
+    return TablesOfATest()
+
+
+def test_a_select_gets_rows_of_the_tables_that_it_names(tables: TablesOfATest) -> None:
+    found = answer("SELECT id, full_name FROM actors", tables, SHORT)
+    rows = [
+        {"id": 1, "full_name": "trainer"},
+        {"id": str(1 << 64), "full_name": None},
+        {"id": 3.5, "full_name": "{'nested': [1]}"},
+    ]
+    assert found == Answer(rows, more=False)
+    assert tables.read == ["actors"]
+
+
+@pytest.mark.parametrize(
+    ("sql", "rows"),
+    [
+        ("SELECT count(*) AS n FROM actors", [{"n": 3}]),
+        ("WITH a AS (SELECT max(id) AS m FROM spans) SELECT m FROM a", [{"m": 3999}]),
+        ("SELECT 1 AS x -- and a comment", [{"x": 1}]),
+        ('SELECT "a b" FROM "odd ""name"""', [{"a b": "ff"}]),
+        ("SELECT count(*) AS n FROM sqlite_master", [{"n": 3}]),
+        ("SELECT s.id FROM spans s JOIN actors a ON a.id = s.id", [{"id": 1}]),
+    ],
+)
+def test_reads_of_every_form_are_answered(
+    tables: TablesOfATest, sql: str, rows: list[dict[str, Any]]
+) -> None:
+    assert answer(sql, tables, SHORT).rows == rows
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "COPY actors TO '{file}'",
+        "CREATE EXTERNAL TABLE f STORED AS CSV LOCATION '{file}'",
+        "ATTACH '{file}' AS f",
+        "VACUUM INTO '{file}'",
+        "VACUUM",
+        "CREATE TABLE t (a)",
+        "CREATE TABLE t AS SELECT * FROM actors",
+        "DROP TABLE actors",
+        "INSERT INTO actors VALUES (1, 2)",
+        "WITH x AS (SELECT 1) INSERT INTO actors SELECT 1, 2",
+        "WITH x AS (SELECT 1) DELETE FROM actors",
+        "UPDATE actors SET id = 2",
+        "SELECT 1; SELECT 2",
+        "PRAGMA temp_store_directory = '{file}'",
+        "SELECT * FROM pragma_database_list",
+        "SELECT load_extension('{file}')",
+        "SELECT readfile('{file}')",
+        "SELECT writefile('{file}', 'x')",
+        "SELECT * FROM '{file}'",
+        "SELECT * FROM dbstat",
+        "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c",
+        "REINDEX",
+        "ANALYZE",
+        "BEGIN",
+        "EXPLAIN SELECT 1",
+        "SELECT nothing FROM actors",
+        "",
+        ";",
+        "SELECT 1\0; DROP TABLE actors",
+        "SELECT '" + "x" * 70_000 + "'",
+    ],
+)
+def test_what_is_not_a_read_of_the_tables_is_refused(
+    tables: TablesOfATest, tmp_path: Path, sql: str
+) -> None:
+    file = tmp_path / "private"
+    file.write_text("secret")
+    with pytest.raises(QueryRefused):
+        answer(sql.replace("{file}", str(file)), tables, SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["private"]
+    assert file.read_text() == "secret"
+    assert answer("SELECT count(*) AS n FROM actors", tables, SHORT).rows == [{"n": 3}]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT count(*) FROM spans a, spans b, spans c",
+        "SELECT a.id || b.id AS k FROM spans a, spans b ORDER BY k",
+    ],
+)
+def test_a_query_is_ended_at_its_time_limit(tables: TablesOfATest, sql: str) -> None:
+    looks = itertools.count()
+    with pytest.raises(QueryRefused, match="more than 60 s"):
+        answer(sql, tables, SHORT, clock=lambda: next(looks) * SECOND_OF_A_LOOK)
+    assert next(looks) < 20
+
+
+def test_values_and_memory_are_bounded(tables: TablesOfATest) -> None:
+    with pytest.raises(QueryRefused, match="too big"):
+        answer("SELECT zeroblob(1000000000)", tables, SHORT)
+
+
+def test_a_longer_result_is_cut_and_says_so(tables: TablesOfATest) -> None:
+    found = answer("SELECT id FROM spans ORDER BY id DESC", tables, SHORT)
+    assert (len(found.rows), found.rows[0], found.more) == (10, {"id": 3999}, True)
+
+
+def test_a_table_that_is_too_long_is_refused_and_not_cut(tables: TablesOfATest) -> None:
+    with pytest.raises(QueryRefused, match="spans has more than 3999 rows"):
+        answer("SELECT count(*) FROM spans", tables, Limits(table_rows=3999))
