@@ -17,7 +17,7 @@ from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import index_row
 from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
-from composer_mesh.services.store.row_checksums import SCHEMA, WHY, damaged_rows, schema_is_whole
+from composer_mesh.services.store.row_checksums import WHY, damaged_rows
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.store.schema import COLUMNS
 
@@ -63,13 +63,13 @@ def _repair(path: Path) -> str:
 def _store(root: Path, live: bool) -> list[Finding]:
     try:
         with RunReader(root) as reader:
-            if not schema_is_whole(reader.file):
-                return [Finding("damaged", STORE_FILE, SCHEMA, NEW_RUN)]
             if rows := list(_rows(reader)):  # damaged rows cannot be compared with anything
                 return rows
             found = [*_groups(root, reader), *_references(reader)]
             return found if live else [*found, *_left(root, reader)]
-    except (DamagedRecord, StoreError) as error:
+    except StoreError as error:
+        return [Finding("damaged", STORE_FILE, error.reason, NEW_RUN)]
+    except DamagedRecord as error:
         return [Finding("damaged", STORE_FILE, str(error), NEW_RUN)]
 
 
