@@ -11,6 +11,7 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
+from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, STORE_FILE, read_metrics
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
@@ -128,7 +129,7 @@ def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
         yield Finding("orphaned", str(draft.relative_to(root)), why, "train --resume removes it")
     try:
         same = read_metrics(root / METRICS_FILE) == list(reader.metrics())
-    except ValueError:
+    except RunDirectoryError:
         same = False
     if not same:
         why = "it is not what run.sqlite says"
