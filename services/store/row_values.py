@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from composer_mesh.mesh.data_files import parsed_json, short_reason
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.rows import (
     DamagedRecord,
@@ -49,6 +50,14 @@ def pair_row(row: Values) -> PairRow:
     place, pair_id, group_id, version, state, step, body = row
     values = {"pair_id": pair_id, "group_id": group_id, "version": version, "state": state}
     return _checked(_PAIR, "pairs", place, {**values, "step": step, "body": body})
+
+
+def stored_pair(row: PairRow) -> PreferencePair:
+    """Return the pair in a row; raise DamagedRecord if it holds none."""
+    try:
+        return pair_from_json(row.body)
+    except ValueError as error:
+        raise damaged("pairs", row.pair_id, short_reason(error)) from None
 
 
 def reward_row(row: Values) -> LateReward:

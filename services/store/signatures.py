@@ -21,11 +21,13 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from composer_mesh.mesh.data_files import UnusableFile, opened, read_bytes
+from composer_mesh.mesh.data_files import MIB, UnusableFile, opened, read_bytes
 from composer_mesh.services.store.whole_files import write_whole
 
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
+LONGEST = 16 * MIB
+"""Size in bytes of the largest file that is signed."""
 STATE_HOME = "XDG_STATE_HOME"
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,14 @@ def is_signed(path: Path, content: bytes) -> bool:
     except (OSError, RuntimeError):
         return False
     return hmac.compare_digest(found, expected)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether this account's program wrote a file as it is now."""
+    try:
+        return is_signed(path, read_bytes(path, LONGEST))
+    except OSError:
+        return False
 
 
 def signature_file(path: Path) -> Path:

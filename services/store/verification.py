@@ -19,6 +19,7 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import index_row
 from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
 from composer_mesh.services.store.row_checksums import WHY, damaged_rows
+from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.store.schema import COLUMNS
 
@@ -115,6 +116,7 @@ def _references(reader: RunReader) -> Iterator[Finding]:
             why = f"it was trained as version {row.trained}, which no step has made"
             yield Finding("missing", f"step of group {row.group_id}", why, NEW_RUN)
     for pair in reader.pairs():
+        stored_pair(pair)
         if pair.step is not None and pair.step not in steps:
             why = f"it was {pair.state} in step {pair.step}, which is not there"
             yield Finding("missing", f"step of pair {pair.pair_id}", why, NEW_RUN)
