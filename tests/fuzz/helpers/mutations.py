@@ -69,7 +69,7 @@ def toml_changed(rng: random.Random, content: bytes) -> bytes:
     """Replace one value of a TOML file; what TOML cannot spell becomes changed bytes."""
     try:
         return tomli_w.dumps(value_changed(rng, tomllib.loads(content.decode()))).encode()
-    except (TypeError, ValueError, UnicodeError, RecursionError):
+    except (AttributeError, TypeError, ValueError, RecursionError):
         return content[: rng.randrange(len(content))] + b"\xff" + rng.randbytes(8)
 
 
