@@ -18,13 +18,15 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.mesh.data_files import MIB, opened, parsed_json
+from composer_mesh.mesh.data_files import MIB, UnusableFile, opened, parsed_json
 from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable, goes_on, live_run
 from composer_mesh.services.inspection.page import plain_text
 
 POLL_S = 0.2
 LONGEST = 2000
 LONGEST_LINE = 4 * MIB
+MOST_PARTS = 16
+"""Parts of LONGEST_LINE in which the end of a line that is left out is looked for."""
 STYLES = {
     "bold red": ("_died", "_hung", "_given_up", "_failed"),
     "yellow": ("_lost", "_poisoned", "_retried", "_resized", "_stopped"),
@@ -83,15 +85,20 @@ class Lines:
 
 
 def _whole_line(file: BinaryIO) -> bytes | None:
-    """Return the next line with its end, empty if it is too long; None if it has no end yet."""
+    """Return the next line with its end, empty if it is too long; None if it has no end yet.
+
+    Raises UnusableFile for a line that is as long as none of a run.
+    """
     line = file.readline(LONGEST_LINE)
     if line.endswith(b"\n"):
         return line
-    while len(line) == LONGEST_LINE:
+    for _ in range(MOST_PARTS):
+        if len(line) < LONGEST_LINE:
+            return None
         line = file.readline(LONGEST_LINE)
         if line.endswith(b"\n"):
             return b""
-    return None
+    raise UnusableFile(None, "it has a line without an end")
 
 
 class Printer:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.mesh.data_files import UnusableFile
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed, holder, locker
 from composer_mesh.services.directory.report import read_evaluations, read_metrics
 from composer_mesh.services.directory.status import RunStatus, read_status, write_status
@@ -87,3 +88,11 @@ def test_a_line_that_is_too_long_is_left_out_and_the_next_one_is_read(tmp_path: 
     with path.open("ab") as file:
         file.write(b"\nc\n")
     assert list(lines.new()) == ["c"]
+
+
+def test_an_endless_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**41)
+    with pytest.raises(UnusableFile, match="without an end"):
+        list(Lines(path).new())
