@@ -32,7 +32,9 @@ DROPPED = "dropped by a filter"
 def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | None) -> Rollout:
     """Return the rollout of a row; raise DamagedRecord if its group cannot be read."""
     group = reader.traces(one.row.group_id)
-    trace = next(trace for trace in group if trace.trace_id == one.row.trace_id)
+    trace = next((trace for trace in group if trace.trace_id == one.row.trace_id), None)
+    if trace is None:
+        raise damaged("traces", one.row.trace_id, "the file of its group has no such rollout")
     notes: list[str] = []
     answer = None if config is None else _answer(config, trace, notes)
     hints: Sequence[Hint] = ()
