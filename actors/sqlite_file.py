@@ -2,6 +2,10 @@
 
 Each change is one transaction that takes the write lock at its start, so the data it read cannot
 change meanwhile. Network file systems are not supported: SQLite's log needs shared memory.
+
+A file may have been made by a stranger. Before a row is read, its schema must be the one that this
+program creates: views, further triggers and computed columns would run their maker's SQL. What a
+reader's statements may cost is bounded by the size of the file (`Effort`).
 """
 
 import os
@@ -9,14 +13,24 @@ import sqlite3
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from composer_mesh.mesh.data_files import MIB, refuse_unusual
+
 BUSY_S = 30.0
 """Seconds a process waits for others' transactions; each lasts milliseconds."""
+
+BESIDE = ("", "-journal", "-wal", "-shm")
+"""Suffixes of a database and of the files that SQLite opens with it."""
+LONGEST_VALUE = 256 * MIB
+OBJECTS = ("table", "index", "view", "trigger")
+OTHER_SCHEMA = "its tables are not those that were made"
+TAKE_A_COPY = "take it from a copy, or use another file"
 
 # Closing any descriptor of a file releases all this process's locks on it, also those of other
 # connections, so no file is created while another thread opens it.
@@ -28,6 +42,11 @@ class StoreError(Exception):
 
     def __init__(self, path: str, purpose: str, reason: str, repair: str) -> None:
         super().__init__(path, purpose, reason, repair)
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, without the file and the repair."""
+        return str(self.args[2])
 
     def __str__(self) -> str:
         path, purpose, reason, repair = self.args
@@ -52,6 +71,35 @@ class FileKind:
     migrations: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
+class Effort:
+    """Interrupts a connection whose statements do more than any intact file of that size needs.
+
+    The pages of a crafted file of some kilobytes can refer to each other so that it seems to hold
+    more rows than could ever be read. `start` begins a new allowance.
+    """
+
+    EVERY = 1000
+    STEPS, STEPS_PER_BYTE = 2_000_000, 64
+    CPU_S, CPU_S_PER_BYTE = 20.0, 1e-6
+
+    def __init__(self, rows: sqlite3.Connection, path: Path) -> None:
+        self._files = [path, path.with_name(f"{path.name}-wal")]
+        self._steps, self._until, self.exceeded = 0.0, 0.0, False
+        self.start()
+        rows.set_progress_handler(self._step, self.EVERY)
+
+    def start(self) -> None:
+        size = sum(file.stat().st_size for file in self._files if file.is_file())
+        self._steps = self.STEPS + self.STEPS_PER_BYTE * size
+        self._until = time.thread_time() + self.CPU_S + self.CPU_S_PER_BYTE * size
+        self.exceeded = False
+
+    def _step(self) -> int:
+        self._steps -= self.EVERY
+        self.exceeded = self._steps < 0 or time.thread_time() > self._until
+        return int(self.exceeded)
+
+
 class SqliteFile:
     """A SQLite connection for several threads; the path None is a private in-memory database.
 
@@ -61,13 +109,16 @@ class SqliteFile:
     def __init__(self, path: Path | None, kind: FileKind, read_only: bool = False) -> None:
         self._kind, self._lock = kind, threading.RLock()
         self._name = "the memory" if path is None else str(path)
+        self._effort: Effort | None = None
         with self._errors_named():
             self._rows = _reading(path) if read_only and path else _connected(path)
             try:
+                self._effort = None if path is None else Effort(self._rows, path)
                 if read_only:
                     self._recognise()
                 else:
                     self._prepare(in_memory=path is None)
+                    self._trust()
             except BaseException:
                 self._rows.close()
                 raise
@@ -91,6 +142,8 @@ class SqliteFile:
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for single read-only statements; waits for no other process."""
         with self._lock, self._errors_named():
+            if self._effort is not None:
+                self._effort.start()
             yield self._rows
 
     def close(self) -> None:
@@ -106,7 +159,13 @@ class SqliteFile:
         try:
             yield
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
-            raise self.error(str(error)) from None
+            raise self.error(_reason(error, self._effort)) from None
+
+    def _trust(self) -> None:
+        """Let a file whose schema and pages were checked run its own triggers, without bounds."""
+        self._rows.execute("PRAGMA trusted_schema = ON")
+        self._rows.set_progress_handler(None, 0)
+        self._effort = None
 
     def _roll_back(self) -> None:
         if self._rows.in_transaction:  # some errors have ended it already
@@ -124,6 +183,7 @@ class SqliteFile:
             if _value(rows, "SELECT COUNT(*) FROM sqlite_master") == 0:
                 self._make(rows)
         if self._version() < self._kind.version:
+            self._refuse_other_objects(("view", "trigger"))
             self._migrate()
         self._recognise()
         self.check()
@@ -155,6 +215,16 @@ class SqliteFile:
     def _recognise(self) -> None:
         if (version := self._version()) != self._kind.version:
             raise self.error(f"its version is {version}, not {self._kind.version}")
+        changed = ("view", "trigger") if self._kind.migrations else OBJECTS
+        self._refuse_other_objects(changed)
+
+    def _refuse_other_objects(self, types: tuple[str, ...]) -> None:
+        """Raise StoreError if objects of these types are not those that this program creates."""
+        select = "SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL"
+        found = Counter(sql for kind, sql in self._rows.execute(select) if kind in types)
+        own = Counter(self._kind.tables)
+        if found - own or (types == OBJECTS and own - found):
+            raise StoreError(self._name, self._kind.purpose, OTHER_SCHEMA, TAKE_A_COPY)
 
 
 def _connected(path: Path | None) -> sqlite3.Connection:
@@ -162,12 +232,14 @@ def _connected(path: Path | None) -> sqlite3.Connection:
     with _OPENING:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _refuse_unusual(path)
             _make_private(path)
         return _opened(":memory:" if path is None else path.absolute().as_uri())
 
 
 def _reading(path: Path) -> sqlite3.Connection:
     """Return a read-only connection, usable concurrently with writers of the file."""
+    _refuse_unusual(path)
     place = f"{path.absolute().as_uri()}?mode=ro"
     rows = _opened(place)
     try:
@@ -185,9 +257,24 @@ def _opened(place: str) -> sqlite3.Connection:
     rows = sqlite3.connect(
         place, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
     )
+    rows.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_VALUE)
+    rows.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    rows.execute("PRAGMA trusted_schema = OFF")
+    rows.execute("PRAGMA cell_size_check = ON")
     rows.create_function("seal_of", -1, checksum_of, deterministic=True)
     rows.text_factory = _text
     return rows
+
+
+def _refuse_unusual(path: Path) -> None:
+    for suffix in BESIDE:
+        refuse_unusual(path.with_name(f"{path.name}{suffix}"))
+
+
+def _reason(error: Exception, effort: Effort | None) -> str:
+    if effort is not None and effort.exceeded:
+        return "reading it takes more steps than an intact file of its size needs"
+    return str(error)
 
 
 def _text(value: bytes) -> str:
@@ -206,11 +293,16 @@ def checksum_of(*values: object) -> int:
 
 def damage_of(path: Path) -> str:
     """Return structural damage of any SQLite file; empty if there is none."""
+    effort = None
     try:
         with closing(_reading(path)) as rows:
+            effort = Effort(rows, path)
+            # A stranger's file may have expressions of its own, which integrity_check computes.
+            rows.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(MIB, path.stat().st_size))
+            rows.execute("PRAGMA ignore_check_constraints = ON")
             found = str(_value(rows, "PRAGMA integrity_check(1)"))
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # damaged text may be quoted in an error
-        return str(error)
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:  # it may quote damaged text
+        return _reason(error, effort)
     return "" if found == "ok" else found
 
 

@@ -143,6 +143,11 @@ def read_mesh(url: str, tls: TlsFiles | None = None) -> MeshTree:
             return MeshTree(tuple(_hosts(client)))
     except httpx.HTTPError as error:
         raise AdminUnreachable(f"{url} does not answer ({error}): has the run ended?") from error
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise AdminUnreachable(
+            f"{url} does not answer as an admin server does ({type(error).__name__}): has the run "
+            "ended, and another program its port?"
+        ) from None
 
 
 def _verify(tls: TlsFiles | None) -> ssl.SSLContext | bool:

@@ -5,11 +5,33 @@ never tokenized again.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
-Message = dict[str, Any]
+
+def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message that was read; raise ValueError if it has not the shape of the protocol."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError("a message has no role")
+    if not isinstance(message.get("content"), str | list | None):
+        raise ValueError("the content of a message is neither text nor parts")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise ValueError("the tool_calls of a message are no calls of functions")
+    return message
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), str | dict)
+    )
+
+
+Message = Annotated[dict[str, Any], AfterValidator(_chat_message)]
 """An OpenAI chat message: role, content, and tool_calls or tool_call_id where they apply."""
 
 Split = Literal["train", "heldout"]

@@ -86,8 +86,16 @@ def _checked(words: Sequence[str]) -> int:
 
 
 def _short(arguments: Namespace, words: Sequence[str]) -> int:
-    status = reached(arguments, words)
-    return int(COMMANDS[arguments.command](arguments) if status is None else status)
+    try:
+        status = reached(arguments, words)
+        return int(COMMANDS[arguments.command](arguments) if status is None else status)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunUnavailable(
+            f"{error.filename or arguments.command}: {error.strerror or error}: correct it, or "
+            "name another place"
+        ) from None
 
 
 def _refusing(command: Callable[[], int]) -> int:

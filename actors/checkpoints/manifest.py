@@ -10,10 +10,13 @@ import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from composer_mesh.mesh.data_files import MIB, opened, read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
+LONGEST = 64 * MIB
 _CHUNK = 1 << 22
 
 
@@ -54,19 +57,27 @@ def damage(folder: Path) -> list[str]:
     """
     try:
         files = _read(folder / MANIFEST_FILE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
     return [line for one in files if (line := _wrong(folder, one))]
 
 
 def _read(path: Path) -> list[Written]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path, LONGEST)
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r} is not {FORMAT}")
     return [
-        Written(name, int(noted["bytes"]), int(noted["crc32"], 16))
+        Written(_inside(name), int(noted["bytes"]), int(noted["crc32"], 16))
         for name, noted in content["files"].items()
     ]
+
+
+def _inside(name: str) -> str:
+    """Return a path of a manifest; raise ValueError if it leads out of the checkpoint's folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name[:80]!r} is outside of the checkpoint")
+    return name
 
 
 def _wrong(folder: Path, one: Written) -> str:
@@ -89,7 +100,7 @@ def _wrong(folder: Path, one: Written) -> str:
 def crc32_of(path: Path) -> int:
     """Return the CRC-32 of a file's contents."""
     found = 0
-    with path.open("rb") as file:
+    with opened(path) as file:
         while chunk := file.read(_CHUNK):
             found = zlib.crc32(chunk, found)
     return found

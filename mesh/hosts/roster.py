@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.mesh.data_files import MIB, read_json
+
 ROSTER = "hosts"
 """Folder in a run's directory in which its workers announce themselves."""
 
@@ -61,7 +63,7 @@ def _file(folder: Path, name: str) -> Path:
 def _read(file: Path) -> Record | None:
     """Read a record; return None for other files, which users may have put there."""
     try:
-        about: dict[str, Any] = json.loads(file.read_text())
+        about: dict[str, Any] = read_json(file, MIB)
         return Record(**{key: about[key] for key in Record.__dataclass_fields__})
     except (OSError, ValueError, KeyError, TypeError):
         return None

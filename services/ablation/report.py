@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from composer_mesh.mesh.data_files import MIB, read_bytes, short_reason
 from composer_mesh.services.ablation.figures import (
     INTERVAL,
     Estimate,
@@ -27,6 +29,7 @@ from composer_mesh.services.ablation.figures import (
     steps_to,
 )
 from composer_mesh.services.ablation.plan import BASELINE, Ablation, PlannedRun, is_finished
+from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     SUMMARY_FILE,
@@ -55,6 +58,16 @@ class Outcome:
     evaluations: list[Evaluation]
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """What is read of a `summary.json`."""
+
+    wall_s: float
+
+
+_SUMMARY = TypeAdapter(_Summary)
+
+
 def outcomes(plan: Ablation, output: Path) -> list[Outcome]:
     """Return the state of every planned run, read from its directory."""
     return [_outcome(run, output / run.place) for run in plan.runs]
@@ -66,14 +79,22 @@ def _outcome(run: PlannedRun, place: Path) -> Outcome:
     if is_finished(place, run.config.run.steps):
         state = "finished"
     elif events:
-        failed = [event["detail"] for event in events if event["event"] == "run_failed"]
-        state, reason = ("failed", failed[-1]) if failed else ("stopped", "")
+        failed = [event.get("detail") for event in events if event.get("event") == "run_failed"]
+        state, reason = ("failed", str(failed[-1])) if failed else ("stopped", "")
     return Outcome(run, state, reason, _wall_s(place), read_evaluations(place / EVALUATIONS_FILE))
 
 
 def _wall_s(place: Path) -> float | None:
     path = place / SUMMARY_FILE
-    return json.loads(path.read_text(encoding="utf-8"))["wall_s"] if path.exists() else None
+    try:
+        return _SUMMARY.validate_json(read_bytes(path, MIB)).wall_s
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} is no summary of a run ({short_reason(error)}): take it from a copy, or move "
+            "it away"
+        ) from None
 
 
 def ablation_report(plan: Ablation, output: Path) -> dict[str, Any]:

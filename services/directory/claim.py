@@ -8,7 +8,12 @@ from pathlib import Path
 
 import psutil
 
+from composer_mesh.mesh.data_files import read_bytes
+
 RUNS = Path("runs")
+LOCK_FILE = ".lock"
+LONGEST_LOCK = 64
+MOST_PIDS = 2**22
 # Any of these indicates that a run was started in the directory.
 _TRACES_OF_A_RUN = ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "traces")
 
@@ -30,7 +35,7 @@ def claimed(output: Path) -> Iterator[None]:
             f"{output} must be a directory but cannot be made ({error.strerror}): name another "
             "place with --output"
         ) from None
-    with (output / ".lock").open("a+") as lock:
+    with (output / LOCK_FILE).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -46,13 +51,25 @@ def holder(output: Path) -> int | None:
 
     The lock is only inspected: trying to take it could block a run that is starting.
     """
-    lock = (output / ".lock").resolve()
+    lock, pid = output.resolve() / LOCK_FILE, locker(output)
     try:
-        pid = int(lock.read_text())
-        opened = psutil.Process(pid).open_files()
-    except (OSError, ValueError, psutil.Error):
+        opened = psutil.Process(pid).open_files() if pid is not None else []
+    except psutil.Error:
         return None
     return pid if str(lock) in (one.path for one in opened) else None
+
+
+def locker(output: Path) -> int | None:
+    """Return the process that last locked the directory, which may be gone; None without one.
+
+    A link is not followed: it could lead to the lock of another run.
+    """
+    try:
+        text = read_bytes(output / LOCK_FILE, LONGEST_LOCK, follow=False).strip()
+    except OSError:
+        return None
+    pid = int(text) if text.isdigit() else 0
+    return pid if 0 < pid <= MOST_PIDS else None
 
 
 def set_aside(output: Path) -> Path | None:
@@ -89,6 +106,6 @@ def _free_place(output: Path) -> Path:
 def _in_use(output: Path) -> str:
     return (
         f"{output} is being written by a running train (process "
-        f"{(output / '.lock').read_text().strip() or 'unknown'}) but takes one run at a time: "
+        f"{locker(output) or 'unknown'}) but takes one run at a time: "
         "wait for it, or name another directory with --output"
     )

@@ -14,16 +14,21 @@ import contextlib
 import json
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from composer_mesh.mesh.background import BackgroundTasks, Failed, told_to_loop
+from composer_mesh.mesh.data_files import parsed_json
 from composer_mesh.services.directory.live import RunUnavailable
 
 CONTROL_FILE = "control.sock"
 LONGEST_ADDRESS = 100
 """Path length in bytes that every system allows for a socket; Linux and macOS allow a few more."""
+
+CREDENTIALS = struct.Struct("iII")
+"""Process, user and group of a socket's other end."""
 
 Command = Callable[..., Awaitable[Any]]
 
@@ -73,7 +78,7 @@ class Control:
 
     async def _reply(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
+            request = parsed_json(line)
             command, arguments = str(request["command"]), dict(request["arguments"])
         except (ValueError, KeyError, TypeError):
             return {"refused": "a request is one JSON object with a command and its arguments"}
@@ -98,18 +103,33 @@ async def ask(run: Path, command: str, **arguments: Any) -> Any:
             "begun to train?"
         ) from error
     try:
+        _refuse_another_user(run, writer)
         writer.write(_line({"command": command, "arguments": arguments}))
         line = await reader.readline()
+    except ValueError:  # more than the reader holds, without an end
+        line = b""
     finally:
         writer.close()
     if not line.endswith(b"\n"):
         raise RunUnavailable(f"{run} ended before {command} was done: look at its events")
-    reply = json.loads(line)
+    reply = parsed_json(line)
     if "refused" in reply:
         raise ControlRefused(reply["refused"])
     if "failed" in reply:
         raise RunUnavailable(f"{command} failed: {reply['failed']}")
     return reply["answer"]
+
+
+def _refuse_another_user(run: Path, writer: asyncio.StreamWriter) -> None:
+    """Raise RunUnavailable if the socket is served by another user than this one."""
+    connected: socket.socket = writer.get_extra_info("socket")
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    _, uid, _ = CREDENTIALS.unpack(found)
+    if uid != os.geteuid():
+        raise RunUnavailable(
+            f"the controller of {run} belongs to user {uid}, whose runs take no commands of yours: "
+            "only they can change it"
+        )
 
 
 async def _connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from composer_mesh.mesh.processes import is_alive
-from composer_mesh.services.directory.claim import RUNS
+from composer_mesh.services.directory.claim import RUNS, locker
 from composer_mesh.services.directory.status import RunStatus, newest_live_run, read_status
 
 EVENTS_FILE = "events.jsonl"
@@ -62,8 +62,5 @@ def goes_on(run: Path) -> bool:
 
 def _claimant(run: Path) -> int | None:
     """Return the live process that last locked the directory."""
-    try:
-        pid = int((run / ".lock").read_text())
-    except (OSError, ValueError):
-        return None
-    return pid if is_alive(pid) else None
+    pid = locker(run)
+    return pid if pid is not None and is_alive(pid) else None

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
+
+from composer_mesh.mesh.data_files import parsed_json, read_bytes, short_reason
+from composer_mesh.services.directory.claim import RunDirectoryError
 
 CHANNELS = ("policy", "sdpo", "replay")
 REPLAY_TOTALS = ("usd", "pairs", "states", "skipped", "cached", "expired", "saved_usd")
@@ -21,6 +25,9 @@ STORE_FILE = "run.sqlite"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
+
+LONGEST_FILE = 1 << 30
+"""Size in bytes of the largest file of lines that is read as a whole."""
 
 Z_95 = 1.959963984540054
 
@@ -39,6 +46,9 @@ class Evaluation:
         return wilson_interval(self.success, self.episodes)
 
 
+_EVALUATION = TypeAdapter(Evaluation)
+
+
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval of a share; (0, 1) without trials."""
     if trials <= 0:
@@ -52,16 +62,37 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the steps of a metrics file; an incomplete last line is skipped."""
-    if not path.exists():
+    """Read the steps of a metrics file; an incomplete last line is skipped.
+
+    Raises RunDirectoryError for a file that cannot be read, or a line that is no JSON object.
+    """
+    try:
+        lines = read_bytes(path, LONGEST_FILE).split(b"\n")
+        return [_object(line) for line in lines[:-1] if line.strip()]
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({short_reason(error)}): take it from a copy, or let train "
+            "--resume make it again from run.sqlite"
+        ) from None
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read the evaluations of a run's file, as `read_metrics` does."""
-    return [Evaluation(**evaluation) for evaluation in read_metrics(path)]
+    try:
+        return [_EVALUATION.validate_python(one) for one in read_metrics(path)]
+    except ValueError as error:
+        raise RunDirectoryError(
+            f"{path} holds no evaluation ({short_reason(error)}): take it from a copy"
+        ) from None
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    value = parsed_json(line)
+    if not isinstance(value, dict):
+        raise ValueError("a line is no JSON object")
+    return value
 
 
 def summarize(

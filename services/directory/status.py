@@ -1,6 +1,7 @@
 """Status file of a run: the controller's current state for outside observers.
 
-One small JSON object, replaced atomically, without history.
+One small JSON object, replaced atomically, without history. Whoever reads it checks every field,
+because the file may be a stranger's.
 """
 
 from __future__ import annotations
@@ -11,13 +12,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter
+
+from composer_mesh.mesh.data_files import MIB, read_bytes
 from composer_mesh.mesh.machine import NAME, this_host
 from composer_mesh.mesh.processes import is_alive
 
 STATUS_FILE = "status.json"
+MOST = 16 * MIB
+"""Size in bytes of the largest status file that is read."""
 ENDED = frozenset({"finished", "stopped", "failed"})
+
+Pid = Annotated[int, Field(ge=1, le=2**22)]
+"""A process id; Linux has none above this."""
+Loopback = Annotated[str, Field(pattern=r"^https?://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}$")]
+"""Address of a server of the run: all of them listen on the loopback interface of its host."""
+File = Annotated[str, Field(pattern=r"^[^\x00]{1,4096}$")]
+TlsNames = Annotated[str, Field(pattern=r"^(certificate|key|authority)$")]
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class ActorStatus:
 
     name: str
     kind: str
-    pid: int | None
+    pid: Pid | None
     state: str = "ready"
     policy_version: int | None = None
     activity: str = ""
@@ -56,8 +69,8 @@ class RunStatus:
     server requires a certificate. `hosts` maps Monarch addresses to the run's names for hosts.
     """
 
-    pid: int
-    admin_url: str | None
+    pid: Pid
+    admin_url: Loopback | None
     state: str
     step: int
     steps: int
@@ -69,7 +82,7 @@ class RunStatus:
     host: str = ""
     hostname: str = ""
     hosts: Mapping[str, str] = field(default_factory=dict)
-    admin_tls: Mapping[str, str] = field(default_factory=dict)
+    admin_tls: Mapping[TlsNames, File] = field(default_factory=dict)
 
     @property
     def here(self) -> bool:
@@ -85,6 +98,9 @@ class RunStatus:
         return self.state not in ENDED and (not self.here or is_alive(self.pid))
 
 
+_STATUS = TypeAdapter(RunStatus)
+
+
 def write_status(path: Path, status: RunStatus) -> None:
     """Replace the status file atomically; `path` is the run directory or the file in it."""
     path = _file(path)
@@ -96,10 +112,8 @@ def write_status(path: Path, status: RunStatus) -> None:
 def read_status(path: Path) -> RunStatus | None:
     """Read the status in a run directory; None if there is none or it is unreadable."""
     try:
-        data: dict[str, Any] = json.loads(_file(path).read_text())
-        actors = tuple(ActorStatus(**actor) for actor in data.pop("actors"))
-        return RunStatus(**data, actors=actors)
-    except (OSError, ValueError, KeyError, TypeError):
+        return _STATUS.validate_json(read_bytes(_file(path), MOST))
+    except (OSError, ValueError):
         return None
 
 

@@ -6,7 +6,6 @@ codes.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,16 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.text import Text
 
+from composer_mesh.mesh.data_files import MIB, UnusableFile, opened, parsed_json
 from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable, goes_on, live_run
 from composer_mesh.services.inspection.page import plain_text
 
 POLL_S = 0.2
 LONGEST = 2000
+LONGEST_LINE = 4 * MIB
+MOST_PARTS = 16
+"""Parts of LONGEST_LINE in which the end of a line that is left out is looked for."""
 STYLES = {
     "bold red": ("_died", "_hung", "_given_up", "_failed"),
     "yellow": ("_lost", "_poisoned", "_retried", "_resized", "_stopped"),
@@ -44,7 +47,7 @@ def events_command(run: Path | None, follow: bool = False, as_json: bool = False
 
 
 class Lines:
-    """The complete lines of a file that another process appends to."""
+    """The complete lines of a file that another process appends to; too long ones are left out."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
@@ -52,23 +55,23 @@ class Lines:
     def new(self) -> Iterator[str]:
         """Yield the lines not read yet; all of them again where the file was recreated."""
         try:
-            with self._path.open("rb") as file:  # anew, because only so NFS shows what is new
+            with opened(self._path) as file:  # anew, because only so NFS shows what is new
                 if file.seek(0, os.SEEK_END) < self._read:
                     self._read = 0
                 file.seek(self._read)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
-                    self._read += len(line)
-                    yield line[:-1].decode(errors="replace")
+                while (line := _whole_line(file)) is not None:
+                    self._read = file.tell()
+                    if line:
+                        yield line[:-1].decode(errors="replace")
         except FileNotFoundError:
             return
 
     def rest(self) -> Iterator[str]:
         """All that is left, also a last line without an end."""
         yield from self.new()
-        with suppress(FileNotFoundError):
-            if part := self._path.read_bytes()[self._read :]:
+        with suppress(FileNotFoundError), opened(self._path) as file:
+            file.seek(self._read)
+            if part := file.read(LONGEST_LINE):
                 yield part.decode(errors="replace")
 
     def until_the_end(self, more: Callable[[], bool], wait: Callable[[], None]) -> Iterator[str]:
@@ -79,6 +82,23 @@ class Lines:
             if not again:
                 return
             wait()
+
+
+def _whole_line(file: BinaryIO) -> bytes | None:
+    """Return the next line with its end, empty if it is too long; None if it has no end yet.
+
+    Raises UnusableFile for a line that is as long as none of a run.
+    """
+    line = file.readline(LONGEST_LINE)
+    if line.endswith(b"\n"):
+        return line
+    for _ in range(MOST_PARTS):
+        if len(line) < LONGEST_LINE:
+            return None
+        line = file.readline(LONGEST_LINE)
+        if line.endswith(b"\n"):
+            return b""
+    raise UnusableFile(None, "it has a line without an end")
 
 
 class Printer:
@@ -125,7 +145,7 @@ def _further(event: dict[str, Any]) -> str:
 def event_of(line: str) -> dict[str, Any] | None:
     """Return the object of a line; None for a line truncated by its writer's death."""
     try:
-        event = json.loads(line)
+        event = parsed_json(line)
     except ValueError:
         return None
     return event if isinstance(event, dict) else None

@@ -21,7 +21,13 @@ from composer_mesh.services.launch.ports import (
     Plan,
     State,
 )
-from composer_mesh.services.launch.ssh_words import inside, left_behind, to
+from composer_mesh.services.launch.ssh_words import (
+    inside,
+    left_behind,
+    prefix,
+    refuse_unstorable,
+    to,
+)
 from composer_mesh.services.launch.workers import CONTROLLER, WorkerCommand, is_here, workers_of
 
 STATE_S = 20.0
@@ -62,24 +68,24 @@ class HostsLauncher(LocalLauncher):
         return handle
 
     def state(self, handle: Handle) -> tuple[State, str]:
-        if not handle.reach:
+        if not handle.destination:
             return super().state(handle)
         text = inside(handle.folder, ["kill", "-0", handle.job])
-        done = programs.run([*handle.reach, text], check=False, deadline_s=STATE_S)
-        where = f"process {handle.job} on {_destination(handle)}"
+        done = programs.run([*self.reach(handle), text], check=False, deadline_s=STATE_S)
+        where = f"process {handle.job} on {handle.destination}"
         if done.status == 255:  # an error of ssh itself
             return "unknown", f"{where}: {done.stderr.strip() or 'ssh failed'}"
         return ("ended" if done.status else "running"), where
 
     def follow(self, handle: Handle) -> Iterator[str]:
-        if not handle.reach:
+        if not handle.destination:
             return super().follow(handle)
         assert handle.log is not None
         goes_on = detached.Paced(lambda: self.state(handle)[0] != "ended", ASK_S)
         return detached.lines_of(handle.log, goes_on)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        if not handle.reach:
+        if not handle.destination:
             super().stop(handle, grace_s)
             return
         script = (
@@ -89,7 +95,7 @@ class HostsLauncher(LocalLauncher):
         )
         words = ["sh", "-c", script, "sh", handle.job, f"{grace_s:.0f}"]
         text = inside(handle.folder, words)
-        programs.run([*handle.reach, text], deadline_s=grace_s + STATE_S)
+        programs.run([*self.reach(handle), text], deadline_s=grace_s + STATE_S)
 
 
 def _begun_by_us(order: Order) -> tuple[list[WorkerCommand], list[WorkerCommand]]:
@@ -103,24 +109,26 @@ def _controller(order: Order) -> list[str]:
     """Return the local command that starts the controller on its host."""
     how = ["--resume"] if order.resume else []
     command = controller_command(order.python, order.output, *how)
-    if reach := _reach(order):
-        return [*reach, left_behind(order.folder, command, log_file(order.output))]
+    if ssh := _ssh_of_the_controller(order):
+        return [*prefix(*ssh), left_behind(order.folder, command, log_file(order.output))]
     return command
 
 
 def _begin_controller(order: Order, command: Sequence[str]) -> Handle:
-    if not (reach := _reach(order)):
+    if not (ssh := _ssh_of_the_controller(order)):
         return started_here(order, command)
     job, log = str(_pid(command, programs.run(command).stdout)), log_file(order.output)
-    return Handle("hosts", order.output, job, order.python, order.folder, reach, log)
+    destination, options = ssh
+    return Handle("hosts", order.output, job, order.python, order.folder, log, destination, options)
 
 
-def _reach(order: Order) -> tuple[str, ...]:
-    """Return the ssh command prefix of the controller's host; empty for this machine."""
+def _ssh_of_the_controller(order: Order) -> tuple[str, tuple[str, ...]] | None:
+    """Return destination and options of ssh to the controller's host; None for this machine."""
     ssh, first = order.config.cluster.ssh, workers_of(order)[0]
     if ssh is None or ssh.tunnel or is_here(first.address):
-        return ()
-    return to(first.destination, ssh)
+        return None
+    refuse_unstorable(first.destination, ssh.options)
+    return first.destination, ssh.options
 
 
 def _start(order: Order, one: WorkerCommand) -> list[str]:
@@ -156,7 +164,3 @@ def _pid(command: Sequence[str], said: str) -> int:
     if not last.isdecimal():
         raise programs.ProgramFailed(command, f"it told no process id but {said.strip()[-200:]!r}")
     return int(last)
-
-
-def _destination(handle: Handle) -> str:
-    return handle.reach[-2]

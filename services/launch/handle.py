@@ -1,51 +1,119 @@
 """The handle file of a launched run, and the commands that its user can enter.
 
 It is in the run's directory as the launcher sees it; its paths are those on the controller's host.
+Commands about the run are run with what it says, so it counts only if this account's own `launch`
+wrote it (`signatures`), and each field has to be one that `launch` writes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from composer_mesh.configs.cluster import ClusterKind
+from composer_mesh.mesh.data_files import MIB, parsed_json, read_bytes, short_reason
 from composer_mesh.services.directory.live import RunUnavailable, commands_for
 from composer_mesh.services.launch.ports import Handle
+from composer_mesh.services.launch.ssh_words import unstorable
+from composer_mesh.services.store.signatures import is_signed, sign
 from composer_mesh.services.store.whole_files import write_whole
 
 LAUNCH_FILE = "launch.json"
 THERE = "COMPOSER_MESH_REACHED"
 """Environment variable of a command forwarded to the controller: the user's path of the run."""
-PATHS = ("run", "folder", "log")
+REPAIR = "put it back from a copy, or remove it where the run is on this machine"
+JOBS = {
+    "local": re.compile(r"\d{1,10}@(\d{1,20}|\?)"),
+    "hosts": re.compile(r"\d{1,10}(@(\d{1,20}|\?))?"),
+    "slurm": re.compile(r"\d{1,20}"),
+    "kubernetes": re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?"),
+}
+"""What each kind of cluster calls a run."""
+
+Folder = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
+Program = Annotated[str, Field(pattern=r"^[^\x00-\x1f=-][^\x00-\x1f=]*$", max_length=4096)]
+Namespace = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")]
+Context = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.:/@+-]{0,252})?$")]
+Words = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=256)]
+
+
+class HandleNotOurs(RunUnavailable):
+    """A `launch.json` that this account's `launch` did not write, so nothing of it is run."""
+
+
+class HandleFile(BaseModel):
+    """The fields of `launch.json`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kind: ClusterKind
+    run: Folder
+    job: str
+    python: Program
+    folder: Folder
+    log: Folder | None
+    destination: str
+    options: Words
+    setup: Words
+    context: Context
+    namespace: Namespace
+
+    @model_validator(mode="after")
+    def _fields_fit_the_kind(self) -> HandleFile:
+        if not JOBS[self.kind].fullmatch(self.job):
+            raise ValueError(f"job is {self.job[:80]!r}, which is none of {self.kind}")
+        if self.destination and (why := unstorable(self.destination, self.options)):
+            raise ValueError(why)
+        return self
 
 
 def write_handle(place: Path, handle: Handle) -> None:
-    """Write a handle to the run's directory atomically."""
+    """Write a handle to the run's directory atomically, signed by this account."""
     about = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in asdict(handle).items()
     }
-    write_whole(place / LAUNCH_FILE, (json.dumps(about, indent=1) + "\n").encode())
+    content = (json.dumps(about, indent=1) + "\n").encode()
+    write_whole(place / LAUNCH_FILE, content)
+    sign(place / LAUNCH_FILE, content)
 
 
 def read_handle(place: Path) -> Handle | None:
-    """Return the handle of a run, None if it was not launched. Raises `RunUnavailable`."""
+    """Return the handle of a run, None if it was not launched.
+
+    Raises `HandleNotOurs` for one that this account has not launched, `RunUnavailable` for one that
+    cannot be read.
+    """
     file = place / LAUNCH_FILE
     try:
-        about: dict[str, Any] = json.loads(file.read_text())
-        for name in PATHS:
-            about[name] = None if about[name] is None else Path(about[name])
-        return Handle(**about | {"reach": tuple(about["reach"])})
+        content = read_bytes(file, MIB)
+        if not is_signed(file, content):
+            raise HandleNotOurs(
+                f"{file} was not written by composer-mesh launch of this account, so no command "
+                f"is run with what it says: look at the run from the account and the machine that "
+                f"launched it, or {REPAIR}"
+            )
+        return _handle(parsed_json(content))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunUnavailable(
-            f"{file} says no more where the run is ({error}): put it back from a copy, or remove "
-            "it where the run is on this machine"
-        ) from None
+    except (OSError, ValueError) as error:
+        why = short_reason(error)
+        raise RunUnavailable(f"{file} says no more where the run is ({why}): {REPAIR}") from None
+
+
+def _handle(about: Any) -> Handle:
+    checked = HandleFile.model_validate(about)
+    values: dict[str, Any] = checked.model_dump()
+    values |= {name: Path(values[name]) for name in ("run", "folder")}
+    values |= {name: tuple(values[name]) for name in ("options", "setup")}
+    return Handle(**values | {"log": None if checked.log is None else Path(checked.log)})
 
 
 def called(run: Path) -> Path:

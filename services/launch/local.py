@@ -8,6 +8,7 @@ from composer_mesh.mesh import programs
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
 from composer_mesh.services.launch.ports import Handle, OnlyTheController, Order, Plan, State
+from composer_mesh.services.launch.ssh_words import prefix
 
 
 class LocalLauncher(OnlyTheController):
@@ -21,6 +22,9 @@ class LocalLauncher(OnlyTheController):
         (command,) = plan.commands
         renamed_log(log_file(order.output))
         return started_here(order, command)
+
+    def reach(self, handle: Handle) -> tuple[str, ...]:
+        return prefix(handle.destination, handle.options) if handle.destination else ()
 
     def state(self, handle: Handle) -> tuple[State, str]:
         if detached.lives(handle.job):

@@ -59,8 +59,9 @@ class Handle:
     """A launched run's identity; stored as `launch.json` in the run's directory.
 
     `run` is the run's directory on the controller's host. `job` is the cluster's name for it: a
-    process, a job, an object. `reach` is the command prefix that runs a command on the controller's
-    host, empty if that is this one. `namespace` and `log` are empty or None if the kind has none.
+    process, a job, an object. It holds no command: each launcher builds those of its kind, from
+    `destination` and `options` of ssh, `setup` of Slurm, or `context` and `namespace` of kubectl;
+    they are empty for other kinds, and `destination` is empty if the controller is on this machine.
     """
 
     kind: ClusterKind
@@ -68,8 +69,11 @@ class Handle:
     job: str
     python: str
     folder: Path
-    reach: tuple[str, ...] = ()
     log: Path | None = None
+    destination: str = ""
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    context: str = ""
     namespace: str = ""
 
 
@@ -92,6 +96,10 @@ class Launcher(Protocol):
 
     def submit(self, order: Order, plan: Plan) -> Handle:
         """Submit the run. Waits until the cluster has accepted it, not until it runs."""
+        ...
+
+    def reach(self, handle: Handle) -> tuple[str, ...]:
+        """Return the prefix of a command on the controller's host; empty if that is this one."""
         ...
 
     def state(self, handle: Handle) -> tuple[State, str]:

@@ -1,7 +1,8 @@
 """Runs a command about a run on its controller's host if that is another machine.
 
 Processes, control sockets and loopback servers are reachable only there. The run's handle says how
-to reach it with the cluster's own tools, so no further port is opened.
+to reach it with the cluster's own tools, so no further port is opened. A handle that this account
+has not written is never used: what the run's files say is read here, and nothing else is done.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from composer_mesh.mesh import programs
 from composer_mesh.services.directory.claim import RUNS
 from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.directory.status import ENDED, newest_live_run, read_status
-from composer_mesh.services.launch.handle import THERE, read_handle
+from composer_mesh.services.launch.handle import THERE, HandleNotOurs, read_handle
 from composer_mesh.services.launch.kinds import launcher_of
 from composer_mesh.services.launch.ports import Handle, Launcher
 
@@ -28,6 +29,8 @@ ABOUT_A_RUN = frozenset(
         *("traces", "reward", "verify"),
     ]
 )
+OF_FILES = frozenset({"traces", "events", "verify"})
+"""Commands that only read the run's directory, which they can do here too."""
 NEWEST_BY_DEFAULT = frozenset({"tree", "events", "stacks", "tui"})
 ENTER = 'cd "$1" && shift && exec "$@"'
 SSH_FAILED = 255
@@ -47,17 +50,11 @@ def reached(
     run = named
     if named is None and arguments.command in NEWEST_BY_DEFAULT:
         run = newest_live_run(RUNS)
-    if run is None or (handle := elsewhere(run)) is None:
+    if run is None or (handle := _usable(run, arguments.command)) is None:
         return None
+    there = _renamed(words, run, handle.run) if named else [*words, str(handle.run)]
     try:
-        launcher = launchers(handle.kind)
-        if not _runs(run, handle, launcher):
-            return None
-        there = _renamed(words, run, handle.run) if named else [*words, str(handle.run)]
-        status = _run_there(run, handle, there)
-        if arguments.command == "stop" and status == 0:
-            launcher.stopped(handle)
-        return status
+        return _forwarded(run, handle, launchers(handle.kind), there, arguments.command == "stop")
     except programs.ProgramFailed as failed:
         _not_reached(arguments, f"{run} cannot be reached: {failed}")
     except RunUnavailable as unavailable:
@@ -65,12 +62,40 @@ def reached(
     return None
 
 
+def _usable(run: Path, command: str) -> Handle | None:
+    """Return the handle with which a command is forwarded; None if it runs here."""
+    try:
+        return elsewhere(run)
+    except HandleNotOurs as not_ours:
+        if command not in OF_FILES:
+            raise
+        sys.stderr.write(f"composer-mesh: only the files here are read: {not_ours}\n")
+        return None
+
+
+def _forwarded(
+    run: Path, handle: Handle, launcher: Launcher, words: Sequence[str], stops: bool
+) -> int | None:
+    prefix = launcher.reach(handle)
+    if not prefix or not _runs(run, handle, launcher):
+        return None
+    if stops:
+        launcher.stopping(handle)
+    status = _run_there(run, handle, prefix, words)
+    if stops and status == 0:
+        launcher.stopped(handle)
+    return status
+
+
 def elsewhere(run: Path) -> Handle | None:
-    """Return the handle of a run that is live on another host; None if it is here or has ended."""
-    handle, status = read_handle(run), read_status(run)
+    """Return the handle of a run whose controller is not known to be here, None if it is.
+
+    Raises RunUnavailable for a run that is live on another machine and was not launched.
+    """
+    status = read_status(run)
     if status is not None and status.host and status.here:
         return None
-    if handle is not None and handle.reach:
+    if (handle := read_handle(run)) is not None:
         return handle
     if status is not None and not status.here and status.state not in ENDED:
         where = status.hostname or "another machine"
@@ -81,11 +106,13 @@ def elsewhere(run: Path) -> Handle | None:
     return None
 
 
-def command_there(handle: Handle, run: Path, words: Sequence[str], terminal: bool) -> list[str]:
+def command_there(
+    handle: Handle, prefix: Sequence[str], run: Path, words: Sequence[str], terminal: bool
+) -> list[str]:
     """Return the local command that runs `composer-mesh WORDS` on the controller's host."""
     own = [handle.python, "-P", "-m", "composer_mesh", *words]
     inside = ["sh", "-c", ENTER, "sh", str(handle.folder), "env", f"{THERE}={run}", *own]
-    reach = list(handle.reach)
+    reach = list(prefix)
     program = Path(reach[0]).name
     if terminal and program in ON_A_TERMINAL:
         place, word = ON_A_TERMINAL[program]
@@ -103,13 +130,13 @@ def _runs(run: Path, handle: Handle, launcher: Launcher) -> bool:
     return state != "ended"
 
 
-def _run_there(run: Path, handle: Handle, words: Sequence[str]) -> int:
+def _run_there(run: Path, handle: Handle, prefix: Sequence[str], words: Sequence[str]) -> int:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    command = command_there(handle, run, words, terminal)
+    command = command_there(handle, prefix, run, words, terminal)
     status = programs.attached(command)
     if status == SSH_FAILED and Path(command[0]).name == "ssh":
         raise RunUnavailable(
-            f"the controller of {run} cannot be reached by {shlex.join(handle.reach)}: its own "
+            f"the controller of {run} cannot be reached by {shlex.join(prefix[:4])}: its own "
             "words are above"
         )
     return status

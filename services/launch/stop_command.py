@@ -19,7 +19,12 @@ from composer_mesh.services.directory.control import ask
 from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.directory.resume import whence
 from composer_mesh.services.directory.status import read_status
-from composer_mesh.services.launch.handle import read_handle, resume_command
+from composer_mesh.services.launch.handle import (
+    THERE,
+    HandleNotOurs,
+    read_handle,
+    resume_command,
+)
 from composer_mesh.services.launch.kinds import launcher_of
 from composer_mesh.services.launch.ports import Handle, LaunchFailed
 from composer_mesh.services.schedule.stopping import GRACE_S, TAKE_DOWN_S
@@ -30,7 +35,7 @@ POLL_S = 0.1
 
 def stop_command(run: Path, now: bool = False) -> int:
     """Stop a run and wait for its end; return the exit status, 1 if it failed."""
-    if (handle := read_handle(run)) is not None:
+    if (handle := _own_handle(run)) is not None:
         launcher_of(handle.kind).stopping(handle)
     try:
         patient = asyncio.run(ask(run, "stop", now=now))
@@ -45,10 +50,15 @@ def _by_who_started_it(run: Path, now: bool, unavailable: RunUnavailable) -> Non
     """Stop an unresponsive or unstarted run by signal or cluster; raises if there is none."""
     if pid := holder(run):
         _say(f"process {pid} takes no commands now: it is sent a signal")
-        os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
+        try:
+            os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
+        except PermissionError:
+            raise RunUnavailable(
+                f"process {pid}, which trains in {run}, is of another user: only they can stop it"
+            ) from None
         _wait_for_the_end(run)
         return
-    handle = read_handle(run)
+    handle = _own_handle(run)
     if handle is None or not _is_there(handle):
         raise unavailable
     _say(f"the controller does not answer: {handle.kind} {handle.job} is ended")
@@ -56,6 +66,20 @@ def _by_who_started_it(run: Path, now: bool, unavailable: RunUnavailable) -> Non
         launcher_of(handle.kind).stop(handle, 0.0 if now else GRACE_S + TAKE_DOWN_S)
     except ProgramFailed as failed:
         raise LaunchFailed(str(failed)) from failed
+
+
+def _own_handle(run: Path) -> Handle | None:
+    """Return the handle of a run, None if it was not launched or another machine launched it.
+
+    A stop that was forwarded to the controller's host needs none, and may lack the account's key
+    there: the machine that forwarded it has prepared the cluster and goes on with it.
+    """
+    try:
+        return read_handle(run)
+    except HandleNotOurs:
+        if THERE in os.environ:
+            return None
+        raise
 
 
 def _is_there(handle: Handle) -> bool:
@@ -73,7 +97,7 @@ def _wait_for_the_end(run: Path) -> None:
 
 
 def _tell(run: Path) -> int:
-    status, handle = read_status(run), read_handle(run)
+    status, handle = read_status(run), _own_handle(run)
     if status is None and handle is not None and handle.run != run.absolute():
         sys.stdout.write(f"ended; go on with: {resume_command(run)}\n")
         return 0

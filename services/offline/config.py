@@ -1,19 +1,28 @@
 """Config of an offline replay: that of the traces' run, combined with the requested teachers.
 
-No request is sent and no API key is read.
+No request is sent and no API key is read. Whom keys and money go to is decided by this account: the
+teachers, the budget and the cache of a run's config count only if its signature says that a run of
+this account wrote it, or if the viewer names that file with `--teachers`.
 """
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.data_files import MIB, read_bytes
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
+from composer_mesh.services.store.signatures import is_signed
 
 ON = 1.0
 """Weight for a channel that was off in the run; no offline figure depends on it."""
+
+LONGEST_CONFIG = 16 * MIB
+DECISIONS = {"budget", "cache"}
+"""Keys of [replay] that a stranger's config does not decide, besides the teachers."""
 
 READ = {"run", "data", "environment", "policy", "generator", "trainer", "schedule", "replay"}
 """Config sections that the replay needs, or that those are validated against.
@@ -49,12 +58,25 @@ def offline_config(
     """
     source, table = _with_teachers(traces, teachers)
     if not _section(table, "replay").get("teachers"):
-        raise ReplayRefused(f"{source} names no teacher, so nobody can be asked: name some")
+        raise ReplayRefused(_nobody(traces, teachers, source))
     weight = _section(table, "replay").get("beta") or ON
     settled: Table = {"beta": weight if makes_pairs else 0.0}
     if max_usd is not None:
         settled["budget"] = {"usd": float(max_usd)}
     return resolve_config(merged(table, {"replay": settled}), overrides, source)
+
+
+def _nobody(traces: Origin, teachers: object, source: str) -> str:
+    """Say why there is no teacher."""
+    if teachers is None and traces.run is not None:
+        path = traces.run / CONFIG_FILE
+        if _own_config(path) is None:
+            return (
+                f"{path} was not written by a run of this account, so the teachers that it may "
+                "name get no request and no key: name a file of yours with --teachers, or that "
+                "one if you have read whom it asks and with which keys"
+            )
+    return f"{source} names no teacher, so nobody can be asked: name some"
 
 
 def _with_teachers(traces: Origin, teachers: str | Sequence[Table] | None) -> tuple[str, Table]:
@@ -87,13 +109,36 @@ def merged(table: Table, over: Table) -> Table:
 
 
 def _of_run(traces: Origin) -> Table:
-    if traces.run is not None:
-        written = read_table(traces.run / CONFIG_FILE)
-        table = {name: section for name, section in written.items() if name in READ}
-        # The model is not needed, and may have been removed since.
-        _section(table, "policy").pop("path", None)
-        return table
-    return {"run": {"name": "replay", "steps": 1}, "data": {"kind": traces.task}}
+    if traces.run is None:
+        return {"run": {"name": "replay", "steps": 1}, "data": {"kind": traces.task}}
+    own = _own_config(traces.run / CONFIG_FILE)
+    written = read_table(traces.run / CONFIG_FILE) if own is None else own
+    table = {name: section for name, section in written.items() if name in READ}
+    # The model is not needed, and may have been removed since.
+    _section(table, "policy").pop("path", None)
+    return table if own is not None else _without_decisions(table)
+
+
+def _own_config(path: Path) -> Table | None:
+    """Return the config that a run of this account wrote; None for any other one."""
+    try:
+        content = read_bytes(path, LONGEST_CONFIG)
+    except OSError:
+        return None
+    return tomllib.loads(content.decode()) if is_signed(path, content) else None
+
+
+def _without_decisions(table: Table) -> Table:
+    """Remove what a stranger does not decide; builtin teachers stay, as they get no request."""
+    replay = _section(table, "replay")
+    teachers = replay.get("teachers")
+    builtin = isinstance(teachers, list) and all(
+        isinstance(one, dict) and one.get("kind") == "builtin" for one in teachers
+    )
+    left_out = DECISIONS if builtin else {*DECISIONS, "teachers"}
+    kept = {key: value for key, value in replay.items() if key not in left_out}
+    _section(table, "policy").pop("cache_dir", None)
+    return {**table, "replay": kept}
 
 
 def _is_file(teachers: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import MeshError
-from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
@@ -22,6 +22,7 @@ from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.traces.turns import acted
 
@@ -136,7 +137,7 @@ class StoredSteps:
         """Return the pairs that this config can train on, none if its replay channel is off."""
         if not self._config.replay.on:
             return {}
-        found = {row.pair_id: pair_from_json(row.body) for row in self._reader.pairs()}
+        found = {row.pair_id: stored_pair(row) for row in self._reader.pairs()}
         if self._config.replay.needs_reference:
             usable = {name: pair for name, pair in found.items() if pair.reference is not None}
             self.pairs_left_out = len(found) - len(usable)

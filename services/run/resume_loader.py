@@ -17,7 +17,7 @@ from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.waiting import in_thread
-from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import Evaluation
@@ -29,6 +29,7 @@ from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_j
 from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import (
     DamagedRecord,
     GroupRow,
@@ -257,7 +258,7 @@ def _known(
 
 
 def _pairs(reader: RunReader) -> dict[str, PreferencePair]:
-    return {row.pair_id: pair_from_json(row.body) for row in reader.pairs()}
+    return {row.pair_id: stored_pair(row) for row in reader.pairs()}
 
 
 def _words_spent(reader: RunReader, stored: Iterable[int]) -> tuple[int, float]:

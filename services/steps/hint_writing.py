@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import hint_sources
@@ -46,10 +49,22 @@ def worded_to_json(worded: WordedHints) -> bytes:
 
 
 def worded_from_json(body: bytes) -> WordedHints:
-    """Read what `worded_to_json` wrote."""
-    found = json.loads(body)
-    written = {(trace, turn): Written(*words) for trace, turn, *words in found["written"]}
-    return WordedHints(written, found["requests"], found["usd"])
+    """Read what `worded_to_json` wrote; raise ValueError for anything else."""
+    found = _STORED.validate_json(body)
+    written = {(trace, turn): Written(text, how) for trace, turn, text, how in found.written}
+    return WordedHints(written, found.requests, found.usd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The JSON of a group's hint texts."""
+
+    written: list[tuple[str, int, str, Literal["llm", "cached"]]]
+    requests: int
+    usd: float
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 class HintWriting:

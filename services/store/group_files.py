@@ -11,18 +11,19 @@ and the CRC-32 of each file.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from composer_mesh.actors.checkpoints.manifest import to_disk
+from composer_mesh.mesh.data_files import read_bytes, short_reason
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.whole_files import write_whole
@@ -32,6 +33,17 @@ SUFFIX = ".safetensors"
 GROUPS_IN_A_FOLDER = 1000
 FORMAT = "composer-mesh group 1"
 REPAIR = "train --resume moves it to quarantine/ and goes on without it"
+MOST = 1 << 30
+"""Size in bytes of the largest group's file that is read."""
+IDS = ("uint16", "int32", "int64")
+KINDS = {
+    "ids": IDS,
+    "logprobs": ("float32", "float64"),
+    "versions": IDS,
+    "runs": IDS,
+    "body": ("uint8",),
+}
+"""Arrays of a group's file and their types."""
 
 
 @with_config(ConfigDict(ser_json_inf_nan="constants"))
@@ -83,16 +95,47 @@ def group_bytes(traces: Sequence[Trace]) -> bytes:
 
 
 def traces_of(content: bytes) -> list[Trace]:
-    """Parse the content of a group file; raise ValueError if it is invalid."""
+    """Parse the content of a group file; raise ValueError if it is invalid.
+
+    All lengths that the file states are compared with its arrays before anything is allocated.
+    """
     try:
         tensors = load(content)
+        _refuse_other_arrays(tensors)
         heads = _HEADS.validate_json(tensors["body"].tobytes())
+        _refuse_other_lengths(tensors, heads)
         versions = np.repeat(tensors["versions"], tensors["runs"]).tolist()
         arrays = (tensors["ids"].tolist(), tensors["logprobs"].tolist(), versions)
-    except (SafetensorError, ValidationError, KeyError) as error:
-        raise ValueError(f"it is no group's file: {error}") from error
-    ids, logprobs, versions = map(iter, arrays)
-    return [_trace(head, ids, logprobs, versions) for head in heads]
+        ids, logprobs, versions = map(iter, arrays)
+        return [_trace(head, ids, logprobs, versions) for head in heads]
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"it is no group's file: {short_reason(error)}") from error
+
+
+def _refuse_other_arrays(tensors: Mapping[str, NDArray[np.generic]]) -> None:
+    """Raise ValueError unless the arrays have the names, the dimension and the types of a group."""
+    if set(tensors) != set(KINDS):
+        raise ValueError(f"its arrays are {sorted(tensors)}, not {sorted(KINDS)}")
+    for name, array in tensors.items():
+        if array.ndim != 1 or array.dtype.name not in KINDS[name]:
+            raise ValueError(f"{name} has {array.ndim} dimensions of {array.dtype.name}")
+
+
+def _refuse_other_lengths(
+    tensors: Mapping[str, NDArray[np.generic]], heads: Sequence[_Head]
+) -> None:
+    """Raise ValueError unless the lengths of all turns add up to those of the arrays."""
+    turns = [turn for head in heads for turn in head.turns]
+    if any(context < 0 or action < 0 for context, action, _ in turns):
+        raise ValueError("a turn has a negative length")
+    sampled, runs = sum(action for _, action, _ in turns), tensors["runs"]
+    every = sampled + sum(context for context, _, _ in turns)
+    stated = {"ids": every, "logprobs": sampled, "versions": len(runs)}
+    for name, length in stated.items():
+        if len(tensors[name]) != length:
+            raise ValueError(f"{name} has {len(tensors[name])} values, and {length} are stated")
+    if any(run < 0 for run in runs.tolist()) or sum(runs.tolist()) != sampled:
+        raise ValueError(f"its versions are not those of {sampled} sampled ids")
 
 
 def write_group(root: Path, group_id: int, traces: Sequence[Trace]) -> tuple[int, int]:
@@ -112,7 +155,7 @@ def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
     """Read the traces of a group; raise DamagedRecord if its file is missing or modified."""
     path = path_of(root, group_id)
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, MOST)
     except OSError as error:
         raise DamagedRecord(str(path), f"cannot be read: {error.strerror}", REPAIR) from None
     if len(content) != size:

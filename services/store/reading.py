@@ -4,7 +4,6 @@ Changes nothing and blocks no writer. A row or a file with a wrong checksum rais
 is never returned. `rows` defines groups, steps and their states.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,25 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.group_files import read_group
 from composer_mesh.services.store.index import index_query
+from composer_mesh.services.store.row_values import (
+    Values,
+    damaged,
+    evaluation_row,
+    group_row,
+    object_row,
+    pair_row,
+    reward_row,
+    step_row,
+    teacher_query_row,
+    trace_row,
+)
 from composer_mesh.services.store.rows import (
-    DamagedRecord,
     GroupRow,
     GroupState,
     ItemState,
     LateReward,
     PairRow,
     StepRow,
-    StepState,
     StoreMissing,
     TeacherQueryRow,
     TraceRow,
@@ -31,8 +40,6 @@ from composer_mesh.services.store.rows import (
 from composer_mesh.services.store.schema import COLUMNS, KIND, whole
 
 PAGE = 64
-REPAIR = "train --resume moves it to quarantine/, or says what cannot go on without it"
-Values = tuple[Any, ...]
 
 
 class RunReader:
@@ -59,12 +66,12 @@ class RunReader:
     def groups(self, state: GroupState | None = None) -> list[GroupRow]:
         """Return the groups in id order."""
         found = self._found("groups", "? IS NULL OR state = ?", (state, state), "group_id")
-        return [_group(row) for row in found]
+        return [group_row(row) for row in found]
 
     def group(self, group_id: int) -> GroupRow | None:
         """Return one group, or None if it has not entered the window."""
         found = self._found("groups", "group_id = ?", (group_id,), "group_id")
-        return _group(found[0]) if found else None
+        return group_row(found[0]) if found else None
 
     def traces(self, group_id: int) -> list[Trace]:
         """Return the rollouts of a group; raise DamagedRecord for a missing or modified file."""
@@ -90,7 +97,7 @@ class RunReader:
         Raises ValueError if `sort` is not a field of a TraceRow.
         """
         for row in self._all(*index_query(where or Where(), sort, descending, limit)):
-            yield _trace_row(_intact("traces", row))
+            yield trace_row(_intact("traces", row))
 
     def worded(self, group_id: int) -> bytes | None:
         """Return the hint writer's output for a group, or None if it was not queried."""
@@ -105,13 +112,12 @@ class RunReader:
                 "ORDER BY place",
                 (group_id,),
             )
-            yield TeacherQueryRow(group_id, body, tuple(row[0] for row in ids))
+            yield teacher_query_row((group_id, body), tuple(row[0] for row in ids))
 
     def steps(self, since: int = 0, superseded: bool = False) -> Iterator[StepRow]:
         """Yield the steps from `since` on, in planned order; superseded ones only if requested."""
         tests = "step >= ? AND (? OR state != 'superseded')"
-        for _, step, state, manifest, line in self._paged("steps", tests, (since, superseded)):
-            yield StepRow(step, manifest, line and json.loads(line), StepState(state))
+        yield from map(step_row, self._paged("steps", tests, (since, superseded)))
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics of steps that are not superseded, as in `metrics.jsonl`."""
@@ -126,11 +132,11 @@ class RunReader:
         """
         if ids is None:
             for row in self._paged("pairs", "? IS NULL OR state = ?", (state, state)):
-                yield _pair(row)
+                yield pair_row(row)
             return
         tests = "pair_id = ? AND state != 'superseded'"
         for pair_id in ids:
-            yield from map(_pair, self._found("pairs", tests, (pair_id,), "place"))
+            yield from map(pair_row, self._found("pairs", tests, (pair_id,), "place"))
 
     def waiting_pairs(self) -> int:
         """Return the number of pairs that no step has taken."""
@@ -139,19 +145,15 @@ class RunReader:
     def rewards(self, state: ItemState | None = ItemState.WAITING) -> list[LateReward]:
         """Return the late rewards in the order of posting, all of them if `state` is None."""
         found = self._found("rewards", "? IS NULL OR state = ?", (state, state), "place")
-        return [
-            LateReward(place, trace_id, reward, source, ItemState(now), step)
-            for place, trace_id, reward, source, _, now, step in found
-        ]
+        return [reward_row(row) for row in found]
 
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations that are not superseded, in order."""
-        found = self._paged("evaluations", "state != 'superseded'")
-        return [Evaluation(**json.loads(row[3])) for row in found]
+        return [evaluation_row(row) for row in self._paged("evaluations", "state != 'superseded'")]
 
     def poisoned(self) -> list[dict[str, Any]]:
         """Return the quarantined episodes, as in `poisoned.jsonl`."""
-        return [json.loads(body) for _, body in self._paged("poisoned")]
+        return [object_row("poisoned", row) for row in self._paged("poisoned")]
 
     def _paged(self, table: str, tests: str = "TRUE", values: Values = ()) -> Iterator[Values]:
         """Yield rows by their first column, in pages, because bodies may exceed memory."""
@@ -174,22 +176,5 @@ def _intact(table: str, row: Values) -> Values:
     """Drop the last column, the checksum test; raise DamagedRecord if it failed."""
     *values, intact = row
     if not intact:
-        where = f"{STORE_FILE}, table {table}, row {values[0]}"
-        raise DamagedRecord(where, "its checksum is that of another row", REPAIR)
+        raise damaged(table, values[0], "its checksum is that of another row")
     return tuple(values)
-
-
-def _group(row: Values) -> GroupRow:
-    return GroupRow(row[0], GroupState(row[1]), *row[2:8])
-
-
-def _trace_row(row: Values) -> TraceRow:
-    values = dict(zip(TraceRow.__slots__, row, strict=True))
-    values["success"] = bool(values["success"])
-    values["error_kinds"] = tuple(json.loads(values["error_kinds"]))
-    return TraceRow(**values | {"state": GroupState(values["state"])})
-
-
-def _pair(row: Values) -> PairRow:
-    _, pair_id, group_id, version, state, step, body = row
-    return PairRow(pair_id, group_id, version, ItemState(state), step, body)

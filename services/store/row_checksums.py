@@ -16,10 +16,9 @@ from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.schema import COLUMNS, KIND, whole
+from composer_mesh.services.store.schema import COLUMNS, whole
 
 WHY = "its checksum is that of another row"
-SCHEMA = "its tables are not those that were made"
 REPAIR = "take run.sqlite from a copy of the run, or begin a new run from one of its checkpoints"
 ROWS_FILE = "rows.jsonl"
 
@@ -35,13 +34,6 @@ class DamagedRow:
         return f"{STORE_FILE}, table {self.table}, row {self.rowid}"
 
 
-def schema_is_whole(file: SqliteFile) -> bool:
-    """Return whether tables, indexes and triggers are unmodified."""
-    with file.reading() as rows:
-        found = rows.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    return {sql for (sql,) in found} == set(KIND.tables)
-
-
 def damaged_rows(file: SqliteFile) -> Iterator[DamagedRow]:
     """Yield all damaged rows, table by table. Reads the complete file."""
     for table in COLUMNS:
@@ -52,9 +44,7 @@ def damaged_rows(file: SqliteFile) -> Iterator[DamagedRow]:
 
 
 def set_rows_aside(root: Path, file: SqliteFile) -> list[DamagedRow]:
-    """Quarantine damaged rows; raise DamagedRecord for a damaged step or damaged tables."""
-    if not schema_is_whole(file):
-        raise DamagedRecord(STORE_FILE, SCHEMA, REPAIR)
+    """Quarantine damaged rows; raise DamagedRecord for a damaged step."""
     damaged = list(damaged_rows(file))
     for row in damaged:
         if row.table == "steps":

@@ -11,13 +11,15 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
+from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, STORE_FILE, read_metrics
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import index_row
 from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
-from composer_mesh.services.store.row_checksums import SCHEMA, WHY, damaged_rows, schema_is_whole
+from composer_mesh.services.store.row_checksums import WHY, damaged_rows
+from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.store.schema import COLUMNS
 
@@ -63,13 +65,13 @@ def _repair(path: Path) -> str:
 def _store(root: Path, live: bool) -> list[Finding]:
     try:
         with RunReader(root) as reader:
-            if not schema_is_whole(reader.file):
-                return [Finding("damaged", STORE_FILE, SCHEMA, NEW_RUN)]
             if rows := list(_rows(reader)):  # damaged rows cannot be compared with anything
                 return rows
             found = [*_groups(root, reader), *_references(reader)]
             return found if live else [*found, *_left(root, reader)]
-    except (DamagedRecord, StoreError) as error:
+    except StoreError as error:
+        return [Finding("damaged", STORE_FILE, error.reason, NEW_RUN)]
+    except DamagedRecord as error:
         return [Finding("damaged", STORE_FILE, str(error), NEW_RUN)]
 
 
@@ -114,6 +116,7 @@ def _references(reader: RunReader) -> Iterator[Finding]:
             why = f"it was trained as version {row.trained}, which no step has made"
             yield Finding("missing", f"step of group {row.group_id}", why, NEW_RUN)
     for pair in reader.pairs():
+        stored_pair(pair)
         if pair.step is not None and pair.step not in steps:
             why = f"it was {pair.state} in step {pair.step}, which is not there"
             yield Finding("missing", f"step of pair {pair.pair_id}", why, NEW_RUN)
@@ -128,7 +131,7 @@ def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
         yield Finding("orphaned", str(draft.relative_to(root)), why, "train --resume removes it")
     try:
         same = read_metrics(root / METRICS_FILE) == list(reader.metrics())
-    except ValueError:
+    except RunDirectoryError:
         same = False
     if not same:
         why = "it is not what run.sqlite says"

@@ -26,6 +26,7 @@ from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
+from composer_mesh.services.store.signatures import sign
 from composer_mesh.services.store.whole_files import write_whole
 from composer_mesh.services.store.writer_thread import WriterThread
 
@@ -159,7 +160,9 @@ class RunStore:
 
     def _open(self, config: Config) -> None:
         """Prepare the directory: repair damage, rebuild copies."""
-        write_whole(self.root / "config.toml", dump_toml(config).encode())
+        path, content = self.root / "config.toml", dump_toml(config).encode()
+        write_whole(path, content)
+        sign(path, content)
         for one in repair_on_open(self.root, self._records, self.reading):
             self._note_moved(one)
         self._copy()

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import trace_to_json
 from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, ItemState
 from composer_mesh.services.traces.listing import Both, Listed
 from composer_mesh.services.traces.options import Format, TracesRefused
@@ -144,6 +145,6 @@ def _write(
 def _pairs(reader: RunReader, written: set[str]) -> Iterator[PreferencePair]:
     for row in reader.pairs():
         if row.state in COUNTED:
-            pair = pair_from_json(row.body)
+            pair = stored_pair(row)
             if pair.trace_id in written:
                 yield pair

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.data_files import short_reason
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.hint_sources import Hint, Place, Written
 from composer_mesh.rollouts.pairs import pair_from_json
@@ -18,17 +19,22 @@ from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.row_values import damaged, object_row, stored_pair
+from composer_mesh.services.store.signatures import is_own
 from composer_mesh.services.traces.hints import TokenCount, hints_of, tokenizer_folder
 from composer_mesh.services.traces.listing import Listed
 from composer_mesh.services.traces.rollout import Paired, Rollout
 
+CONFIG_FILE = "config.toml"
 DROPPED = "dropped by a filter"
 
 
 def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | None) -> Rollout:
     """Return the rollout of a row; raise DamagedRecord if its group cannot be read."""
     group = reader.traces(one.row.group_id)
-    trace = next(trace for trace in group if trace.trace_id == one.row.trace_id)
+    trace = next((trace for trace in group if trace.trace_id == one.row.trace_id), None)
+    if trace is None:
+        raise damaged("traces", one.row.trace_id, "the file of its group has no such rollout")
     notes: list[str] = []
     answer = None if config is None else _answer(config, trace, notes)
     hints: Sequence[Hint] = ()
@@ -36,13 +42,16 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
         notes.append("config.toml cannot be read, so the answer and the hints are left out")
     elif config.sdpo.on and answer is not None:
         tokens = TokenCount(
-            config.sdpo.hints.max_tokens, partial(tokenizer_folder, run, config.policy.path)
+            config.sdpo.hints.max_tokens, partial(_own_tokenizer, run, config.policy.path)
         )
         written = _written(reader, one.row.group_id)
         hints, without = hints_of(trace, group, config.sdpo.hints, answer, written, tokens)
         notes += without
         if tokens.guessed:
-            notes.append("no tokenizer was found, so a hint may be shown longer than it was used")
+            notes.append(
+                "no tokenizer of a run of this account was found, so a hint may be shown longer "
+                "than it was used"
+            )
     asked = _asked(reader, one.row.group_id)
     return Rollout(
         one,
@@ -52,7 +61,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
         hints,
         [*_pairs(reader, trace), *_dropped(asked, trace)],
         [late for late in reader.rewards(None) if late.trace_id == trace.trace_id],
-        asked.get("figures", {}),
+        figures if isinstance(figures := asked.get("figures"), dict) else {},
         notes,
     )
 
@@ -66,10 +75,18 @@ def _answer(config: Config, trace: Trace, notes: list[str]) -> str | None:
         return None
 
 
+def _own_tokenizer(run: Path, policy: Path | None) -> Path | None:
+    """Return the folder of a tokenizer; None for a stranger's run, whose patterns may never end."""
+    return tokenizer_folder(run, policy) if is_own(run / CONFIG_FILE) else None
+
+
 def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
     """Return the hint writer's texts for a group."""
     body = reader.worded(group_id)
-    return {} if body is None else worded_from_json(body).written
+    try:
+        return {} if body is None else worded_from_json(body).written
+    except ValueError as error:
+        raise damaged("groups", group_id, short_reason(error)) from None
 
 
 def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
@@ -77,19 +94,22 @@ def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
         Paired(pair, str(row.state), None if row.step is None else row.step + 1)
         for row in reader.pairs()
         if row.group_id in (trace.group_id, None)
-        if (pair := pair_from_json(row.body)).trace_id == trace.trace_id
+        if (pair := stored_pair(row)).trace_id == trace.trace_id
     ]
 
 
 def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
     """Return the stored outcome of a group's teacher queries, empty if there were none."""
-    body = next((row.body for row in reader.asked() if row.group_id == group_id), b"")
-    value = json.loads(body) if body else {}
-    return value if isinstance(value, dict) else {}
+    body = next((row.body for row in reader.asked() if row.group_id == group_id), b"{}")
+    return object_row("asked", (group_id, body))
 
 
 def _dropped(asked: dict[str, Any], trace: Trace) -> list[Paired]:
     """Return the pairs of a rollout that a filter dropped; only the query outcome has them."""
-    found = [one for one in asked.get("candidates", ()) if isinstance(one, dict)]
-    pairs = [pair_from_json(json.dumps(one)) for one in found]
+    candidates = asked.get("candidates")
+    found = candidates if isinstance(candidates, list) else []
+    try:
+        pairs = [pair_from_json(json.dumps(one)) for one in found if isinstance(one, dict)]
+    except ValueError as error:
+        raise damaged("asked", trace.group_id, short_reason(error)) from None
     return [Paired(pair, DROPPED, None) for pair in pairs if pair.trace_id == trace.trace_id]

@@ -7,9 +7,14 @@ for its seeds.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 FACTOR = "COMPOSER_MESH_FUZZ_FACTOR"
 FIRST_SEED = "COMPOSER_MESH_FUZZ_SEED"

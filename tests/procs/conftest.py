@@ -17,6 +17,8 @@ from composer_mesh.mesh.loop_watchdog import REPORTS
 prepare_environment()
 LOOP_REPORTS = tempfile.TemporaryDirectory(prefix="loops-")
 os.environ[REPORTS] = LOOP_REPORTS.name  # before the first run of a fixture, whatever its scope
+STATE_HOME = tempfile.TemporaryDirectory(prefix="state-")
+os.environ["XDG_STATE_HOME"] = STATE_HOME.name  # where an account keeps its signing key
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.

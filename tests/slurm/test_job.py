@@ -214,7 +214,14 @@ def test_a_job_goes_on_without_a_node_that_is_lost(submit: Submit) -> None:
 def test_a_command_runs_where_the_controller_is(submit: Submit, tmp_path: Path) -> None:
     job = submit()
     job.until_step(1)
-    command = [*job.handle.reach, job.handle.python, "-m", "composer_mesh", "tree", "a b; *"]
+    command = [
+        *SlurmLauncher().reach(job.handle),
+        job.handle.python,
+        "-m",
+        "composer_mesh",
+        "tree",
+        "a b; *",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     told = json.loads(done.stdout)
     assert told["said"] == ["tree", "a b; *"]
@@ -223,7 +230,7 @@ def test_a_command_runs_where_the_controller_is(submit: Submit, tmp_path: Path) 
 
 def test_a_job_that_does_not_run_cannot_be_reached_and_says_so(submit: Submit) -> None:
     job = submit(options=["--hold"])
-    command = [*job.handle.reach, job.handle.python, "-m", "composer_mesh", "tree"]
+    command = [*SlurmLauncher().reach(job.handle), job.handle.python, "-m", "composer_mesh", "tree"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 75
     assert f"job {job.handle.job} is PENDING" in done.stderr

@@ -20,6 +20,7 @@ from composer_mesh.configs.load import read_table
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.services.launch.handle import read_handle
 from composer_mesh.services.launch.ports import Handle
+from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
 from composer_mesh.services.launch.slurm.places import Places
 
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -117,7 +118,14 @@ def test_the_quickstart_passes_as_a_job_and_is_seen_from_outside(
     about = json.loads(composer_mesh("tree", str(run.root), "--json").stdout)
     assert (about["state"], about["mesh"]) == ("running", True)
     handle = run.handle
-    command = [*handle.reach, handle.python, "-m", "composer_mesh", "tree", str(handle.run)]
+    command = [
+        *SlurmLauncher().reach(handle),
+        handle.python,
+        "-m",
+        "composer_mesh",
+        "tree",
+        str(handle.run),
+    ]
     reached = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     assert json.loads(reached.stdout)["run"] == about["run"]
 

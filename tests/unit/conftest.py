@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 # An example that takes long on a busy machine is no failure: no test here is about time.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+STATE_HOME = tempfile.TemporaryDirectory(prefix="state-")
+os.environ["XDG_STATE_HOME"] = STATE_HOME.name  # where an account keeps its signing key
 
 BuildConfig = Callable[..., Config]
 BuildModel = Callable[[int], Any]

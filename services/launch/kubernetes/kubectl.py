@@ -106,9 +106,7 @@ class Kubectl:
 
 def of_handle(handle: Handle) -> Kubectl:
     """Return the commands about a launched run."""
-    reach = handle.reach
-    context = reach[reach.index("--context") + 1] if "--context" in reach else ""
-    return Kubectl(handle.job, handle.namespace, context)
+    return Kubectl(handle.job, handle.namespace, handle.context)
 
 
 def state_of(job: Table | None, pods: Sequence[Table]) -> tuple[State, str]:

@@ -87,9 +87,12 @@ class KubernetesLauncher:
             job=kubectl.run,
             python=places.python_there(order),
             folder=Path(places.mount(order)),
-            reach=kubectl.reach,
+            context=kubectl.context,
             namespace=kubectl.namespace,
         )
+
+    def reach(self, handle: Handle) -> tuple[str, ...]:
+        return of_handle(handle).reach
 
     def state(self, handle: Handle) -> tuple[State, str]:
         kubectl = of_handle(handle)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from composer_mesh.mesh.data_files import read_bytes
 from composer_mesh.services.inspection.events_command import Lines
 from composer_mesh.services.launch.orders import renamed_log
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
@@ -17,6 +18,7 @@ from composer_mesh.services.launch.slurm.places import Places
 from composer_mesh.services.launch.slurm.queue import JobState
 from composer_mesh.services.launch.slurm.script import job_script, reach_script
 
+LONGEST_JOB = 64
 CANCELLED_S = 60.0
 """Longest time from scancel to a job's end: Slurm kills after KillWait, 30 s by default."""
 
@@ -31,10 +33,10 @@ class SlurmLauncher:
     sleep: Callable[[float], None] = time.sleep
 
     def plan(self, order: Order) -> Plan:
-        """Return two scripts and one sbatch, without a query. Raises `LaunchRefused`."""
+        """Return one script and one sbatch, without a query. Raises `LaunchRefused`."""
         places = Places(order.output)
         return Plan(
-            files={places.script: job_script(order), places.reach: reach_script(order)},
+            files={places.script: job_script(order)},
             commands=(("sbatch", "--parsable", str(places.script)),),
         )
 
@@ -53,9 +55,13 @@ class SlurmLauncher:
             job=job,
             python=order.python,
             folder=order.folder,
-            reach=("bash", str(places.reach)),
             log=places.log,
+            setup=order.config.cluster.slurm.setup,
         )
+
+    def reach(self, handle: Handle) -> tuple[str, ...]:
+        """Return a shell that goes into the job; its script is made of the handle alone."""
+        return ("bash", "-c", reach_script(handle), "reach.sh")
 
     def state(self, handle: Handle) -> tuple[State, str]:
         """Return the job's state, and Slurm's name for it."""
@@ -128,10 +134,10 @@ class SlurmLauncher:
 def _job(handle: Handle) -> str:
     """Return the run's current job id: a job that Slurm would not requeue is resubmitted."""
     try:
-        found = Places(handle.run).job.read_text().strip()
+        found = read_bytes(Places(handle.run).job, LONGEST_JOB).strip()
     except OSError:
         return handle.job
-    return found if found.isdecimal() else handle.job
+    return found.decode() if found.isdigit() else handle.job
 
 
 def _waits(job: str, found: JobState) -> str:

@@ -25,11 +25,6 @@ class Places:
         return self.folder / "job.sbatch"
 
     @property
-    def reach(self) -> Path:
-        """The script that runs a command on the controller's host."""
-        return self.folder / "reach.sh"
-
-    @property
     def log(self) -> Path:
         """The output of the controller and messages of the job."""
         return log_file(self.run)

@@ -1,6 +1,6 @@
 """The scripts of a run's batch job and of commands that run inside of it.
 
-    job_script(order) -> sbatch's input         reach_script(order) -> bash
+    job_script(order) -> sbatch's input         reach_script(handle) -> bash
 
 Each has a head, which only sets variables and quotes every value, and a constant body (`bodies`).
 Pure: writes and queries nothing.
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from composer_mesh.configs.cluster import SlurmConfig
 from composer_mesh.mesh.hosts.roster import ROSTER
 from composer_mesh.services.launch.orders import authority_of, controller_command, worker_command
-from composer_mesh.services.launch.ports import LaunchRefused, Order
+from composer_mesh.services.launch.ports import Handle, LaunchRefused, Order
 from composer_mesh.services.launch.slurm.bodies import JOB, REACH
 from composer_mesh.services.launch.slurm.places import Places
 from composer_mesh.services.launch.slurm.request import options_of
@@ -41,13 +41,12 @@ def job_script(order: Order) -> str:
     return "\n".join(["#!/bin/bash", *directives, *_setup(slurm), *head, JOB])
 
 
-def reach_script(order: Order) -> str:
+def reach_script(handle: Handle) -> str:
     """Return a script that runs its arguments as a command on the controller's node."""
-    places, slurm = Places(order.output), order.config.cluster.slurm
     head = [
-        _set("JOB_FILE", places.job),
-        _set("FOLDER", order.folder),
-        _set("SETUP", "\n".join(_checked(slurm))),
+        _set("JOB_FILE", Places(handle.run).job),
+        _set("FOLDER", handle.folder),
+        _set("SETUP", "\n".join(handle.setup)),
     ]
     return "\n".join(["#!/bin/bash", *head, REACH])
 

@@ -36,11 +36,8 @@ def job(kind: str = "", message: str = "", suspend: bool = False) -> Table:
 
 def handle() -> Handle:
     """Of a run that was launched before."""
-    reach = ("kubectl", "exec", "--context", "kind-test", "--namespace", "default")
-    there = Path("/runs/quickstart")
-    return Handle(
-        "kubernetes", there, "quickstart", "python", Path("/runs"), reach, None, "default"
-    )
+    there, cluster = Path("/runs/quickstart"), {"context": "kind-test", "namespace": "default"}
+    return Handle("kubernetes", there, "quickstart", "python", Path("/runs"), **cluster)
 
 
 class FakeKubectl:

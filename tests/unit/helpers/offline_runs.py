@@ -22,6 +22,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_to_json
 from composer_mesh.services.store.records import RunRecords
+from composer_mesh.services.store.signatures import sign
 
 COST = 0.0001
 BUILTIN: list[dict[str, Any]] = [
@@ -117,7 +118,9 @@ def write_older_run(root: Path, config: Config, traces: Iterable[Trace]) -> Path
 def _with_config(root: Path, config: Config) -> Path:
     policy = config.policy.model_copy(update={"cache_dir": root.parent / "cache"})
     config = config.model_copy(update={"policy": policy})
-    (root / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    content = dump_toml(config).encode()
+    (root / "config.toml").write_bytes(content)
+    sign(root / "config.toml", content)
     (root / "metrics.jsonl").write_text('{"step": 0}\n', encoding="utf-8")
     return root
 

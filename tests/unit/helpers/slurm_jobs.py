@@ -12,7 +12,7 @@ from fake_slurm import DEADLINE_S, FakeMesh, FakeSlurm
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.orders import write_files
-from composer_mesh.services.launch.ports import Order
+from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
 from composer_mesh.services.launch.slurm.places import Places
 
@@ -34,8 +34,10 @@ def mesh(tmp_path: Path) -> FakeMesh:
 class Job:
     """The files of a job, and its script when it runs."""
 
-    def __init__(self, places: Places, slurm: FakeSlurm, mesh: FakeMesh) -> None:
-        self.places, self.slurm, self.mesh = places, slurm, mesh
+    def __init__(
+        self, places: Places, slurm: FakeSlurm, mesh: FakeMesh, reach: tuple[str, ...]
+    ) -> None:
+        self.places, self.slurm, self.mesh, self.reach = places, slurm, mesh, reach
 
     def start(self, **env: str) -> subprocess.Popen[str]:
         """Start the script; returns when its controller and workers are there."""
@@ -66,7 +68,9 @@ def job(
         hosts = tuple(described_hosts(config.placement))
         order = Order(config, hosts, run, tmp_path, str(mesh.python))
         write_files(SlurmLauncher().plan(order))
-        return Job(Places(run), slurm, mesh)
+        setup = config.cluster.slurm.setup
+        handle = Handle("slurm", run, "17", order.python, tmp_path, setup=setup)
+        return Job(Places(run), slurm, mesh, SlurmLauncher().reach(handle))
 
     return written
 

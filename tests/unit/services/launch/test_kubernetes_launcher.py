@@ -143,7 +143,7 @@ def test_the_handle_says_where_the_run_is_in_the_cluster(
     assert (found.job, found.namespace) == ("quickstart", "default")
     where = ["--context", "kind-test", "--namespace", "default"]
     there = ["--stdin", "job/quickstart", "--container", "controller", "--"]
-    assert list(found.reach) == ["kubectl", "exec", *where, *there]
+    assert list(launcher.reach(found)) == ["kubectl", "exec", *where, *there]
 
 
 def test_a_run_that_goes_on_is_not_launched_over(
@@ -178,7 +178,7 @@ def test_in_a_pod_without_contexts_none_is_named(made: Order) -> None:
     cluster = FakeKubectl(context="")
     launcher = KubernetesLauncher(cluster.run, cluster.lines, pause=lambda: None)
     _, found = submit(launcher, made)
-    assert "--context" not in found.reach
+    assert "--context" not in launcher.reach(found)
     assert launcher.state(found)[0] == "ended"
 
 

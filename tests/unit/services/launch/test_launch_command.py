@@ -135,7 +135,8 @@ def test_a_run_that_goes_on_is_not_launched_again(
     for more in ([], ["--resume"], ["--dry-run"]):
         assert launch("--output", "run", *more) == 2
         assert "has a run that is running" in capsys.readouterr().err
-    assert sorted(path.name for path in (folder / "run").iterdir()) == ["launch", "launch.json"]
+    kept = sorted(path.name for path in (folder / "run").iterdir())
+    assert kept == [".launch.json.signature", "launch", "launch.json"]
 
 
 def test_a_directory_that_is_written_by_a_train_is_not_launched_into(
@@ -150,7 +151,7 @@ def test_a_directory_that_is_written_by_a_train_is_not_launched_into(
 
 
 def test_a_handle_is_read_as_it_was_written(folder: Path, long_lived: Handle) -> None:
-    far = Handle("slurm", folder, "17", "python", folder, ("srun", "--overlap"), namespace="n")
+    far = Handle("slurm", folder, "17", "python", folder, setup=("module load a b",))
     for handle in (far, long_lived):
         write_handle(folder, handle)
         assert read_handle(folder) == handle

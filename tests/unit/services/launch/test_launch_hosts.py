@@ -108,7 +108,7 @@ def test_by_ssh_workers_and_controller_are_left_behind_on_their_hosts(
     assert [call[:2] for call in fakes.said("ssh")] == [["-i", "/keys/a b"]] * 3
     assert [call[-3] for call in fakes.said("ssh")] == ["me@one", "two", "me@one"]
     try:
-        assert handle.reach[-2:] == ("me@one", "--")
+        assert HostsLauncher().reach(handle)[-2:] == ("me@one", "--")
         assert HostsLauncher().state(handle)[0] == "running"
         detached_calls(fakes, 3)
         heads = sorted(call[4] for call in fakes.called())

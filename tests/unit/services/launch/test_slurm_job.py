@@ -18,10 +18,10 @@ __all__ = ["job", "mesh", "slurm"]
 
 
 def test_the_scripts_are_bash_without_a_complaint(job: Callable[..., Job]) -> None:
-    places = job(setup=["module load cuda"]).places
-    for script in (places.script, places.reach):
+    one = job(setup=["module load cuda"])
+    for script in (one.places.script.read_text(), one.reach[2]):
         checked = subprocess.run(
-            ["bash", "-n", script], capture_output=True, text=True, check=False
+            ["bash", "-n"], input=script, capture_output=True, text=True, check=False
         )
         assert (checked.returncode, checked.stderr) == (0, "")
 
@@ -29,11 +29,13 @@ def test_the_scripts_are_bash_without_a_complaint(job: Callable[..., Job]) -> No
 def test_shellcheck_has_no_complaint(job: Callable[..., Job]) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: apt install shellcheck")
-    places = job().places
+    one = job()
     quoted = "--exclude=SC2016"  # values with a $ that must stay one
-    command = ["shellcheck", quoted, str(places.script), str(places.reach)]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout
+    for script in (one.places.script.read_text(), one.reach[2]):
+        checked = subprocess.run(
+            ["shellcheck", quoted, "-"], input=script, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stdout
 
 
 def test_each_node_has_a_worker_by_its_name_and_the_first_the_controller(
@@ -95,10 +97,10 @@ def test_records_of_an_earlier_job_are_gone_before_a_worker_starts(job: Callable
 def test_a_reached_command_keeps_its_words_and_runs_beside_the_controller(
     job: Callable[..., Job], slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    places = job(setup=["echo noise", "export SET_UP=yes"]).places
-    places.job.write_text("17\n")
+    one = job(setup=["echo noise", "export SET_UP=yes"])
+    one.places.job.write_text("17\n")
     slurm.answers("squeue", "RUNNING node-1\n")
-    command = ["bash", str(places.reach), "sh", "-c", 'echo "$1 $SET_UP"', "sh", "a  b; *"]
+    command = [*one.reach, "sh", "-c", 'echo "$1 $SET_UP"', "sh", "a  b; *"]
     done = subprocess.run(
         command, env={**os.environ, **slurm.path()}, capture_output=True, text=True, check=True
     )
@@ -110,11 +112,11 @@ def test_a_reached_command_keeps_its_words_and_runs_beside_the_controller(
 
 
 def test_a_job_that_waits_cannot_be_reached(job: Callable[..., Job], slurm: FakeSlurm) -> None:
-    places = job().places
-    places.job.write_text("17\n")
+    one = job()
+    one.places.job.write_text("17\n")
     slurm.answers("squeue", "PENDING n/a\n")
     done = subprocess.run(
-        ["bash", str(places.reach), "true"],
+        [*one.reach, "true"],
         env={**os.environ, **slurm.path()},
         capture_output=True,
         text=True,

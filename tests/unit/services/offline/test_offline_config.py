@@ -13,6 +13,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.services.offline.config import merged, offline_config
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
+from composer_mesh.services.store.signatures import sign
 
 ONLY_TEACHERS = {"replay": {"teachers": paid("far", "farther"), "ask": 2}}
 
@@ -153,3 +154,64 @@ def test_merging_changes_neither_table() -> None:
 def test_options_out_of_bounds_are_refused(changes: dict, says: str) -> None:
     with pytest.raises(ReplayRefused, match=says):
         ReplayOptions(**{"traces": Path("t"), "out": Path("o"), **changes})
+
+
+HARMFUL = {
+    "cache": "/home/viewer/planted.sqlite",
+    "teachers": paid("evil", "worse"),
+    "budget": {"usd": 1000.0, "ledger": "/home/viewer/ledger.sqlite"},
+    "ask": 2,
+}
+
+
+def stranger(folder: Path, build_config, replay: dict) -> Known:
+    """A run whose config no run of this account has written."""
+    table = build_config(run={"seed": 11}).model_dump(mode="json", exclude_none=True)
+    table["replay"] |= {"beta": 0.1, **replay}
+    table["policy"]["cache_dir"] = "/home/viewer"
+    (folder / "run").mkdir()
+    (folder / "run" / "config.toml").write_text(tomli_w.dumps(table))
+    return Known(folder / "run")
+
+
+def test_a_strangers_config_never_says_who_gets_keys(tmp_path: Path, build_config) -> None:
+    run = stranger(tmp_path, build_config, HARMFUL)
+    with pytest.raises(ReplayRefused, match=r"not written by a run of this account.*--teachers"):
+        offline_config(run, None)
+    with pytest.raises(ReplayRefused, match="names no teacher"):
+        offline_config(run, spec(tmp_path, {"replay": {"timeout_s": 3.0}}))
+
+
+def test_a_strangers_config_decides_neither_money_nor_files(tmp_path: Path, build_config) -> None:
+    run = stranger(tmp_path, build_config, HARMFUL)
+    config = offline_config(run, spec(tmp_path, ONLY_TEACHERS), (), 2.5)
+    assert names(config) == ["far", "farther"]
+    assert (config.replay.cache, config.replay.budget.ledger) == (None, None)
+    assert (config.replay.budget.usd, config.run.seed) == (2.5, 11)
+    assert not config.policy.cache_dir.is_absolute()
+
+
+def test_who_has_read_a_strangers_config_may_name_it(tmp_path: Path, build_config) -> None:
+    run = stranger(tmp_path, build_config, {**HARMFUL, "cache": str(tmp_path / "kept.sqlite")})
+    assert names(offline_config(run, f"{run.run}/config.toml")) == ["evil", "worse"]
+
+
+def test_builtin_teachers_of_a_stranger_are_asked_because_no_request_leaves(
+    tmp_path: Path, build_config
+) -> None:
+    run = stranger(tmp_path, build_config, {"teachers": BUILTIN, "ask": 3})
+    assert names(offline_config(run, None)) == ["careful", "ordinary", "hasty"]
+
+
+def test_a_config_that_was_changed_after_its_run_wrote_it_is_a_strangers(
+    tmp_path: Path, build_config
+) -> None:
+    config = build_config(replay=replay_section(paid("far", "farther"), 1.0))
+    (tmp_path / "run").mkdir()
+    path, content = tmp_path / "run" / "config.toml", dump_toml(config).encode()
+    path.write_bytes(content)
+    sign(path, content)
+    assert names(offline_config(Known(tmp_path / "run"), None)) == ["far", "farther"]
+    path.write_bytes(content.replace(b"teacher.test", b"elsewhere.test"))
+    with pytest.raises(ReplayRefused, match="not written by a run of this account"):
+        offline_config(Known(tmp_path / "run"), None)

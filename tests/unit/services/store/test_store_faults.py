@@ -236,7 +236,7 @@ def test_tables_that_are_not_those_that_were_made_are_refused(run: Path, config:
         rows.execute("DROP TRIGGER groups_changed")
     (found,) = verify_run(run)
     assert (found.where, found.why) == ("run.sqlite", "its tables are not those that were made")
-    with pytest.raises(DamagedRecord, match="its tables are not those that were made"):
+    with pytest.raises(StoreError, match="its tables are not those that were made"):
         RunStore(run, config)
 
 

@@ -1,0 +1,103 @@
+"""Checked values of the store's rows: SQLite stores values of any type in any column.
+
+A checksum says that a row is as it was written, not that this program wrote it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from composer_mesh.mesh.data_files import parsed_json, short_reason
+from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.services.directory.report import STORE_FILE, Evaluation
+from composer_mesh.services.store.rows import (
+    DamagedRecord,
+    GroupRow,
+    LateReward,
+    PairRow,
+    StepRow,
+    TeacherQueryRow,
+    TraceRow,
+)
+
+REPAIR = "train --resume moves it to quarantine/, or says what cannot go on without it"
+Row = TypeVar("Row")
+Values = tuple[Any, ...]
+
+_GROUP, _TRACE, _PAIR = TypeAdapter(GroupRow), TypeAdapter(TraceRow), TypeAdapter(PairRow)
+_REWARD, _STEP, _ASKED = TypeAdapter(LateReward), TypeAdapter(StepRow), TypeAdapter(TeacherQueryRow)
+_EVALUATION, _OBJECT = TypeAdapter(Evaluation), TypeAdapter(dict[str, Any])
+
+
+def damaged(table: str, row: object, why: str) -> DamagedRecord:
+    """Return the error for a row that cannot be used."""
+    return DamagedRecord(f"{STORE_FILE}, table {table}, row {row}", why, REPAIR)
+
+
+def group_row(row: Values) -> GroupRow:
+    names = GroupRow.__slots__
+    return _checked(_GROUP, "groups", row[0], dict(zip(names, row[: len(names)], strict=True)))
+
+
+def trace_row(row: Values) -> TraceRow:
+    values = dict(zip(TraceRow.__slots__, row, strict=True))
+    values["error_kinds"] = _json("traces", row[0], values["error_kinds"])
+    return _checked(_TRACE, "traces", row[0], values)
+
+
+def pair_row(row: Values) -> PairRow:
+    place, pair_id, group_id, version, state, step, body = row
+    values = {"pair_id": pair_id, "group_id": group_id, "version": version, "state": state}
+    return _checked(_PAIR, "pairs", place, {**values, "step": step, "body": body})
+
+
+def stored_pair(row: PairRow) -> PreferencePair:
+    """Return the pair in a row; raise DamagedRecord if it holds none."""
+    try:
+        return pair_from_json(row.body)
+    except ValueError as error:
+        raise damaged("pairs", row.pair_id, short_reason(error)) from None
+
+
+def reward_row(row: Values) -> LateReward:
+    place, trace_id, reward, source, _, state, step = row
+    values = {"place": place, "trace_id": trace_id, "reward": reward, "source": source}
+    return _checked(_REWARD, "rewards", place, {**values, "state": state, "step": step})
+
+
+def step_row(row: Values) -> StepRow:
+    place, step, state, manifest, line = row
+    metrics = None if line is None else _json("steps", place, line)
+    values = {"step": step, "manifest": manifest, "metrics": metrics, "state": state}
+    return _checked(_STEP, "steps", place, values)
+
+
+def teacher_query_row(row: Values, pairs: tuple[str, ...]) -> TeacherQueryRow:
+    values = {"group_id": row[0], "body": row[1], "pairs": pairs}
+    return _checked(_ASKED, "asked", row[0], values)
+
+
+def evaluation_row(row: Values) -> Evaluation:
+    return _checked(_EVALUATION, "evaluations", row[0], _json("evaluations", row[0], row[3]))
+
+
+def object_row(table: str, row: Values) -> dict[str, Any]:
+    """Return the JSON object in the last column."""
+    return _checked(_OBJECT, table, row[0], _json(table, row[0], row[-1]))
+
+
+def _json(table: str, place: object, text: Any) -> Any:
+    try:
+        return parsed_json(text)
+    except (ValueError, TypeError) as error:
+        raise damaged(table, place, f"it holds no JSON: {short_reason(error)}") from None
+
+
+def _checked(adapter: TypeAdapter[Row], table: str, place: object, values: Any) -> Row:
+    if not isinstance(values, Mapping):
+        raise damaged(table, place, "it holds no JSON object")
+    try:
+        return adapter.validate_python(values)
+    except ValueError as error:
+        raise damaged(table, place, short_reason(error)) from None
