@@ -10,10 +10,16 @@ import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from composer_mesh.configs.regular_files import open_regular, read_regular
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""Format of checkpoints: 1 had `torch.distributed.checkpoint` shards, which are pickles."""
+_MOST_BYTES = 1 << 26
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _CHUNK = 1 << 22
 
 
@@ -47,36 +53,57 @@ def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
     to_disk(path)
 
 
+def is_earlier(folder: Path) -> bool:
+    """Whether an earlier version of the program wrote a checkpoint, in a format of its own."""
+    try:
+        return bool(_content(folder)["format"] == 1)
+    except (*_UNREADABLE, RecursionError):
+        return False
+
+
 def damage(folder: Path) -> list[str]:
     """Return the damage of a checkpoint's files, a line each; reads every byte.
 
     Files that are not in the manifest are ignored.
     """
     try:
-        files = _read(folder / MANIFEST_FILE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = _read(folder)
+    except (*_UNREADABLE, RecursionError) as error:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
     return [line for one in files if (line := _wrong(folder, one))]
 
 
-def _read(path: Path) -> list[Written]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+def _read(folder: Path) -> list[Written]:
+    content = _content(folder)
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r} is not {FORMAT}")
     return [
-        Written(name, int(noted["bytes"]), int(noted["crc32"], 16))
+        Written(_inside(name), int(noted["bytes"]), int(noted["crc32"], 16))
         for name, noted in content["files"].items()
     ]
+
+
+def _content(folder: Path) -> Any:
+    return json.loads(read_regular(folder / MANIFEST_FILE, _MOST_BYTES))
+
+
+def _inside(name: str) -> str:
+    """Return a path that stays inside the checkpoint's folder; raises ValueError for others."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name.isprintable():
+        raise ValueError(f"it names {name[:80]!r}, which is no file of a checkpoint")
+    return name
 
 
 def _wrong(folder: Path, one: Written) -> str:
     """Return what is wrong with one file, or an empty string."""
     path = folder / one.path
     try:
-        size = path.stat().st_size
-        if size != one.bytes:
-            return f"{one.path} has {size} bytes but {one.bytes} were written"
-        found = crc32_of(path)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != one.bytes:
+                return f"{one.path} has {size} bytes but {one.bytes} were written"
+            found = _crc32(file)
     except FileNotFoundError:
         return f"{one.path} is missing"
     except OSError as error:
@@ -88,10 +115,14 @@ def _wrong(folder: Path, one: Written) -> str:
 
 def crc32_of(path: Path) -> int:
     """Return the CRC-32 of a file's contents."""
+    with open_regular(path) as file:
+        return _crc32(file)
+
+
+def _crc32(file: BinaryIO) -> int:
     found = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found = zlib.crc32(chunk, found)
+    while chunk := file.read(_CHUNK):
+        found = zlib.crc32(chunk, found)
     return found
 
 
