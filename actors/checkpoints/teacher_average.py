@@ -36,8 +36,9 @@ def read_average(file: Path) -> "WholeTensors":
     try:
         open_regular(file).close()
         return WholeTensors(load_file(file))
-    except (OSError, ValueError, LookupError, SafetensorError) as error:
-        raise UnreadableCheckpoint(str(file.parent.parent), str(error)) from error
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:500]
+        raise UnreadableCheckpoint(str(file.parent.parent), why) from error
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
+from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 
 
@@ -27,15 +28,18 @@ def accepted(arguments: argparse.Namespace) -> Config:
 
 
 def accept(config: Config) -> ProcessPlacements:
-    """Check a run's config, keys and custom functions; return its placement."""
-    make_task(config)
+    """Check a run's config, keys, model folder and custom functions; return its placement."""
+    task = make_task(config)
     check_keys(config)
+    check_policy_files(config)
     check_vllm_fits(config)
     try:
         check_custom_functions(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return ProcessPlacements.of(config)
+    placements = ProcessPlacements.of(config)
+    check_policy_template(config, task.tools)
+    return placements
 
 
 def startable(config: Config) -> None:

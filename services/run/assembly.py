@@ -21,7 +21,6 @@ from composer_mesh.actors.checkpoints.folder import (
     EarlierCheckpoint,
     UnreadableCheckpoint,
 )
-from composer_mesh.actors.models.policy import load_tokenizer
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
@@ -33,10 +32,10 @@ from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.planning.placement_errors import NoCapacity
-from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
 from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import read_metrics, summary_table, write_summary
@@ -44,6 +43,7 @@ from composer_mesh.services.directory.resume import whence
 from composer_mesh.services.inspection.actor_names import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.run.chat import chat_of
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
@@ -61,7 +61,14 @@ from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerant
 FAILED = 1
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
-    *(CheckpointFailed, ConfigError, NoCapacity, UnreadableCheckpoint, UnreadableManifest),
+    *(
+        ChatTemplateError,
+        CheckpointFailed,
+        ConfigError,
+        NoCapacity,
+        UnreadableCheckpoint,
+        UnreadableManifest,
+    ),
 )
 """Errors whose message is complete, so no traceback is printed."""
 
@@ -265,10 +272,10 @@ class Run:
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
-        # Takes seconds, since it imports transformers; a blocked loop would cost the hosts' leases.
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-        chat = ChatFormat(tokenizer, task.tools)
-        check_chat(chat, hints=self.config.sdpo.on)
+        async with chat_of(self.config, folder, task) as chat:
+            await self._train_from(mesh, folder, task, chat)
+
+    async def _train_from(self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat) -> None:
         past = self._past
         if mesh.hints is not None:
             mesh.hints.spent = past.words_spent

@@ -6,9 +6,13 @@ Every case is made from a seed, so a failure names the seed that repeats it. A t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 FACTOR = "COMPOSER_MESH_FUZZ_FACTOR"
 FIRST_SEED = "COMPOSER_MESH_FUZZ_SEED"
