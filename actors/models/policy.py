@@ -127,7 +127,8 @@ def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
         )
     except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
         why = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
-        raise UnfitModelFolder(str(folder), why) from error
+        repair = "mend what the reason names, or export the model again"
+        raise UnfitModelFolder(str(folder), why, repair) from error
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if layers != {"full_attention"}:
         raise ValueError(
