@@ -86,7 +86,7 @@ class Breaker:
         end = start + int.from_bytes(content[:8], "little") if start else len(content)
         try:
             table = json.loads(content[start:end])
-        except ValueError:
+        except (ValueError, RecursionError):
             self._flip(path)
             return
         for _ in range(self._rng.randint(1, 3)):
