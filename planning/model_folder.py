@@ -19,7 +19,8 @@ from composer_mesh.planning.safetensors_header import Shapes, UnfitHeader, read_
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+TEMPLATE = "chat_template.jinja"
+OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 MOST_FILES = 10_000
 MOST_JSON_BYTES = 1 << 26
 MOST_TEMPLATE_BYTES = 1 << 20
@@ -106,13 +107,13 @@ def _tokenizer_is_there(folder: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         why = f"has no tokenizer: none of {', '.join(TOKENIZERS)} is there"
         raise UnfitModelFolder(str(folder), why, "put the model's tokenizer into it")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (folder / name).exists():
-            _object(folder / name)
-    template = folder / "chat_template.jinja"
-    if template.exists():
-        _text(template)
-    elif not any((folder / name).is_file() for name in TEMPLATES):
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    found = {name: _object(folder / name) for name in names if (folder / name).exists()}
+    if (folder / TEMPLATE).exists():
+        _text(folder / TEMPLATE)
+    elif not found.get("tokenizer_config.json", {}).get("chat_template") and not any(
+        (folder / name).exists() for name in OTHER_TEMPLATES
+    ):
         why = "has no chat template"
         repair = "use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
         raise UnfitModelFolder(str(folder), why, repair)

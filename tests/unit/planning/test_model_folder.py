@@ -156,7 +156,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (gone("tokenizer.json"), "has no tokenizer: none of tokenizer.json"),
     "a tokenizer that is cut": (written("tokenizer.json", b"{"), "tokenizer.json is not JSON"),
     "no chat template": (
-        gone("chat_template.jinja", "tokenizer_config.json"),
+        gone("chat_template.jinja"),
         "has no chat template: use an instruction-tuned model",
     ),
     "a chat template of bytes": (written("chat_template.jinja", b"\xff"), "is not UTF-8"),
