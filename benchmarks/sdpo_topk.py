@@ -19,7 +19,8 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, pack
 from composer_mesh.actors.teacher_outputs.sources import asks_the_student
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel

@@ -31,7 +31,8 @@ from report import Report, arguments
 from vs_trl_episodes import Player
 from vs_trl_run import Recorded, record
 
-from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config

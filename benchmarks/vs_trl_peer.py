@@ -26,7 +26,8 @@ from trl import GRPOConfig, GRPOTrainer
 from vs_trl_episodes import Played, Player
 
 from composer_mesh.actors.learning.schedules import learning_rate
-from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.configs.advantages import GroupAdvantage
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import GrpoLoss

@@ -5,13 +5,20 @@ Arguments are always lists and never pass a shell of this machine.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import shlex
+import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 RUN_S = 60.0
+MOST_ANSWER_BYTES = 1 << 25
 
 
 class ProgramFailed(RuntimeError):
@@ -62,6 +69,70 @@ def run(
     if check and done.returncode:
         raise ProgramFailed(command, done.stderr or done.stdout)
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+class AnsweringProgram:
+    """A program that answers each line of its input with one line, until it is closed.
+
+    It ends with this process, because its input ends then. One that is late, ends or answers
+    without end is killed, and `ProgramFailed` is raised.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._command, self._errors = command, tempfile.TemporaryFile()  # noqa: SIM115 see close
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=dict(env),
+            process_group=0,
+        )
+
+    def ask(self, line: bytes, deadline_s: float) -> bytes:
+        """Return the answer to a line. Waits for it, at most until the deadline."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise self._failed("it has ended") from None
+        return self._answer(time.monotonic() + deadline_s)
+
+    def close(self) -> None:
+        """Kill the program, whatever it does."""
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if stream is not None:
+                    stream.close()
+        self._process.wait()
+        self._errors.close()
+
+    def _answer(self, until: float) -> bytes:
+        assert self._process.stdout is not None
+        found, source = bytearray(), self._process.stdout.fileno()
+        waiting = select.poll()
+        waiting.register(source, select.POLLIN)
+        while not found.endswith(b"\n"):
+            if not waiting.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise self._failed("it did not answer in time")
+            piece = os.read(source, 1 << 16)
+            found += piece
+            if not piece or len(found) > MOST_ANSWER_BYTES:
+                raise self._failed("its answer is too long" if piece else "it has ended")
+        return bytes(found)
+
+    def _failed(self, why: str) -> ProgramFailed:
+        """End the program; return the error, with the last line that it wrote."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.0 if self._process.poll() is None else None)
+        self._process.kill()
+        status = self._process.wait()
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
+        said = self._errors.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+        return ProgramFailed(self._command, f"{why}, {how}{': ' * bool(said)}{said}")
 
 
 def attached(command: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ from composer_mesh.actors.checkpoints.manifest import (
     MANIFEST_FILE,
     Written,
     damage,
+    is_earlier,
     to_disk,
     write_manifest,
 )
@@ -28,7 +29,7 @@ from composer_mesh.actors.checkpoints.quarantine import quarantine
 
 FOLDER = "checkpoints"
 EARLIER_STATE_FILE = "training_state.pt"
-"""File that checkpoints of earlier versions have instead of shards and a manifest."""
+"""File that checkpoints of the earliest versions have instead of shards and a manifest."""
 _NAME = re.compile(r"step-(\d+)")
 _FORMER = re.compile(r"\.step-(\d+)\.former")
 _count = itertools.count()
@@ -55,9 +56,9 @@ class EarlierCheckpoint(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"the checkpoint {self.args[0]} was written by an earlier version and has no state "
-            "that this one can go on from: it is a model folder, so begin a new run with "
-            f"policy.path = {self.args[0]!r}"
+            f"the checkpoint {self.args[0]} was written by an earlier version, in a format that "
+            "this one does not open, because opening it can run code: if it has a config.json it "
+            f"is a model folder, so begin a new run with policy.path = {self.args[0]!r}"
         )
 
 
@@ -111,9 +112,11 @@ def checkpoints_of(root: Path) -> list[Checkpoint]:
 def newest(root: Path) -> Checkpoint | None:
     """Return a run's newest checkpoint, None if there is none, without checking its contents.
 
-    Raises `EarlierCheckpoint` if there are only checkpoints of an earlier version.
+    Raises `EarlierCheckpoint` if it was written by an earlier version.
     """
     found = max(checkpoints_of(root), default=None)
+    if found is not None and is_earlier(found.folder):
+        raise EarlierCheckpoint(str(found.folder))
     if found is None:
         for state in sorted((root / FOLDER).glob(f"step-*/{EARLIER_STATE_FILE}")):
             raise EarlierCheckpoint(str(state.parent))

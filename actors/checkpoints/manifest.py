@@ -11,12 +11,15 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
-from composer_mesh.mesh.data_files import MIB, opened, read_json
+from composer_mesh.configs.regular_files import open_regular, read_regular
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
-LONGEST = 64 * MIB
+FORMAT = 2
+"""Format of checkpoints: 1 had `torch.distributed.checkpoint` shards, which are pickles."""
+_MOST_BYTES = 1 << 26
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _CHUNK = 1 << 22
 
 
@@ -50,20 +53,28 @@ def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
     to_disk(path)
 
 
+def is_earlier(folder: Path) -> bool:
+    """Whether an earlier version of the program wrote a checkpoint, in a format of its own."""
+    try:
+        return bool(_content(folder)["format"] == 1)
+    except (*_UNREADABLE, RecursionError):
+        return False
+
+
 def damage(folder: Path) -> list[str]:
     """Return the damage of a checkpoint's files, a line each; reads every byte.
 
     Files that are not in the manifest are ignored.
     """
     try:
-        files = _read(folder / MANIFEST_FILE)
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
+        files = _read(folder)
+    except (*_UNREADABLE, RecursionError) as error:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
     return [line for one in files if (line := _wrong(folder, one))]
 
 
-def _read(path: Path) -> list[Written]:
-    content = read_json(path, LONGEST)
+def _read(folder: Path) -> list[Written]:
+    content = _content(folder)
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r} is not {FORMAT}")
     return [
@@ -72,11 +83,15 @@ def _read(path: Path) -> list[Written]:
     ]
 
 
+def _content(folder: Path) -> Any:
+    return json.loads(read_regular(folder / MANIFEST_FILE, _MOST_BYTES))
+
+
 def _inside(name: str) -> str:
-    """Return a path of a manifest; raise ValueError if it leads out of the checkpoint's folder."""
+    """Return a path that stays inside the checkpoint's folder; raises ValueError for others."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"{name[:80]!r} is outside of the checkpoint")
+    if path.is_absolute() or ".." in path.parts or not name.isprintable():
+        raise ValueError(f"it names {name[:80]!r}, which is no file of a checkpoint")
     return name
 
 
@@ -84,10 +99,11 @@ def _wrong(folder: Path, one: Written) -> str:
     """Return what is wrong with one file, or an empty string."""
     path = folder / one.path
     try:
-        size = path.stat().st_size
-        if size != one.bytes:
-            return f"{one.path} has {size} bytes but {one.bytes} were written"
-        found = crc32_of(path)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != one.bytes:
+                return f"{one.path} has {size} bytes but {one.bytes} were written"
+            found = _crc32(file)
     except FileNotFoundError:
         return f"{one.path} is missing"
     except OSError as error:
@@ -99,10 +115,14 @@ def _wrong(folder: Path, one: Written) -> str:
 
 def crc32_of(path: Path) -> int:
     """Return the CRC-32 of a file's contents."""
+    with open_regular(path) as file:
+        return _crc32(file)
+
+
+def _crc32(file: BinaryIO) -> int:
     found = 0
-    with opened(path) as file:
-        while chunk := file.read(_CHUNK):
-            found = zlib.crc32(chunk, found)
+    while chunk := file.read(_CHUNK):
+        found = zlib.crc32(chunk, found)
     return found
 
 

@@ -1,8 +1,7 @@
-"""The training state: tensors in `torch.distributed.checkpoint` shards, other values in JSON.
+"""The training state: tensors in `shards`, other values in JSON.
 
-    state/__0_0.distcp ...   each rank's part of every tensor
-    state/.metadata          names and layout of the tensors
-    training.json            version, TAID's position, RNG states of each rank
+    state/shard-*.safetensors   each rank's part of every tensor, with names and layout
+    training.json               version, TAID's position, RNG states of each rank
 
 A run resumed from it computes the same weights as an uninterrupted one. Any number of ranks,
 sharded or not, can resume from what any other number has written. Checkpoint folders are handled in
@@ -10,55 +9,29 @@ sharded or not, can resume from what any other number has written. Checkpoint fo
 """
 
 import json
-import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
+from composer_mesh.actors.models.lora import OtherAdapters
+from composer_mesh.actors.models.optimizer_state import OtherWeights
+from composer_mesh.configs.regular_files import read_regular
 
 SHARDS = "state"
 TRAINING_FILE = "training.json"
-FORMAT = 1
+FORMAT = 2
 
 WEIGHTS, OPTIMIZER, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
 """Prefixes of tensor names, by kind."""
 
-_METADATA = {
-    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
-}
-_TRUSTED = {
-    "torch.distributed.checkpoint.metadata": _METADATA,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}
-"""Names that torch's metadata may reference, so that a foreign folder cannot run code."""
-
-UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    pickle.UnpicklingError,
-    CheckpointException,
-)
-"""Errors that unreadable or damaged files raise."""
+_MOST_BYTES = 1 << 28
+"""Largest `training.json` that is read; 20 KB a rank are written."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +59,13 @@ class CheckpointReader:
     """Reads a checkpoint without collectives; raises `UnreadableCheckpoint`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            content = json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']!r} is not {FORMAT}")
-            found = content["version"], content["figures"], content["rng"]
-            metadata = _TrustingReader(folder / SHARDS).read_metadata()
-        except UNREADABLE as error:
-            raise UnreadableCheckpoint(str(folder), _told(error)) from error
-        self.version, self.figures, self.rng = found
-        self._shapes = {
-            name: tuple(about.size)
-            for name, about in metadata.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
+        without_ranks()
+        self.folder = folder
+        with reading(folder):
+            from composer_mesh.actors.checkpoints.shards import ShardReader
+
+            self.version, self.figures, self.rng = _figures(folder / TRAINING_FILE)
+            self._shards = ShardReader(folder / SHARDS)
 
     def of(self, kind: str) -> "KeptTensors":
         """Return the checkpoint's tensors of a kind."""
@@ -110,21 +75,15 @@ class CheckpointReader:
         """Return the full shapes of a kind's tensors, by their names without the prefix."""
         return {
             name.removeprefix(kind): shape
-            for name, shape in self._shapes.items()
+            for name, shape in self._shards.shapes().items()
             if name.startswith(kind)
         }
 
     def read(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         """Fill a kind's tensors in place: complete ones, or this rank's rows of sharded ones."""
-        if not tensors:
-            return
-        shards = self._folder / SHARDS
-        try:
-            without_ranks()
-            wanted = {kind + name: tensor for name, tensor in tensors.items()}
-            dcp.load(wanted, storage_reader=_TrustingReader(shards), no_dist=True)
-        except UNREADABLE as error:
-            raise UnreadableCheckpoint(str(self._folder), _told(error)) from error
+        if tensors:
+            with reading(self.folder):
+                self._shards.read({kind + name: tensor for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -146,35 +105,37 @@ def without_ranks() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def _told(error: BaseException) -> str:
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turn errors about a checkpoint's content, whatever it is, into `UnreadableCheckpoint`.
+
+    A checkpoint of another policy is not unreadable; its errors stay.
+    """
+    from composer_mesh.actors.checkpoints.shards import UNREADABLE
+
+    try:
+        yield
+    except (UnreadableCheckpoint, OtherWeights, OtherAdapters):
+        raise
+    except UNREADABLE as error:
+        raise UnreadableCheckpoint(str(folder), cause_of(error)) from error
+
+
+def _figures(file: Path) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    content = json.loads(read_regular(file, _MOST_BYTES))
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']!r} is not {FORMAT}")
+    version, figures, rng = content["version"], content["figures"], content["rng"]
+    if type(version) is not int or version < 0:
+        raise ValueError(f"version is {str(version)[:40]} but is a number of steps")
+    if not isinstance(figures, dict) or not isinstance(rng, list):
+        raise ValueError("figures is no table or rng is no list")
+    return version, figures, rng
+
+
+def cause_of(error: BaseException) -> str:
     """Return the innermost cause, in one line."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # how Python 3.11 before 3.11.4 pickled Enum members
-        if name not in _TRUSTED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
-        return super().find_class(module, name)
-
-
-def _member(kind: Any, name: Any) -> Enum:
-    """Return an Enum member; refuse all other uses of `getattr`."""
-    if isinstance(kind, EnumType) and name in kind.__members__:
-        return cast(Enum, kind[name])
-    raise pickle.UnpicklingError(f"it takes {name!r} from {kind!r}, which no metadata needs")
-
-
-class _TrustingReader(dcp.FileSystemReader):
-    """torch's reader, restricted to metadata that references only the trusted names."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata):
-            raise ValueError(f".metadata holds a {type(found).__name__}")
-        return found
+    causes = getattr(error, "failures", None)  # of torch's CheckpointException
+    if causes:
+        error = next(iter(causes.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
 from composer_mesh.actors.checkpoints.manifest import Written, written
+from composer_mesh.actors.models.optimizer_state import OtherWeights
+from composer_mesh.configs.regular_files import open_regular
 
 AVERAGE_FILE = "teacher/average.safetensors"
 
@@ -32,9 +34,11 @@ def read_average(file: Path) -> "WholeTensors":
     from safetensors.torch import load_file
 
     try:
+        open_regular(file).close()
         return WholeTensors(load_file(file))
-    except (OSError, SafetensorError) as error:
-        raise UnreadableCheckpoint(str(file.parent.parent), str(error)) from error
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:500]
+        raise UnreadableCheckpoint(str(file.parent.parent), why) from error
 
 
 @dataclass(frozen=True)
@@ -48,4 +52,7 @@ class WholeTensors:
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            tensor.copy_(self.tensors[name])
+            found = self.tensors[name]
+            if found.shape != tensor.shape:
+                raise OtherWeights(name, f"of shape {tuple(found.shape)} in the checkpoint")
+            tensor.copy_(found)

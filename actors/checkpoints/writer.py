@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from composer_mesh.actors.checkpoints.folder import CheckpointFailed
 from composer_mesh.actors.checkpoints.manifest import Written, written
@@ -23,6 +20,7 @@ from composer_mesh.actors.checkpoints.state import (
     WEIGHTS,
     CheckpointReader,
     TrainingState,
+    cause_of,
     without_ranks,
 )
 from composer_mesh.actors.models.ranks import Ranks
@@ -37,6 +35,8 @@ class CheckpointWriter:
 
     def __init__(self, ranks: Ranks, export: Export | None) -> None:
         """`export` is None on ranks that write no model folder."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
         fast = ranks.device.type == "cuda"
         options = StagingOptions(
             use_pinned_memory=fast,
@@ -58,6 +58,8 @@ class CheckpointWriter:
 
         With `export`, the first rank also writes a model folder. Raises `CheckpointFailed`.
         """
+        from composer_mesh.actors.checkpoints.shards import UNWRITABLE
+
         state = self._copied
         if state is None:
             raise RuntimeError("write comes after copy, and there was none")
@@ -68,16 +70,15 @@ class CheckpointWriter:
                 if export and self._export is not None:
                     self._export(folder, self._whole(state, folder))
             return written(folder, self._own(folder))
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointFailed(str(folder), " ".join(str(error).split())) from error
+        except UNWRITABLE as error:
+            raise CheckpointFailed(str(folder), cause_of(error)) from error
 
     def _write_shards(self, state: TrainingState, folder: Path) -> None:
-        writer = dcp.FileSystemWriter(folder)
-        alone = self._ranks.size == 1
-        if alone:
+        from composer_mesh.actors.checkpoints.shards import write_shards
+
+        if self._ranks.size == 1:
             without_ranks()
-        group = None if alone else self._ranks.beside
-        dcp.save(dict(state.tensors), storage_writer=writer, process_group=group, no_dist=alone)
+        write_shards(folder, state.tensors, None if self._ranks.size == 1 else self._ranks.beside)
 
     def _whole(self, state: TrainingState, folder: Path) -> dict[str, Tensor]:
         """Return the policy's complete tensors, read from all shards if there are several ranks."""
@@ -93,8 +94,10 @@ class CheckpointWriter:
 
     def _own(self, folder: Path) -> list[Path]:
         """Return this rank's files: its shards, and on the first rank all non-shard files."""
-        own = list((folder / SHARDS).glob(f"__{self._ranks.rank}_*"))
+        from composer_mesh.actors.checkpoints.shards import shard_files
+
+        own = shard_files(folder / SHARDS, self._ranks.rank)
         if self._ranks.rank:
             return own
         paths = [path for path in folder.rglob("*") if path.is_file()]
-        return own + [path for path in paths if not path.name.startswith("__")]
+        return own + [path for path in paths if path.parent.name != SHARDS]

@@ -18,6 +18,7 @@ from composer_mesh.actors.checkpoints.state import (
     WEIGHTS,
     CheckpointReader,
     TrainingState,
+    reading,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
@@ -118,11 +119,13 @@ class Learner:
             found.read(WEIGHTS, weights)
         else:
             restore_adapters(self.model, found.of(ADAPTERS))
-        self.step.restore(found.figures, found.of(OPTIMIZER))
+        with reading(checkpoint):
+            self.step.restore(found.figures, found.of(OPTIMIZER))
         if self._teacher is not None:
             self._teacher.restore(found.version, found.of(TEACHER))
         if self._ranks.rank < len(found.rng):
-            restore_random_states(found.rng[self._ranks.rank], self._ranks.device)
+            with reading(checkpoint):
+                restore_random_states(found.rng[self._ranks.rank], self._ranks.device)
         self.version = found.version
 
 

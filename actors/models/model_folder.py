@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from composer_mesh.actors.models.policy import empty_model, load_tokenizer, save_policy
+from composer_mesh.actors.models.policy import empty_model, save_policy
+from composer_mesh.actors.models.tokenizer import load_tokenizer
 
 
 class ModelFolder:

@@ -60,6 +60,8 @@ def restore_optimizer_state(
     found: dict[str, Tensor] = {}
     for place in kept.shapes():
         name, _, key = place.rpartition("/")
+        if name not in weights:
+            raise OtherWeights(name, "in the checkpoint")
         like = torch.zeros(()) if key == COUNT else torch.zeros_like(weights[name])
         found[place] = optimizer.state[weights[name]][key] = like
     kept.read(found)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.planning.model_folder import UnfitModelFolder
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -107,29 +108,27 @@ def save_policy(
     tokenizer.save_pretrained(folder)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer with its chat template; raises ValueError where it has none."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{folder} has no chat template: use an instruction-tuned model, or put a "
-            "chat_template.jinja beside its tokenizer"
-        )
-    return cast("PreTrainedTokenizerFast", tokenizer)
-
-
 def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """Load the model in float32, in eval mode; raises ValueError for sliding-window layers."""
+    """Load the model in float32, in eval mode; raises ValueError for sliding-window layers.
+
+    Raises `UnfitModelFolder` where transformers refuses the folder.
+    """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        local_files_only=True,
-        dtype=torch.float32,
-        attn_implementation=IMPLEMENTATIONS[attention],
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATIONS[attention],
+        )
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
+        why = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
+        repair = "mend what the reason names, or export the model again"
+        raise UnfitModelFolder(str(folder), why, repair) from error
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if layers != {"full_attention"}:
         raise ValueError(
@@ -143,7 +142,7 @@ def empty_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     """Return a folder's model without weights, which take no memory (torch's meta device)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]

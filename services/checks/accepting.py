@@ -14,6 +14,7 @@ from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, set_umask
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
+from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 
 
@@ -30,20 +31,23 @@ def accepted(arguments: argparse.Namespace) -> Config:
 
 
 def accept(config: Config) -> ProcessPlacements:
-    """Check a run's config, keys and custom functions; return its placement.
+    """Check a run's config, keys, model folder and custom functions; return its placement.
 
     Warns on stderr of numbers that look as if they were written for an earlier version.
     """
     if isinstance(config.loss, CispoLoss) and config.loss.doubt:
         sys.stderr.write(f"composer-mesh: warning: {config.loss.doubt}\n")
-    make_task(config)
+    task = make_task(config)
     check_keys(config)
+    check_policy_files(config)
     check_vllm_fits(config)
     try:
         check_custom_functions(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return ProcessPlacements.of(config)
+    placements = ProcessPlacements.of(config)
+    check_policy_template(config, task.tools)
+    return placements
 
 
 def use_umask(config: Config) -> None:

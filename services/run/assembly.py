@@ -21,7 +21,6 @@ from composer_mesh.actors.checkpoints.folder import (
     EarlierCheckpoint,
     UnreadableCheckpoint,
 )
-from composer_mesh.actors.models.policy import load_tokenizer
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
@@ -34,10 +33,10 @@ from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.planning.placement_errors import NoCapacity
-from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
 from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -46,6 +45,7 @@ from composer_mesh.services.directory.resume import whence
 from composer_mesh.services.inspection.actor_names import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.run.chat import chat_of
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
@@ -64,7 +64,14 @@ from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerant
 FAILED = 1
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
-    *(CheckpointFailed, ConfigError, NoCapacity, UnreadableCheckpoint, UnreadableManifest),
+    *(
+        ChatTemplateError,
+        CheckpointFailed,
+        ConfigError,
+        NoCapacity,
+        UnreadableCheckpoint,
+        UnreadableManifest,
+    ),
 )
 """Errors whose message is complete, so no traceback is printed."""
 
@@ -273,10 +280,10 @@ class Run:
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
-        # Takes seconds, since it imports transformers; a blocked loop would cost the hosts' leases.
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-        chat = ChatFormat(tokenizer, task.tools)
-        check_chat(chat, hints=self.config.sdpo.on)
+        async with chat_of(self.config, folder, task) as chat:
+            await self._train_from(mesh, folder, task, chat)
+
+    async def _train_from(self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat) -> None:
         past = self._past
         if mesh.hints is not None:
             mesh.hints.spent = past.words_spent

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
-from composer_mesh.actors.checkpoints.manifest import damage
+from composer_mesh.actors.checkpoints.manifest import damage, is_earlier
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, STORE_FILE, read_metrics
@@ -26,6 +26,7 @@ from composer_mesh.services.store.schema import COLUMNS
 GO_ON = "train --resume moves it to quarantine/ and goes on without it"
 AGAIN = "train --resume moves it to quarantine/ and samples the group again"
 TRAINED = "train --resume goes on, from the step before where it must be trained again"
+EARLIER = "an earlier version wrote it, in a format that no resume opens"
 COPIES = "train --resume makes it again from run.sqlite"
 
 
@@ -141,6 +142,11 @@ def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
 def _checkpoints(root: Path) -> Iterator[Finding]:
     for checkpoint in checkpoints_of(root):
         where = str(checkpoint.folder.relative_to(root))
+        if is_earlier(checkpoint.folder):
+            yield Finding(
+                "differs", where, EARLIER, f"begin a new run with policy.path = {where!r}"
+            )
+            continue
         repair = "train --resume moves it to quarantine/ and begins at the one before"
         for line in damage(checkpoint.folder):
             yield Finding("damaged", where, line, repair)

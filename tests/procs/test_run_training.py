@@ -118,7 +118,7 @@ def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
     assert run.pairs() == []
 
 
-def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
+def test_a_policy_that_cannot_be_served_is_refused_with_the_reason_before_the_run_starts(
     finished: Finished, tmp_path: Path, policy_cache: Path
 ) -> None:
     folder = tmp_path / "policy"
@@ -128,11 +128,9 @@ def test_a_policy_that_cannot_be_served_ends_the_run_with_the_reason(
             (folder / file.name).write_bytes(file.read_bytes())
     settings = {"sdpo.alpha": 0, "replay.beta": 0, "policy.path": folder}
     with launched(tmp_path / "run", policy_cache, settings) as run:
-        assert run.wait() == 1
-    (failed,) = run.events("run_failed")
-    assert "has no chat template: use an instruction-tuned model" in failed["detail"]
-    assert failed["detail"] in run.stderr
-    assert run.summary()["steps"] == 0
+        assert run.wait() == 2
+    assert f"policy.path: {folder} has no chat template: use an instruction-tuned" in run.stderr
+    assert not (run.root / "events.jsonl").exists()
 
 
 def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:

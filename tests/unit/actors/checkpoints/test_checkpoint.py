@@ -32,7 +32,7 @@ from composer_mesh.actors.checkpoints.folder import (
 )
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, damage, written
 from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
-from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE, CheckpointReader
+from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE
 from composer_mesh.actors.checkpoints.teacher_average import (
     AVERAGE_FILE,
     WholeTensors,
@@ -223,63 +223,6 @@ def test_a_rank_takes_no_checkpoint_of_another_policy(
     deeper = Learner(build_config(**TAID), tmp_path / "deeper", Ranks())
     with pytest.raises(OtherWeights, match=r"layers\..* is only in the model"):
         deeper.restore(checkpoint)
-
-
-class Meddling:
-    """A pickle that would run a function."""
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return print, ("meddled",)
-
-
-class Reaching:
-    """A pickle that would take a function from a class that metadata may name."""
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (Path, "home")
-
-
-MODULE = b"torch.distributed.checkpoint.metadata"
-MEDDLED = {
-    "a function": pickle.dumps(Meddling()),
-    "a function of a class": pickle.dumps(Reaching()),
-    "a name of another module, found behind a dot": (
-        b"\x80\x04\x8c" + bytes([len(MODULE)]) + MODULE + b"\x8c\x09os.getcwd\x93)R."
-    ),
-}
-
-
-@pytest.mark.parametrize("meddled", MEDDLED)
-def test_metadata_that_names_what_no_metadata_needs_runs_nothing(
-    build_config: Any, folder: Path, tmp_path: Path, meddled: str, capsys: Any
-) -> None:
-    checkpoint = saved(Learner(build_config(**TAID), folder, Ranks()), tmp_path)
-    (checkpoint / SHARDS / ".metadata").write_bytes(MEDDLED[meddled])
-    with pytest.raises(UnreadableCheckpoint, match="which no metadata needs"):
-        CheckpointReader(checkpoint)
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("broken", [".metadata", "__0_0.distcp", TRAINING_FILE, "gone"])
-def test_a_checkpoint_that_is_not_what_it_was_is_refused_with_its_place(
-    build_config: Any, folder: Path, tmp_path: Path, broken: str
-) -> None:
-    one = Learner(build_config(**TAID), folder, Ranks())
-    checkpoint = saved(one, tmp_path)
-    places = {TRAINING_FILE: checkpoint / TRAINING_FILE, "gone": checkpoint / SHARDS / ".metadata"}
-    place = places.get(broken, checkpoint / SHARDS / broken)
-    if broken == "gone":
-        place.unlink()
-    else:
-        place.write_bytes(b"\x80\x04 not what it was")
-    with pytest.raises(UnreadableCheckpoint, match=f"{checkpoint} cannot be read"):
-        Learner(build_config(**TAID), folder, Ranks()).restore(checkpoint)
-
-
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / TRAINING_FILE).write_text('{"format": 9}')
-    with pytest.raises(UnreadableCheckpoint, match="format 9 is not 1"):
-        CheckpointReader(tmp_path)
 
 
 def test_a_write_that_fails_says_where_and_why(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from composer_mesh.actors.models.policy import load_model, load_tokenizer
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.actors.models.warm_start import (
     IGNORE,
     backward,

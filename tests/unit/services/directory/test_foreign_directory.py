@@ -40,7 +40,9 @@ HERE = "http://127.0.0.1:4711"
     ids=str,
 )
 def test_a_status_with_other_fields_is_none(tmp_path: Path, changes: dict[str, Any]) -> None:
-    write_status(tmp_path, RunStatus(1, HERE, "train", 1, 2, 1, "shm", telemetry_socket="/run/query"))
+    write_status(
+        tmp_path, RunStatus(1, HERE, "train", 1, 2, 1, "shm", telemetry_socket="/run/query")
+    )
     path = tmp_path / "status.json"
     fields = json.loads(path.read_text())
     assert read_status(tmp_path) is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slow_pipe import SlowFile
+from slow_file import SlowFile
 
 from composer_mesh.actors.checkpoints.folder import Draft, folder_of
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, write_manifest, written

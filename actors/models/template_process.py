@@ -1,0 +1,118 @@
+"""Renders the chat template of a model folder in a process that can be ended.
+
+A template is a program of whoever made the model, and can run for ever or ask for all memory; so
+can loading a tokenizer. The process has limits of CPU time and memory, gets no keys, and is killed
+when it exceeds them. What runs in it is `template_program`.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from jinja2 import TemplateError
+
+from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
+from composer_mesh.planning.model_folder import UnfitModelFolder
+from composer_mesh.rollouts.chat import ChatTemplateError, Tokenizer
+from composer_mesh.rollouts.traces import Message
+
+PROGRAM = "composer_mesh.actors.models.template_program"
+DEADLINE_S = 600.0
+"""Longest wait for an answer, should its process stand still; its CPU time is limited before."""
+
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
+_REPAIR = "use a tokenizer and a chat template that somebody vouches for"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """CPU seconds and bytes beyond those in use: to load a folder, and to render messages."""
+
+    load_cpu_s: int = 60
+    load_bytes: int = 8 << 30
+    render_cpu_s: int = 5
+    render_bytes: int = 1 << 30
+
+    def __str__(self) -> str:
+        return f"{self.render_cpu_s} s and {self.render_bytes >> 20} MiB"
+
+
+class TemplateProcess:
+    """A process that has loaded the tokenizer of a folder. Close it when it is not needed."""
+
+    def __init__(self, folder: Path, limits: Limits = Limits()) -> None:
+        """Start it; the folder is loaded by the first request."""
+        self._folder, self._limits = folder.absolute(), limits
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        self._program = AnsweringProgram(
+            [sys.executable, "-P", "-m", PROGRAM, str(self._folder), json.dumps(asdict(limits))],
+            {**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+
+    def check(self, tools: list[dict[str, Any]], hints: bool) -> None:
+        """Raise `UnfitModelFolder` unless the folder's model and chat template can be used."""
+        try:
+            found = self._asked({"check": {"tools": tools, "hints": hints}})
+        except ProgramFailed as error:
+            why = f"has a tokenizer or chat template that exceeds its limits of {self._limits}"
+            raise self._unfit(f"{why} ({error.said})") from None
+        if "error" in found:
+            raise self._unfit(found["error"])
+
+    def render(self, messages: list[Message], options: dict[str, Any]) -> str:
+        """Return the rendered messages.
+
+        Raises TemplateError where the template refuses them, else `ChatTemplateError`. Waits for
+        at most the limit of CPU time.
+        """
+        try:
+            found = self._asked({"messages": messages, "options": options})
+        except ProgramFailed as error:
+            raise ChatTemplateError(
+                f"the chat template of {self._folder} exceeds its limits of {self._limits} "
+                f"({error.said}): {_REPAIR}"
+            ) from None
+        if "refused" in found:
+            raise TemplateError(found["refused"])
+        if "error" in found:
+            raise ChatTemplateError(f"the chat template of {self._folder} {found['error']}")
+        return cast(str, found["text"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._program.close()
+
+    def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            self._program.ask(json.dumps(request).encode(), DEADLINE_S)
+        )
+        return found
+
+    def _unfit(self, why: str) -> UnfitModelFolder:
+        return UnfitModelFolder(str(self._folder), why, _REPAIR)
+
+
+class BoundedTokenizer:
+    """A tokenizer of this process whose chat template is rendered in another one."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: TemplateProcess) -> None:
+        self._tokenizer, self._templates = tokenizer, templates
+        self.eos_token = tokenizer.eos_token
+
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
+        return self._templates.render(messages, options)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return self._tokenizer.encode(text, **options)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return self._tokenizer.decode(ids, **options)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_added_vocab()
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self._tokenizer.convert_tokens_to_ids(token)

@@ -1,0 +1,121 @@
+"""The program of `template_process`: loads a model folder within limits, and answers requests.
+
+    {"check": {"tools", "hints"}}    -> {} or {"error"}
+    {"messages", "options"}          -> {"text"}, {"refused"} or {"error"}
+
+One line each. It knows nothing of a run. A request that exceeds its CPU time ends the process.
+"""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jinja2 import TemplateError
+
+from composer_mesh.actors.models.tokenizer import load_tokenizer
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
+
+MOST_TEXT = 1 << 22
+_SAMPLES = ("a" * 20_000, " " * 20_000, "1" * 20_000, "a!" * 10_000, "é\u0301\U0001f600\n" * 4_000)
+"""Texts on which a tokenizer with runaway patterns would take its time."""
+
+
+def main(folder: Path, limits: Mapping[str, int], requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    tokenizer: Any = None
+    for line in requests:
+        request = json.loads(line)
+        if tokenizer is None:
+            import transformers  # noqa: F401 before the limits, as it is no stranger's
+
+            _limit(limits["load_cpu_s"], limits["load_bytes"])
+            tokenizer, answer = _loaded(folder)
+        if tokenizer is not None:
+            answer = _answered(folder, tokenizer, request, limits)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    try:
+        tokenizer = load_tokenizer(folder)
+        for text in _SAMPLES:
+            tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # noqa: BLE001 whatever a stranger's file raises is the answer
+        return None, {"error": f"has a tokenizer that cannot be loaded ({_line(error)})"}
+    return tokenizer, {}
+
+
+def _answered(
+    folder: Path, tokenizer: Any, request: dict[str, Any], limits: Mapping[str, int]
+) -> dict[str, Any]:
+    if "check" in request and (unfit := _built(folder)):
+        return {"error": unfit}
+    _limit(limits["render_cpu_s"], limits["render_bytes"])
+    try:
+        if "check" in request:
+            return _checked(tokenizer, **request["check"])
+        text = tokenizer.apply_chat_template(request["messages"], **request["options"])
+        if not isinstance(text, str) or len(text) > MOST_TEXT:
+            return {"error": f"writes more than {MOST_TEXT} characters"}
+        return {"text": text}
+    except TemplateError as error:
+        return {"refused": _line(error)}
+    except Exception as error:  # noqa: BLE001 whatever a stranger's template raises is the answer
+        return {"error": f"cannot be rendered ({_line(error)})"}
+
+
+def _built(folder: Path) -> str:
+    """Return why the folder's model cannot be built, without its weights, or an empty string."""
+    from composer_mesh.actors.models.policy import empty_model
+
+    try:
+        empty_model(folder)
+    except Exception as error:  # noqa: BLE001 whatever a stranger's config raises is the answer
+        return f"has a config.json of which no model can be built ({_line(error)})"
+    return ""
+
+
+def _checked(tokenizer: Any, tools: list[dict[str, Any]], hints: bool) -> dict[str, Any]:
+    try:
+        check_chat(ChatFormat(tokenizer, tools), hints=hints)
+    except Exception as error:  # noqa: BLE001 whatever a stranger's template raises is the answer
+        return {"error": f"has a chat template that cannot be used ({_line(error)})"}
+    return {}
+
+
+def _limit(cpu_s: int, more_bytes: int) -> None:
+    """Limit this process to so much more CPU time and memory."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu_s)
+    _lower(resource.RLIMIT_DATA, _data_bytes() + more_bytes)
+
+
+def _lower(kind: int, most: int) -> None:
+    """Set the soft limit, so that the next request can set it anew."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _data_bytes() -> int:
+    """Return the private memory of this process that counts against RLIMIT_DATA."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmData: run it on Linux")
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+if __name__ == "__main__":
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.stdin.buffer, out)

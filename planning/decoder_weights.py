@@ -1,0 +1,38 @@
+"""The names and shapes of a decoder's weights, in the names of Hugging Face without `model.`."""
+
+from collections.abc import Iterator
+
+from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.planning.model_sizes import head_width, key_width, query_width
+
+Weight = tuple[str, tuple[int, ...]]
+
+
+def decoder_weights(sizes: ModelSizes) -> Iterator[Weight]:
+    """Yield the name and shape of every weight that a decoder of these sizes cannot do without."""
+    hidden, vocabulary = sizes.hidden_size, sizes.vocab_size
+    yield "embed_tokens.weight", (vocabulary, hidden)
+    yield "norm.weight", (hidden,)
+    if not sizes.tie_word_embeddings:
+        yield "lm_head.weight", (vocabulary, hidden)
+    for layer in range(sizes.num_hidden_layers):
+        for name, shape in _layer(sizes):
+            yield f"layers.{layer}.{name}", shape
+
+
+def _layer(sizes: ModelSizes) -> Iterator[Weight]:
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    queries, keys = query_width(sizes), key_width(sizes)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    yield "mlp.gate_proj.weight", (inner, hidden)
+    yield "mlp.up_proj.weight", (inner, hidden)
+    yield "mlp.down_proj.weight", (hidden, inner)
+    yield "self_attn.o_proj.weight", (hidden, queries)
+    for part, width in (("q", queries), ("k", keys), ("v", keys)):
+        yield f"self_attn.{part}_proj.weight", (width, hidden)
+        if sizes.model_type == "qwen2" or sizes.attention_bias:
+            yield f"self_attn.{part}_proj.bias", (width,)
+    if sizes.model_type == "qwen3":
+        yield "self_attn.q_norm.weight", (head_width(sizes),)
+        yield "self_attn.k_norm.weight", (head_width(sizes),)

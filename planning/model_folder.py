@@ -1,0 +1,179 @@
+"""Checks that a folder holds a whole causal language model, before any process is started.
+
+Reads the names, types and shapes of the weights from the headers of their files, never the weights.
+Loads neither torch nor transformers. The tokenizer and its chat template are only looked for here;
+they are tried in `actors.models.template_process`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.planning.decoder_weights import decoder_weights
+from composer_mesh.planning.model_sizes import UnknownSizes, read_sizes
+from composer_mesh.planning.safetensors_header import Shapes, UnfitHeader, read_shapes
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TEMPLATE = "chat_template.jinja"
+OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
+MOST_FILES = 10_000
+MOST_JSON_BYTES = 1 << 26
+MOST_TEMPLATE_BYTES = 1 << 20
+AGAIN = "download or export the model again"
+
+
+class UnfitModelFolder(ConfigError):
+    """A model folder that no run can start from: the file, what is wrong with it, the repair."""
+
+    def __init__(self, where: str, why: str, repair: str = AGAIN) -> None:
+        super().__init__(where, why, repair)
+
+    def __str__(self) -> str:
+        return f"policy.path: {self.args[0]} {self.args[1]}: {self.args[2]}"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise `UnfitModelFolder` unless a run could load the model that a folder describes."""
+    _only_regular_files(folder)
+    found = _object(folder / CONFIG)
+    _layers_fit(folder / CONFIG, found)
+    _tokenizer_is_there(folder)
+    weights = _weights(folder)
+    if "quantization_config" in found:
+        why = "has a quantization_config, but weights are trained in float32"
+        raise UnfitModelFolder(str(folder / CONFIG), why, "give the model in its full precision")
+    try:
+        sizes = read_sizes(folder)
+    except UnknownSizes:  # other decoders may be loaded, but their weights are not known here
+        return
+    _compare(folder, sizes, weights)
+
+
+def _only_regular_files(folder: Path) -> None:
+    try:
+        for number, path in enumerate(folder.iterdir()):
+            if number >= MOST_FILES:
+                why = f"has more than {MOST_FILES} files"
+                raise UnfitModelFolder(str(folder), why, "give the folder of one model")
+            if not path.is_file() and not path.is_dir():
+                why = "is neither a file nor a folder that can be reached"
+                raise UnfitModelFolder(str(path), why, f"remove it, or {AGAIN}")
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file."""
+    try:
+        found = json.loads(read_regular(path, most))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise UnfitModelFolder(str(path), f"is not JSON ({str(error)[:200]})") from None
+    if not isinstance(found, dict):
+        raise UnfitModelFolder(str(path), f"holds a {type(found).__name__} and not a JSON object")
+    return found
+
+
+def _unreadable(path: Path, error: OSError) -> UnfitModelFolder:
+    return UnfitModelFolder(str(path), f"cannot be read ({error.strerror or error})")
+
+
+def _layers_fit(path: Path, config: dict[str, Any]) -> None:
+    """Refuse sizes that are no counts, before something is built of them."""
+    if not isinstance(config.get("model_type"), str):
+        raise UnfitModelFolder(str(path), "has no model_type")
+    text = config.get("text_config")
+    for table in (config, text if isinstance(text, dict) else {}):
+        for key in ModelSizes.model_fields:
+            if key.startswith(("hidden", "intermediate", "num", "vocab")) and key in table:
+                _count(path, key, table[key])
+
+
+def _count(path: Path, key: str, value: object) -> None:
+    if value is None and key == "num_key_value_heads":
+        return
+    if type(value) is not int or not 0 < value < 1 << 31:
+        why = f"has {key} = {str(value)[:60]}, but it is a whole number from 1 to {(1 << 31) - 1}"
+        raise UnfitModelFolder(str(path), why)
+
+
+def _tokenizer_is_there(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        why = f"has no tokenizer: none of {', '.join(TOKENIZERS)} is there"
+        raise UnfitModelFolder(str(folder), why, "put the model's tokenizer into it")
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    found = {name: _object(folder / name) for name in names if (folder / name).exists()}
+    if (folder / TEMPLATE).exists():
+        _text(folder / TEMPLATE)
+    elif not found.get("tokenizer_config.json", {}).get("chat_template") and not any(
+        (folder / name).exists() for name in OTHER_TEMPLATES
+    ):
+        why = "has no chat template"
+        repair = "use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
+        raise UnfitModelFolder(str(folder), why, repair)
+
+
+def _text(path: Path) -> None:
+    try:
+        read_regular(path, MOST_TEMPLATE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except ValueError as error:
+        raise UnfitModelFolder(str(path), f"is not UTF-8 ({error})") from None
+
+
+def _weights(folder: Path) -> Shapes:
+    """Return the shape of every tensor of the folder's weights."""
+    if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
+        return _header(folder / WEIGHTS)
+    files = _indexed(folder / INDEX)
+    held = {name: _header(folder / name) for name in sorted(set(files.values()))}
+    for tensor, name in files.items():
+        if tensor not in held[name]:
+            raise UnfitModelFolder(str(folder / name), f"has no {tensor}, which {INDEX} names")
+    return {tensor: held[name][tensor] for tensor, name in files.items()}
+
+
+def _indexed(path: Path) -> Mapping[str, str]:
+    """Return the file of each tensor that an index names."""
+    found = _object(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise UnfitModelFolder(str(path), "has no weight_map")
+    for name in found.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
+            why = f"names {str(name)[:80]!r}, which is no file beside it"
+            raise UnfitModelFolder(str(path), why)
+    return found
+
+
+def _header(path: Path) -> Shapes:
+    try:
+        return read_shapes(path)
+    except FileNotFoundError:
+        why = "is missing"
+        raise UnfitModelFolder(str(path), why, f"{AGAIN}, with weights as safetensors") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except UnfitHeader as error:
+        raise UnfitModelFolder(str(path), str(error)) from None
+
+
+def _compare(folder: Path, sizes: ModelSizes, weights: Shapes) -> None:
+    """Compare the weights with those that a decoder of these sizes has."""
+    held = {name.removeprefix("model."): shape for name, shape in weights.items()}
+    for line in _differences(sizes, held):
+        raise UnfitModelFolder(str(folder), f"has weights that do not fit its {CONFIG}: {line}")
+
+
+def _differences(sizes: ModelSizes, held: Shapes) -> Iterator[str]:
+    for name, shape in decoder_weights(sizes):
+        if name not in held:
+            yield f"{name} is missing"
+        elif held[name] != shape:
+            yield f"{name} is {list(held[name])} but {list(shape)} there"

@@ -1,0 +1,87 @@
+"""Reads the header of a safetensors file without its tensors, and checks it against the file.
+
+8 bytes, little endian: length n   n bytes of JSON   the tensors, one after the other
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from composer_mesh.configs.regular_files import open_regular
+
+Shapes = dict[str, tuple[int, ...]]
+
+MOST_HEADER_BYTES = 1 << 24
+"""Longest header that is read: some 100,000 tensors in one file."""
+
+_MOST_DIMENSIONS = 16
+
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+
+class UnfitHeader(ValueError):
+    """A header that does not describe its file."""
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Return the shape of each tensor in a file; raises `UnfitHeader` and OSError."""
+    with open_regular(path) as file:
+        header, rest = _read(file)
+    found: Shapes = {}
+    places: list[tuple[int, int]] = []
+    for name, about in header.items():
+        if name != "__metadata__":
+            found[name], place = _checked(name, about)
+            places.append(place)
+    end = 0
+    for begin, stop in sorted(places):
+        if begin != end:
+            raise UnfitHeader("has tensors that overlap or leave gaps")
+        end = stop
+    if end != rest:
+        raise UnfitHeader(f"has {rest} bytes of tensors but its header describes {end}")
+    return found
+
+
+def _read(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the header, and how many bytes come after it."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        most = min(max(size - 8, 0), MOST_HEADER_BYTES)
+        raise UnfitHeader(f"says that its header has {length} bytes, but {most} are possible")
+    try:
+        found = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise UnfitHeader(f"has a header that is not JSON ({str(error)[:200]})") from None
+    if not isinstance(found, dict):
+        raise UnfitHeader("has a header that is no JSON object")
+    return found, size - 8 - length
+
+
+def _checked(name: str, about: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return a tensor's shape, and where its bytes begin and end."""
+    told: dict[str, Any] = about if isinstance(about, dict) else {}
+    kind: Any = told.get("dtype")
+    shape, place = _counts(told.get("shape")), _counts(told.get("data_offsets"))
+    if not isinstance(kind, str) or shape is None or place is None or len(place) != 2:
+        raise UnfitHeader(f"does not say dtype, shape and data_offsets of {name[:80]!r}")
+    if kind not in _BITS:
+        raise UnfitHeader(f"has {name[:80]!r} in {kind[:20]!r}, which is no type of a weight")
+    if (place[1] - place[0]) * 8 != math.prod(shape) * _BITS[kind]:
+        raise UnfitHeader(f"has {place[1] - place[0]} bytes for {name[:80]!r} of shape {[*shape]}")
+    return shape, (place[0], place[1])
+
+
+def _counts(values: Any) -> tuple[int, ...] | None:
+    """Return a short list of numbers from 0 to 2^63, None for everything else."""
+    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
+        return None
+    return tuple(values) if all(type(n) is int and 0 <= n < 1 << 63 for n in values) else None

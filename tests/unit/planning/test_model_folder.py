@@ -1,0 +1,206 @@
+"""A broken model folder is refused by one error that names the file and the repair."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from composer_mesh.actors.models.policy import save_policy
+from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder
+from composer_mesh.planning.safetensors_header import UnfitHeader, read_shapes
+from composer_mesh.services.cli import main
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tokenizer: Any, build_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "whole"
+    save_policy(build_model(1), tokenizer, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "policy"))
+
+
+def changed(name: str, **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        table = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**table, **values}))
+
+    return change
+
+
+def written(name: str, content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_bytes(content)
+
+    return write
+
+
+def gone(*names: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return remove
+
+
+def fifo(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def linked(name: str, to: str) -> Callable[[Path], None]:
+    def link(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(to)
+
+    return link
+
+
+def cut(folder: Path) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def cut_index(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_bytes(b"{")
+
+
+def replaced_by_a_folder(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").mkdir()
+
+
+def header(content: bytes, length: int | None = None, rest: bytes = b"") -> Callable[[Path], None]:
+    told = struct.pack("<Q", len(content) if length is None else length)
+    return written(WEIGHTS, told + content + rest)
+
+
+def tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS)
+
+    return write
+
+
+def indexed(**weight_map: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        names = dict.fromkeys(load_file(folder / WEIGHTS), "one.safetensors")
+        (folder / WEIGHTS).rename(folder / "one.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": {**names, **weight_map}}))
+
+    return write
+
+
+NORM = "model.norm.weight"
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "config.json that is cut": (
+        written("config.json", b'{"model_type"'),
+        "config.json is not JSON",
+    ),
+    "config.json of bytes": (written("config.json", b"\xff\xfe\x00"), "config.json is not JSON"),
+    "config.json that is nested": (written("config.json", b"[" * 100_000), "is not JSON"),
+    "config.json that is a list": (written("config.json", b"[]"), "holds a list and not a JSON"),
+    "config.json that is empty": (written("config.json", b"{}"), "config.json has no model_type"),
+    "negative layers": (changed("config.json", num_hidden_layers=-1), "num_hidden_layers = -1"),
+    "layers that are text": (
+        changed("config.json", num_hidden_layers="x"),
+        "num_hidden_layers = x",
+    ),
+    "a huge vocabulary": (changed("config.json", vocab_size=10**30), "vocab_size = 10000"),
+    "quantized": (changed("config.json", quantization_config={}), "in its full precision"),
+    "no weights": (gone(WEIGHTS), "model.safetensors is missing: .* with weights as safetensors"),
+    "weights that are cut": (cut, "bytes of tensors but its header describes"),
+    "weights that are empty": (written(WEIGHTS, b""), "says that its header has 0 bytes"),
+    "a huge header": (header(b"{}", 1 << 60), f"its header has {1 << 60} bytes"),
+    "a header of bytes": (header(b"\xff" * 20), "a header that is not JSON"),
+    "a header that is a list": (header(b"[]"), "a header that is no JSON object"),
+    "a tensor that is text": (header(b'{"a": "b"}'), "does not say dtype"),
+    "a tensor of many dimensions": (
+        header(json.dumps({"a": {"dtype": "F32", "shape": [2**62] * 9999}}).encode()),
+        "does not say dtype",
+    ),
+    "a tensor without its bytes": (
+        header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', rest=bytes(4)),
+        r"has 4 bytes for 'a' of shape \[2\]",
+    ),
+    "a missing weight": (tensors(lambda found: found.pop(NORM)), "norm.weight is missing"),
+    "a wrong shape": (
+        tensors(lambda found: found.update({NORM: found[NORM][:5]})),
+        r"norm.weight is \[5\] but \[32\]",
+    ),
+    "an index of a missing file": (indexed(more="two.safetensors"), "two.safetensors is missing"),
+    "an index of a missing tensor": (indexed(more="one.safetensors"), "has no more, which model"),
+    "an index of other folders": (indexed(more="../../etc/passwd"), "is no file beside it"),
+    "an index of numbers": (indexed(more=7), "is no file beside it"),
+    "an index that is cut": (cut_index, "index.json is not JSON"),
+    "no tokenizer": (gone("tokenizer.json"), "has no tokenizer: none of tokenizer.json"),
+    "a tokenizer that is cut": (written("tokenizer.json", b"{"), "tokenizer.json is not JSON"),
+    "no chat template": (
+        gone("chat_template.jinja"),
+        "has no chat template: use an instruction-tuned model",
+    ),
+    "a chat template of bytes": (written("chat_template.jinja", b"\xff"), "is not UTF-8"),
+    "a FIFO": (fifo("config.json"), "config.json is neither a file nor a folder"),
+    "a FIFO that nothing names": (fifo("added_tokens.json"), "added_tokens.json is neither"),
+    "a device": (linked(WEIGHTS, "/dev/zero"), "model.safetensors is neither a file"),
+    "a link to itself": (linked(WEIGHTS, WEIGHTS), "model.safetensors is neither a file"),
+    "a folder for a file": (replaced_by_a_folder, "Is a directory"),
+}
+
+
+def test_a_whole_folder_is_accepted_also_by_an_index(folder: Path) -> None:
+    check_model_folder(folder)
+    indexed()(folder)
+    check_model_folder(folder)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_refused_with_the_file_and_the_repair(folder: Path, case: str) -> None:
+    breaking, told = BROKEN[case]
+    breaking(folder)
+    with pytest.raises(UnfitModelFolder, match=told) as refused:
+        check_model_folder(folder)
+    assert str(refused.value).startswith(f"policy.path: {folder}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_check_and_train_refuse_a_broken_folder_before_anything_starts(
+    folder: Path, command: str, capsys: Any, tmp_path: Path
+) -> None:
+    cut(folder)
+    output = [] if command == "check" else ["--output", str(tmp_path / "run")]
+    settings = ["--set", f"policy.path={folder}"]
+    assert main([command, "configs/quickstart.toml", *settings, *output]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} has ")
+    assert len(told.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_header_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
+    about = {"dtype": "U8", "shape": [1]}
+    table = {"a": {**about, "data_offsets": [0, 1]}, "b": {**about, "data_offsets": [2, 3]}}
+    header(json.dumps(table).encode(), rest=bytes(3))(tmp_path)
+    with pytest.raises(UnfitHeader, match="overlap or leave gaps"):
+        read_shapes(tmp_path / WEIGHTS)
