@@ -4,11 +4,20 @@ Each loss type has its own section with its options; `type` selects it. The opti
 the functions of `losses.policy` and `losses.advantages`.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section, by_type
+from composer_mesh.configs.base import (
+    LARGEST,
+    FreeTable,
+    NotNegative,
+    Number,
+    Positive,
+    Section,
+    Tokens,
+    by_type,
+)
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
@@ -281,10 +290,10 @@ class RejectionConfig(Section):
     agg: Literal["sum", "mean", "max"] = "mean"
     """Aggregation over the tokens of a rollout for level "sequence"."""
 
-    upper: float = 5.0
+    upper: Number = 5.0
     """Upper bound; must be above 0, except for kl_k1, which may be negative."""
 
-    lower: float | None = None
+    lower: Number | None = None
     """Lower bound; not set means none."""
 
     @model_validator(mode="after")
@@ -323,7 +332,7 @@ class DecoupledPpoLoss(_BuiltInLoss):
     clip_high: Positive = 0.2
     """Upper clip bound of the ratio, as a distance from 1."""
 
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=LARGEST)] | None = None
     """Dual-clip bound of the loss for negative advantages; not set means none."""
 
     ratio_level: RatioLevel = "token"
@@ -350,7 +359,7 @@ class CustomLoss(_Loss):
     import_path: ImportPath
     """Import path of the function, as my_module.my_loss; the working directory is searched too."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: FreeTable = Field(default_factory=dict)
     """Its keyword arguments."""
 
     reference: bool = False
@@ -391,10 +400,10 @@ class OverlongPenalty(Section):
     type: Literal["overlong"]
     """Type of the length penalty."""
 
-    max_length: Count
+    max_length: Tokens
     """Sampled tokens of a rollout at which the full penalty applies."""
 
-    buffer: Count
+    buffer: Tokens
     """Tokens before max_length over which the penalty grows."""
 
     factor: NotNegative = 1.0
@@ -510,7 +519,7 @@ class CustomAdvantage(Section):
     """Import path of the function, as my_module.my_advantage; the working directory is searched
     too."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: FreeTable = Field(default_factory=dict)
     """Its keyword arguments."""
 
 

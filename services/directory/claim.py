@@ -1,5 +1,6 @@
 """Locks on run directories, so that no run is ever overwritten."""
 
+import argparse
 import fcntl
 import os
 from collections.abc import Iterator
@@ -11,6 +12,26 @@ import psutil
 RUNS = Path("runs")
 # Any of these indicates that a run was started in the directory.
 _TRACES_OF_A_RUN = ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "traces")
+
+
+LONGEST_NAME = 200
+LONGEST_PATH = 3500
+"""Bytes of a name and of a path, so that what a run adds to them fits as well."""
+
+
+def output_path(text: str) -> Path:
+    """Parse an option that names where to write; raise argparse's error for an impossible path."""
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is empty but must name a place: write one, such as runs/mine"
+        )
+    if "\0" in text or longest > LONGEST_NAME or len(os.fsencode(text)) > LONGEST_PATH:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r}... has {len(text)} characters and a name of {longest} bytes, at most "
+            f"{LONGEST_PATH} and {LONGEST_NAME}, without zero bytes: name a shorter place"
+        )
+    return Path(text)
 
 
 class RunDirectoryError(Exception):
