@@ -51,14 +51,16 @@ def claimed(output: Path) -> Iterator[None]:
             f"{output} must be a directory but cannot be made ({error.strerror}): name another "
             "place with --output"
         ) from None
-    with (output / ".lock").open("a+") as lock:
+    with _disk_errors(output):
+        lock = (output / ".lock").open("ab+", buffering=0)
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryError(_in_use(output)) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        with _disk_errors(output):
+            lock.truncate(0)
+            lock.write(b"%d\n" % os.getpid())
         yield
 
 
@@ -80,7 +82,7 @@ def set_aside(output: Path) -> Path | None:
     """Move an earlier run to `output.1`, `.2`, …; return its new path, or None without one."""
     if not holds_a_run(output):
         return None
-    with claimed(output):  # fails while that run is still being written
+    with claimed(output), _disk_errors(output):  # fails while that run is still being written
         place = _free_place(output)
         output.rename(place)
     return place
@@ -97,7 +99,19 @@ def refuse_a_used(output: Path) -> None:
 
 def holds_a_run(output: Path) -> bool:
     """Return whether a run was started in this directory, finished or not."""
-    return any((output / name).exists() for name in _TRACES_OF_A_RUN)
+    with _disk_errors(output):
+        return any((output / name).exists() for name in _TRACES_OF_A_RUN)
+
+
+@contextmanager
+def _disk_errors(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename or output} cannot be used for a run ({error.strerror}): free the "
+            "disk or correct its permissions, or name another place with --output"
+        ) from None
 
 
 def _free_place(output: Path) -> Path:

@@ -1,0 +1,116 @@
+"""Real runs on disks that fill, that are taken away and that may not be written.
+
+Each disk is a tmpfs of a mount namespace of the run's own, so nothing outside sees it and nothing is
+left of it. A run must end by itself, not by a signal, with one line that names what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+DEADLINE_S = 240
+SHORT = (
+    *("run.steps=1000", "run.name=disk", "policy.warm_start.steps=2", "eval.episodes=2"),
+    *("policy.warm_start.demonstrations=20", "schedule.prompts_per_step=2"),
+    *("schedule.group_size=2", "replay.beta=0", "sdpo.alpha=0", "trainer.checkpoint_every=1"),
+)
+FAULTS = {
+    "removed": "rm -rf {run}",
+    "immutable store": "chattr +i {run}/run.sqlite {run}/run.sqlite-wal",
+    "immutable folder": "chattr +i {run}/traces/000 {run}",
+    "read-only": "mount -o remount,ro {disk}",
+}
+REPAIRS = ("free the disk", "free some space", "correct its permissions", "--output", "--resume")
+
+
+def command(output: Path, cache: Path) -> list[str]:
+    sets = [word for one in (*SHORT, f"policy.cache_dir={cache}") for word in ("--set", one)]
+    return [
+        sys.executable,
+        "-m",
+        "composer_mesh",
+        "train",
+        str(PRESET),
+        "--output",
+        str(output),
+        *sets,
+    ]
+
+
+def on_a_disk(size: str, words: list[str], disk: Path, fault: str = "") -> tuple[int, str]:
+    """Exit status and errors of a command on a tmpfs, with a fault once it has trained a step."""
+    disk.mkdir()
+    wait = (
+        f"until grep -q step {disk}/run/metrics.jsonl 2>/dev/null; do kill -0 $pid || break; done"
+    )
+    done = subprocess.run(
+        [
+            *("unshare", "-m", "--propagation", "private", "bash", "-c"),
+            f'mount -t tmpfs -o size={size} tmpfs {disk}; "$@" & pid=$!; '
+            + (f"{wait.replace('do ', 'do sleep 0.1; ')}; {fault}; " if fault else "")
+            + "wait $pid; status=$?; chattr -R -i "
+            + f"{disk} 2>/dev/null; exit $status",
+            "bash",
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    return done.returncode, done.stderr
+
+
+def ends_well(status: int, errors: str) -> None:
+    """The run ended by itself with one line of the command's own, and a repair."""
+    own = [line for line in errors.splitlines() if line.startswith("composer-mesh: ")]
+    assert status in (1, 2), errors[-2000:]
+    assert "Traceback" not in errors, errors[-3000:]
+    assert len(own) == 1, errors[-2000:]
+    assert any(repair in own[0] for repair in REPAIRS), own[0]
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("size", ["64k", "1m", "2m", "4m", "7m"])
+def test_a_run_on_a_disk_that_fills_ends_with_one_line_and_no_signal(
+    size: str, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    ends_well(*on_a_disk(size, command(disk / "run", tmp_path / "cache"), disk))
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_whose_files_are_taken_away_ends_with_one_line_and_no_signal(
+    fault: str, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    how = FAULTS[fault].format(run=disk / "run", disk=disk)
+    ends_well(*on_a_disk("200m", command(disk / "run", tmp_path / "cache"), disk, how))
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_another_user_is_refused_by_a_folder_of_mode_000_in_one_line(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0)
+    words = command(closed / "run", tmp_path / "cache")
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        cwd="/",
+        env={**os.environ, "HOME": "/nonexistent"},
+    )
+    if "No module named" in done.stderr or "can't open" in done.stderr:
+        pytest.skip("another user cannot read this installation")
+    ends_well(done.returncode, done.stderr)
