@@ -75,8 +75,9 @@ def read_table(path: Path) -> Table:
             "configs/quickstart.toml"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path} cannot be read as text ({error}): give a readable UTF-8 TOML file"
+            f"{path} cannot be read as text ({reason}): give a readable UTF-8 TOML file"
         ) from None
     except TomlRefused as error:
         raise ConfigError(f"{path} {error}") from None

@@ -3,13 +3,13 @@
 Raises `TomlRefused`, with the line or the key in its message. Nothing here knows the schema.
 """
 
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from composer_mesh.configs.regular_files import read_regular
 
 LARGEST_FILE = 256 * 1024
 MOST_DOTS = 64
@@ -33,17 +33,8 @@ class NotToml(TomlRefused):
 
 def read_text(path: Path) -> str:
     """Read a regular file of UTF-8 text; raise OSError or `TomlRefused`. Never waits for a pipe."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise TomlRefused("is a pipe, a device or a socket but must be a regular file")
-        content = opened.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise TomlRefused(
-            f"has more than {LARGEST_FILE // 1024} KB but a config has at most that: shorten it"
-        )
     try:
-        return content.decode()
+        return read_regular(path, LARGEST_FILE).decode()
     except UnicodeDecodeError as error:
         raise TomlRefused(
             f"cannot be read as text ({error}): give a readable UTF-8 TOML file"

@@ -1,6 +1,6 @@
 """Real runs on disks that fill, that are taken away and that may not be written.
 
-Each disk is a tmpfs of a mount namespace of the run's own, so nothing outside sees it and nothing is
+Each disk is a tmpfs of a mount namespace of its own, so nothing outside sees it and nothing is
 left of it. A run must end by itself, not by a signal, with one line that names what to do.
 """
 
