@@ -23,7 +23,7 @@ SHORT = (
 FAULTS = {
     "removed": "rm -rf {run}",
     "immutable store": "chattr +i {run}/run.sqlite {run}/run.sqlite-wal",
-    "immutable folder": "chattr +i {run}/traces/000 {run}",
+    "immutable folder": "chattr +i {run}",
     "read-only": "mount -o remount,ro {disk}",
 }
 REPAIRS = ("free the disk", "free some space", "correct its permissions", "--output", "--resume")
@@ -44,16 +44,16 @@ def command(output: Path, cache: Path) -> list[str]:
 
 
 def on_a_disk(size: str, words: list[str], disk: Path, fault: str = "") -> tuple[int, str]:
-    """Exit status and errors of a command on a tmpfs, with a fault once it has trained a step."""
+    """Exit status and errors of a command on a tmpfs, with a fault once its actors have started."""
     disk.mkdir()
-    wait = (
-        f"until grep -q step {disk}/run/metrics.jsonl 2>/dev/null; do kill -0 $pid || break; done"
-    )
+    started = f"until grep -q actor_started {disk}/run/events.jsonl 2>/dev/null; do sleep 0.1; "
+    then = f'{started} kill -0 "$pid" || break; done; {fault}; ' if fault else ""
     done = subprocess.run(
         [
-            *("unshare", "-m", "--propagation", "private", "bash", "-c"),
+            *("unshare", "-m", "--propagation", "private"),
+            *("--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c"),
             f'mount -t tmpfs -o size={size} tmpfs {disk}; "$@" & pid=$!; '
-            + (f"{wait.replace('do ', 'do sleep 0.1; ')}; {fault}; " if fault else "")
+            + then
             + "wait $pid; status=$?; chattr -R -i "
             + f"{disk} 2>/dev/null; exit $status",
             "bash",
