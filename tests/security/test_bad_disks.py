@@ -9,9 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+
+from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
+from composer_mesh.services.directory.claim import RunDirectoryError, claimed
+from composer_mesh.services.store.schema import KIND
 
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 DEADLINE_S = 240
@@ -22,7 +28,6 @@ SHORT = (
 )
 FAULTS = {
     "removed": "rm -rf {run}",
-    "immutable store": "chattr +i {run}/run.sqlite {run}/run.sqlite-wal",
     "immutable folder": "chattr +i {run}",
     "read-only": "mount -o remount,ro {disk}",
 }
@@ -93,7 +98,9 @@ def test_a_run_whose_files_are_taken_away_ends_with_one_line_and_no_signal(
 ) -> None:
     disk = tmp_path / "disk"
     how = FAULTS[fault].format(run=disk / "run", disk=disk)
-    ends_well(*on_a_disk("200m", command(disk / "run", tmp_path / "cache"), disk, how))
+    status, errors = on_a_disk("200m", command(disk / "run", tmp_path / "cache"), disk, how)
+    ends_well(status, errors)
+    assert fault != "removed" or "run.sqlite cannot keep" in errors
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
@@ -114,3 +121,36 @@ def test_another_user_is_refused_by_a_folder_of_mode_000_in_one_line(tmp_path: P
     if "No module named" in done.stderr or "can't open" in done.stderr:
         pytest.skip("another user cannot read this installation")
     ends_well(done.returncode, done.stderr)
+
+
+@contextmanager
+def immutable(path: Path) -> Iterator[None]:
+    """Not even root can change a file or folder."""
+    done = subprocess.run(["chattr", "+i", str(path)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this file system has no immutable files")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(path)], check=True)
+
+
+def test_an_immutable_store_is_one_line_with_the_repair(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    SqliteFile(path, KIND).close()
+    with immutable(path), pytest.raises(StoreError, match=r"readonly.*correct its permissions"):
+        _write_to(path)
+
+
+def _write_to(path: Path) -> None:
+    with closing(SqliteFile(path, KIND)) as file, file.transaction() as rows:
+        rows.execute("INSERT INTO poisoned (body) VALUES (x'00')")
+
+
+def test_an_immutable_run_directory_is_one_line_with_the_repair(tmp_path: Path) -> None:
+    with (
+        immutable(tmp_path),
+        pytest.raises(RunDirectoryError, match=r"Operation not permitted.*correct its permissions"),
+        claimed(tmp_path),
+    ):
+        raise AssertionError("the directory was claimed")
