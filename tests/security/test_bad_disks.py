@@ -29,7 +29,6 @@ SHORT = (
 FAULTS = {
     "removed": "rm -rf {run}",
     "immutable folder": "chattr +i {run}",
-    "read-only": "mount -o remount,ro {disk}",
 }
 REPAIRS = ("free the disk", "free some space", "correct its permissions", "--output", "--resume")
 
@@ -97,7 +96,7 @@ def test_a_run_whose_files_are_taken_away_ends_with_one_line_and_no_signal(
     fault: str, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
-    how = FAULTS[fault].format(run=disk / "run", disk=disk)
+    how = FAULTS[fault].format(run=disk / "run")
     status, errors = on_a_disk("200m", command(disk / "run", tmp_path / "cache"), disk, how)
     ends_well(status, errors)
     assert fault != "removed" or "run.sqlite cannot keep" in errors
