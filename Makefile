@@ -3,6 +3,7 @@
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
+#   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
 #   PYTEST_ARGS further arguments for the tests
 #   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
@@ -11,6 +12,7 @@
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+LOCKED ?= 1
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
@@ -25,10 +27,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help quickstart vllm test test-slurm test-security fuzz check types types-of-benchmarks imports clean
+# Exactly the packages of a lock file, each with a known hash; torch comes beside them.
+INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
+LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
+	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
+
+.PHONY: help quickstart vllm test test-slurm test-security fuzz check types types-of-benchmarks
+.PHONY: imports lock sbom clean
 
 help:
-	@sed -n '1,3p;5,10p' Makefile
+	@sed -n '1,3p;5,12p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -86,18 +94,34 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-# torch comes first and alone, so that its own index never serves another package.
-$(STAMPS)/torch: $(STAMPS)/venv
+# torch comes alone, so that its own index never serves another package. Which build of it is right
+# depends on the machine, so it has a version here but no hash.
+$(STAMPS)/torch: $(STAMPS)/venv requirements/run.txt
+	if [ "$(LOCKED)" = 1 ]; then $(INSTALL_LOCKED) requirements/run.txt; fi
 	$(INSTALL) $(TORCH_ARGS) torch==2.13.0
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/torch pyproject.toml
-	$(INSTALL) -e .
+	if [ "$(LOCKED)" = 1 ]; then $(INSTALL) --no-deps --no-build-isolation -e .; else $(INSTALL) -e .; fi
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/package
-	$(INSTALL) -e '.[dev]'
+$(STAMPS)/dev: $(STAMPS)/package requirements/dev.txt
+	if [ "$(LOCKED)" = 1 ]; then $(INSTALL_LOCKED) requirements/dev.txt; else $(INSTALL) -e '.[dev]'; fi
 	@touch $@
+
+# Writes requirements/ anew, after a change of the dependencies in pyproject.toml.
+lock: $(STAMPS)/venv
+	$(PYTHON) -m venv $(STAMPS)/uv && $(STAMPS)/uv/bin/python -m pip install --quiet 'uv>=0.13,<1'
+	$(LOCK) --upgrade --extra dev --output-file requirements/dev.txt
+	$(LOCK) --upgrade --constraint requirements/dev.txt --output-file requirements/run.txt
+
+# What is installed, torch included, as CycloneDX JSON.
+sbom: $(STAMPS)/package
+	$(PYTHON) -m venv $(STAMPS)/cyclonedx && \
+		$(STAMPS)/cyclonedx/bin/python -m pip install --quiet 'cyclonedx-bom>=7,<8'
+	@mkdir -p build
+	$(STAMPS)/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml \
+		--output-reproducible --of JSON -o build/sbom.cdx.json $(BIN)/python
 
 # vLLM for the CPU asks for torchvision, torchaudio and torchcodec, for which the index has CUDA
 # builds. It cannot be imported beside those, and needs none of them, nor triton.

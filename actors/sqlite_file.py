@@ -110,6 +110,8 @@ class SqliteFile:
         self._kind, self._lock = kind, threading.RLock()
         self._name = "the memory" if path is None else str(path)
         self._effort: Effort | None = None
+        self._path = None if path is None else path.absolute()
+        self._opened_as: tuple[int, int] | None = None
         with self._errors_named():
             self._rows = _reading(path) if read_only and path else _connected(path)
             try:
@@ -130,6 +132,7 @@ class SqliteFile:
             if self._rows.in_transaction:
                 yield self._rows
                 return
+            self._refuse_a_lost_file()
             self._rows.execute("BEGIN IMMEDIATE")
             try:
                 yield self._rows
@@ -149,6 +152,22 @@ class SqliteFile:
     def close(self) -> None:
         with self._lock:
             self._rows.close()
+
+    def refuse_if_lost(self) -> None:
+        """Raise StoreError if the file was removed or replaced, where SQLite would write on."""
+        with self._errors_named():
+            self._refuse_a_lost_file()
+
+    def _refuse_a_lost_file(self) -> None:
+        if self._path is None:
+            return
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            raise self.error("it was removed while in use") from None
+        self._opened_as = self._opened_as or (found.st_dev, found.st_ino)
+        if (found.st_dev, found.st_ino) != self._opened_as:
+            raise self.error("it was replaced while in use")
 
     def error(self, reason: str) -> StoreError:
         """Return the error for a problem with this file, with the repair."""

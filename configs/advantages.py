@@ -4,11 +4,11 @@ Each type has its own section with its options; `type` selects it. The options a
 functions of `losses.advantages`.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import Count, ImportPath, NotNegative, Section, by_type
+from composer_mesh.configs.base import FreeTable, ImportPath, NotNegative, Section, Tokens, by_type
 
 
 class NoLengthPenalty(Section):
@@ -24,10 +24,10 @@ class OverlongPenalty(Section):
     type: Literal["overlong"]
     """Type of the length penalty."""
 
-    max_length: Count
+    max_length: Tokens
     """Sampled tokens of a rollout at which the full penalty applies."""
 
-    buffer: Count
+    buffer: Tokens
     """Tokens before max_length over which the penalty grows."""
 
     factor: NotNegative = 1.0
@@ -154,7 +154,7 @@ class CustomAdvantage(Section):
     """Import path of the function, as my_module.my_advantage; the working directory is searched
     too."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: FreeTable = Field(default_factory=dict)
     """Its keyword arguments."""
 
 

@@ -1,18 +1,86 @@
-"""Base class of all config sections: frozen, strict, no unknown keys."""
+"""Base class of all config sections: frozen, strict, no unknown keys; and types of their fields.
 
-from collections.abc import Callable
+Every number has a lower and an upper bound, every text and list a longest length, so that no value
+overflows or exhausts what computes with it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+LARGEST = 1e12
+MOST = 1_000_000_000
+MOST_TOKENS = 100_000_000
+MOST_PROCESSES = 1000
+MOST_HOSTS = 1000
+MOST_CORES = 4096
+MOST_GB = 1_000_000
+MOST_ENTRIES = 1000
+LONGEST_TEXT = 10_000
+DEEPEST = 8
+YEAR_S = 31_536_000
+LARGEST_INTEGER = 2**63 - 1
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Seconds = Annotated[float, Field(gt=0, le=YEAR_S)]
+Dollars = Annotated[float, Field(ge=0, le=1_000_000)]
+DollarsAboveZero = Annotated[float, Field(gt=0, le=1_000_000)]
+Gigabytes = Annotated[float, Field(gt=0, le=MOST_GB)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Concurrent = Annotated[int, Field(ge=1, le=100_000)]
 ImportPath = Annotated[str, Field(min_length=1)]
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Cores = Annotated[int, Field(ge=1, le=MOST_CORES)]
+
+
+def _usable_path(path: Path) -> Path:
+    """Return the path; raise ValueError if no file system can have it."""
+    if "\0" in str(path):
+        raise ValueError("a path cannot contain a zero byte: remove it")
+    longest = max((len(part.encode()) for part in path.parts), default=0)
+    if len(str(path).encode()) >= 4096 or longest > 255:
+        raise ValueError(
+            f"the path has {len(str(path))} characters and a name of {longest} bytes, but a path "
+            "has at most 4095 and a name in it 255: shorten it"
+        )
+    return path
+
+
+def _plain_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a free-form table; raise ValueError for what no other format could store."""
+    for depth, key, value in _values(table, 1):
+        if depth > DEEPEST:
+            raise ValueError(f"{key[:40]!r} is more than {DEEPEST} tables deep: flatten the table")
+        if not isinstance(value, bool | int | float | str | list | dict):
+            raise ValueError(f"{key[:40]!r} is a {type(value).__name__}: write it as text")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key[:40]!r} is {value} but must be finite: write a number")
+        if type(value) is int and abs(value) > LARGEST_INTEGER:
+            raise ValueError(f"{key[:40]!r} is above {LARGEST_INTEGER}: write a smaller number")
+    return table
+
+
+def _values(value: Any, depth: int, key: str = "") -> Iterator[tuple[int, str, Any]]:
+    """Yield depth, key and value of all that a table contains, no deeper than allowed."""
+    if isinstance(value, dict | list) and depth <= DEEPEST:
+        for name, one in value.items() if isinstance(value, dict) else ((key, v) for v in value):
+            yield depth, name, one
+            yield from _values(one, depth + 1, name)
+    elif isinstance(value, dict | list):
+        yield depth, key, value
+
+
 # TOML has no path type, so strings are converted to paths; strict mode converts nothing else.
-FilePath = Annotated[Path, Field(strict=False)]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_usable_path)]
+FreeTable = Annotated[dict[str, Any], Field(max_length=MOST_ENTRIES), AfterValidator(_plain_table)]
 
 
 class Section(BaseModel):
@@ -25,6 +93,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        str_max_length=LONGEST_TEXT,
     )
 
 

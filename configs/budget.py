@@ -4,22 +4,22 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from composer_mesh.configs.base import FilePath, NotNegative, Positive, Section
+from composer_mesh.configs.base import Dollars, DollarsAboveZero, FilePath, Section
 
 
 class BudgetConfig(Section):
     """A hard spending limit: each request's highest possible cost is reserved before it is sent."""
 
-    usd: NotNegative = 0.0
+    usd: Dollars = 0.0
     """Maximum total cost of all teachers in the run; 0 allows free teachers only."""
 
-    usd_per_day: NotNegative | None = None
+    usd_per_day: Dollars | None = None
     """Maximum cost per day (UTC) of all runs that share `ledger`."""
 
     unknown_prices: Literal["refuse", "allow"] = "refuse"
     """Whether to query teachers with unknown prices."""
 
-    assumed_usd: Positive = 0.05
+    assumed_usd: DollarsAboveZero = 0.05
     """Dollars charged for a request of unknown price, if those are allowed."""
 
     ledger: FilePath | None = None

@@ -9,13 +9,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import FilePath, Positive, Section
+from composer_mesh.configs.base import MOST_ENTRIES, MOST_HOSTS, FilePath, Seconds, Section
 
 ClusterKind = Literal["local", "hosts", "slurm", "kubernetes"]
-Strings = Annotated[tuple[str, ...], Field(strict=False)]
+Strings = Annotated[tuple[str, ...], Field(strict=False, max_length=MOST_ENTRIES)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 ADDRESS = r"^(tls|tcp)://[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$"
-Address = Annotated[str, Field(pattern=ADDRESS)]
+Address = Annotated[str, Field(pattern=ADDRESS, max_length=300)]
 
 
 class SlurmConfig(Section):
@@ -33,7 +33,7 @@ class SlurmConfig(Section):
     time_limit: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")] = "24:00:00"
     """Wall time of one job, in sbatch format."""
 
-    grace_s: Annotated[int, Field(ge=1)] = 120
+    grace_s: Annotated[int, Field(ge=1, le=86_400)] = 120
     """Seconds before the time limit at which the run writes a checkpoint and stops."""
 
     resubmit: bool = True
@@ -52,7 +52,9 @@ class SlurmConfig(Section):
 class KubernetesConfig(Section):
     """Parameters of the Kubernetes objects."""
 
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")] = "default"
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)] = (
+        "default"
+    )
     """Namespace of all objects of the run."""
 
     flavour: Literal["manifests", "monarchmesh"] = "manifests"
@@ -76,7 +78,7 @@ class KubernetesConfig(Section):
     rdma_resource: str = ""
     """RDMA device plugin resource that each worker requests once, such as "rdma/hca"."""
 
-    node_selector: dict[str, str] = Field(default_factory=dict)
+    node_selector: dict[str, str] = Field(default_factory=dict, max_length=MOST_ENTRIES)
     """Labels that a node must have to run a pod of the run."""
 
 
@@ -99,7 +101,7 @@ class ClusterConfig(Section):
     kind: ClusterKind = "local"
     """"local": this machine; "hosts": workers at given addresses; else a scheduler finds hosts."""
 
-    workers: Annotated[tuple[Address, ...], Field(strict=False)] = ()
+    workers: Annotated[tuple[Address, ...], Field(strict=False, max_length=MOST_HOSTS)] = ()
     """Address of each worker, such as "tls://10.0.0.5:22300", in the order of placement.hosts."""
 
     address: Address | None = None
@@ -111,10 +113,10 @@ class ClusterConfig(Section):
     authority: FilePath | None = None
     """Folder of the certificate authority that hosts trust; created by the run when not set."""
 
-    lease_s: Positive = 15.0
+    lease_s: Seconds = 15.0
     """Seconds without contact to the controller after which a host ends its processes."""
 
-    attach_s: Positive = 300.0
+    attach_s: Seconds = 300.0
     """Seconds to wait for all hosts when a run starts."""
 
     python: str = ""

@@ -4,6 +4,7 @@ import difflib
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -22,6 +23,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "finite_number": ("must be a finite number", "write an ordinary number"),
     "string_type": ("must be text", "put it in quotes"),
     "string_too_short": ("must not be empty", "write a name"),
+    "string_too_long": ("must have at most {max_length} characters", "shorten it"),
+    "too_short": ("must have at least {min_length} entries", "add one"),
+    "too_long": ("must have at most {max_length} entries", "remove some"),
+    "int_parsing_size": ("must be a number that fits its bounds", "write a smaller one"),
     "string_pattern_mismatch": (
         "must match {pattern}",
         "use letters, digits, dots, dashes and underscores, and begin with a letter or digit",
@@ -36,13 +41,20 @@ _TEXTS: dict[str, tuple[str, str]] = {
 }
 
 
+LONGEST_LINE = 1000
+MOST_WORDED = 20
+LONGEST_KEY = 60
+
+
 class ConfigError(Exception):
     """The config is invalid; the message has one line for each problem."""
 
 
 def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
-    """Return one line for each problem that pydantic found."""
-    return [_describe(root, problem) for problem in error.errors(include_url=False)]
+    """Return one line for each problem that pydantic found; only the first are worded."""
+    problems = error.errors(include_url=False)
+    worded = [_describe(root, problem) for problem in problems[:MOST_WORDED]]
+    return worded + [dotted(problem["loc"]) for problem in problems[MOST_WORDED:]]
 
 
 def unknown_key(
@@ -67,10 +79,22 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def one_line(text: str) -> str:
+    """Return a message as one printable line of bounded length, with its beginning and its end."""
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE - 200]} ... {text[-195:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def dotted(path: Sequence[str | int]) -> str:
     """Format a key path as in TOML: `replay.teachers[0].name`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in path)
     return text.removeprefix(".")
+
+
+def _key(part: str) -> str:
+    """Return a part of a key path, shortened if it is too long for a line."""
+    return part if len(part) <= LONGEST_KEY else f"{part[: LONGEST_KEY - 3]}..."
 
 
 def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
@@ -135,11 +159,11 @@ def _how_to_add(path: Sequence[str | int]) -> str:
 
 def _nearest(root: type[BaseModel], path: Sequence[str | int]) -> str:
     path = _up_to_the_unknown_part(root, path)
-    key, siblings = str(path[-1]), keys_at(root, path)
+    key, siblings = str(path[-1])[:LONGEST_KEY], keys_at(root, path)
     if near := difflib.get_close_matches(key, siblings, n=1):
         return f"did you mean {dotted([*path[:-1], near[0]])}?"
-    if elsewhere := [name for name in _all_keys(root) if name.rsplit(".", 1)[-1] == key]:
-        return f"did you mean {elsewhere[0]}?"
+    if elsewhere := _first_keys(root).get(key):
+        return f"did you mean {elsewhere}?"
     if siblings:
         return f"remove it, or use one of {', '.join(siblings)}"
     return f"remove it, {dotted(path[:-1])} is not a table"
@@ -167,6 +191,12 @@ def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[
         if isinstance(part, str):
             sections = [s for field in fields if field for s in _sections_of(field.annotation)]
     return found
+
+
+@cache
+def _first_keys(root: type[BaseModel]) -> dict[str, str]:
+    """Return the first key of each name, by the name alone."""
+    return {name.rsplit(".", 1)[-1]: name for name in reversed(list(_all_keys(root)))}
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

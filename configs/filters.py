@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import Count, Section, Share, by_type
+from composer_mesh.configs.base import Count, CountOrZero, Section, Share, by_type
 
 Side = Literal["chosen", "rejected"]
 BOTH: tuple[Side, ...] = ("chosen", "rejected")
@@ -16,7 +16,7 @@ BOTH: tuple[Side, ...] = ("chosen", "rejected")
 class _OfSides(Section):
     """A filter on the texts of a pair; the pair is dropped if one text fails."""
 
-    sides: Annotated[tuple[Side, ...], Field(strict=False, min_length=1)] = BOTH
+    sides: Annotated[tuple[Side, ...], Field(strict=False, min_length=1, max_length=2)] = BOTH
     """Texts to check."""
 
 
@@ -25,7 +25,7 @@ class _Between(_OfSides):
 
     max: Count
 
-    min: Annotated[int, Field(ge=0)]
+    min: CountOrZero
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -41,7 +41,7 @@ class LengthFilter(_Between):
 
     type: Literal["length"] = "length"
 
-    min: Annotated[int, Field(ge=0)] = 8
+    min: CountOrZero = 8
     """Minimum number of characters."""
 
     max: Count = 32_000
@@ -53,7 +53,7 @@ class WordsFilter(_Between):
 
     type: Literal["words"]
 
-    min: Annotated[int, Field(ge=0)] = 2
+    min: CountOrZero = 2
     """Minimum number of words."""
 
     max: Count = 4_096
@@ -83,13 +83,13 @@ class NearDuplicatesFilter(Section):
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Jaccard similarity from which two pairs count as duplicates."""
 
-    shingle: Count = 5
+    shingle: Annotated[int, Field(ge=1, le=1000)] = 5
     """Characters per shingle."""
 
     permutations: Annotated[int, Field(ge=16, le=1024)] = 128
     """Number of hash functions; more are more accurate and slower."""
 
-    window: Annotated[int, Field(ge=1)] = 50_000
+    window: Annotated[int, Field(ge=1, le=10_000_000)] = 50_000
     """Number of earlier pairs to compare with."""
 
 

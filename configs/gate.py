@@ -3,11 +3,11 @@
 `rollouts.state_value` computes the signals.
 """
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from composer_mesh.configs.base import Positive, Section, Share
+from composer_mesh.configs.base import NotNegative, Positive, Section, Share
 
 
 class GateConfig(Section):
@@ -16,16 +16,16 @@ class GateConfig(Section):
     min_value: Share = 0.0
     """Minimum value of a state to be queried; 0 only orders the states."""
 
-    error: Annotated[float, Field(ge=0)] = 1.0
+    error: NotNegative = 1.0
     """Weight of the error signal: 1 if the turn's action failed, 0.5 if only its episode did."""
 
-    entropy: Annotated[float, Field(ge=0)] = 0.5
+    entropy: NotNegative = 0.5
     """Weight of the student's uncertainty: the mean surprisal of its sampled tokens."""
 
-    disagreement: Annotated[float, Field(ge=0)] = 0.5
+    disagreement: NotNegative = 0.5
     """Weight of the disagreement between the group's samples, in actions and in reward."""
 
-    novelty: Annotated[float, Field(ge=0)] = 0.5
+    novelty: NotNegative = 0.5
     """Weight of novelty: how rarely such a state was queried before in the run."""
 
     entropy_scale: Positive = 1.0

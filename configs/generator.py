@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from composer_mesh.configs.base import Count, Positive, Section
+from composer_mesh.configs.base import Concurrent, Cores, Positive, Processes, Section, Tokens
 from composer_mesh.configs.vllm import VllmConfig
 
 
@@ -17,19 +17,19 @@ class GeneratorConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the served weights and of the KV cache."""
 
-    replicas: Count = 1
+    replicas: Processes = 1
     """Number of generator actors."""
 
-    max_concurrent: Count = 64
+    max_concurrent: Concurrent = 64
     """Maximum number of requests decoded together: rows of the KV cache."""
 
-    max_new_tokens: Count = 40
+    max_new_tokens: Tokens = 40
     """Maximum number of tokens sampled in one turn."""
 
     temperature: Positive = 1.0
     """Sampling temperature of training rollouts."""
 
-    threads: Count = 1
+    threads: Cores = 1
     """CPU threads of each generator."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)

@@ -8,7 +8,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from composer_mesh.configs.base import Count, FilePath, NotNegative, Positive, Section
+from composer_mesh.configs.base import (
+    MOST_ENTRIES,
+    Concurrent,
+    Count,
+    Dollars,
+    FilePath,
+    Seconds,
+    Section,
+    Tokens,
+)
 from composer_mesh.configs.endpoint import ChatEndpoint
 
 HintSource = Literal["error", "sibling", "feedback"]
@@ -41,19 +50,19 @@ Template = Annotated[str, Field(min_length=1), AfterValidator(checked_template)]
 class HintWriterConfig(ChatEndpoint):
     """The model that writes the hints of the error source."""
 
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds that a group waits for all its hints; templates replace missing ones."""
 
-    max_concurrent: Count = 8
+    max_concurrent: Concurrent = 8
     """Maximum number of concurrent requests."""
 
     budget_requests: Count = 1000
     """Maximum number of requests in the run; cached hints need none."""
 
-    budget_usd: NotNegative = 1.0
+    budget_usd: Dollars = 1.0
     """Maximum dollars in the run; 0 allows free answers only."""
 
-    assumed_usd: NotNegative = 0.001
+    assumed_usd: Dollars = 0.001
     """Dollars reserved for a request in flight, more once a request has cost more; charged if the
     provider reports no price."""
 
@@ -73,15 +82,17 @@ class HintWriterConfig(ChatEndpoint):
 class HintsConfig(Section):
     """Hints that the teacher sees and the student does not."""
 
-    sources: Annotated[tuple[HintSource, ...], Field(strict=False, min_length=1)] = ("error",)
+    sources: Annotated[tuple[HintSource, ...], Field(strict=False, min_length=1, max_length=3)] = (
+        "error",
+    )
     """Sources of hints in order of preference. "error": what was wrong with the action; "sibling":
     what a successful rollout of the same prompt did before its answer; "feedback": the
     environment's response to the action."""
 
-    max_tokens: Count = 256
+    max_tokens: Tokens = 256
     """Maximum tokens of a hint; a longer one is truncated and counted."""
 
-    templates: dict[str, Template] = Field(default_factory=dict)
+    templates: dict[str, Template] = Field(default_factory=dict, max_length=MOST_ENTRIES)
     """Templates by hint_template_key, added to the built-in ones or replacing them; {field} is
     replaced by a field of the error's data."""
 

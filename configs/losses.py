@@ -3,11 +3,20 @@
 `type` selects it. The options are explained at the functions of `losses.policy`.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import ImportPath, NotNegative, Positive, Section, by_type
+from composer_mesh.configs.base import (
+    LARGEST,
+    FreeTable,
+    ImportPath,
+    NotNegative,
+    Number,
+    Positive,
+    Section,
+    by_type,
+)
 from composer_mesh.configs.loss_options import (
     Aggregation,
     BuiltInLoss,
@@ -214,10 +223,10 @@ class RejectionConfig(Section):
     agg: Literal["sum", "mean", "max"] = "mean"
     """Aggregation over the tokens of a rollout for level "sequence"."""
 
-    upper: float = 5.0
+    upper: Number = 5.0
     """Upper bound; must be above 0, except for kl_k1, which may be negative."""
 
-    lower: float | None = None
+    lower: Number | None = None
     """Lower bound; not set means none."""
 
     @model_validator(mode="after")
@@ -256,7 +265,7 @@ class DecoupledPpoLoss(BuiltInLoss):
     clip_high: Positive = 0.2
     """Upper clip bound of the ratio, as a distance from 1."""
 
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=LARGEST)] | None = None
     """Dual-clip bound of the loss for negative advantages; not set means none."""
 
     ratio_level: RatioLevel = "token"
@@ -283,7 +292,7 @@ class CustomLoss(Loss):
     import_path: ImportPath
     """Import path of the function, as my_module.my_loss; the working directory is searched too."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: FreeTable = Field(default_factory=dict)
     """Its keyword arguments."""
 
     reference: bool = False

@@ -3,34 +3,35 @@
 Describes what is wanted; `planning.placement_solver` decides which process gets what.
 """
 
+from collections import Counter
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section
+from composer_mesh.configs.base import MOST_CORES, MOST_GB, MOST_HOSTS, Cores, Gigabytes, Section
 
-HostNames = Annotated[tuple[str, ...], Field(strict=False)]
+HostNames = Annotated[tuple[str, ...], Field(strict=False, max_length=MOST_HOSTS)]
 
 
 class HostConfig(Section):
     """One host, or several identical ones."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the host; with count above 1 the hosts are named name-0, name-1 and so on."""
 
-    count: Count = 1
+    count: Annotated[int, Field(ge=1, le=MOST_HOSTS)] = 1
     """Number of identical hosts."""
 
-    cores: Count
+    cores: Cores
     """CPU cores available to the run."""
 
-    memory_gb: Positive
+    memory_gb: Gigabytes
     """Memory available to the run, in GB of 2**30 bytes."""
 
-    gpus: Annotated[int, Field(ge=0)] = 0
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs available to the run."""
 
-    gpu_memory_gb: NotNegative = 0.0
+    gpu_memory_gb: Annotated[float, Field(ge=0, le=MOST_GB)] = 0.0
     """Memory of each GPU, in GB of 2**30 bytes."""
 
     @model_validator(mode="after")
@@ -53,10 +54,10 @@ class HostConfig(Section):
 class PlaceConfig(Section):
     """Resources of each process of one kind of actor."""
 
-    cores: Annotated[int, Field(ge=0)] = 0
+    cores: Annotated[int, Field(ge=0, le=MOST_CORES)] = 0
     """Exclusive cores of each process; 0 allows all cores that are not exclusive to another."""
 
-    memory_gb: Positive | None = None
+    memory_gb: Gigabytes | None = None
     """Host memory of each process, in GB of 2**30 bytes; estimated when not set."""
 
     hosts: HostNames = ()
@@ -66,7 +67,7 @@ class PlaceConfig(Section):
 class GpuPlaceConfig(PlaceConfig):
     """Resources of each process of a kind that holds a model."""
 
-    gpus: NotNegative = 0.0
+    gpus: Annotated[float, Field(ge=0, le=64)] = 0.0
     """GPUs of each process: 0 computes on the CPU, a fraction such as 0.5 shares one GPU with other
     fractions, and above 1 it must be a whole number."""
 
@@ -88,7 +89,7 @@ class GpuPlaceConfig(PlaceConfig):
 class PlacementConfig(Section):
     """Hosts, and the resources of each kind of process."""
 
-    hosts: Annotated[tuple[HostConfig, ...], Field(strict=False)] = ()
+    hosts: Annotated[tuple[HostConfig, ...], Field(strict=False, max_length=MOST_HOSTS)] = ()
     """Hosts of the run; when empty, this machine or its workers, as detected."""
 
     fork_server: bool = True
@@ -137,12 +138,21 @@ class PlacementConfig(Section):
         return place.gpus if isinstance(place, GpuPlaceConfig) else 0.0
 
     @model_validator(mode="after")
+    def _hosts_are_not_too_many(self) -> Self:
+        count = sum(host.count for host in self.hosts)
+        if count > MOST_HOSTS:
+            raise ValueError(
+                f"hosts describes {count} hosts but a run has at most {MOST_HOSTS}: lower count"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _hosts_have_names_of_their_own(self) -> Self:
-        names = [name for host in self.hosts for name in {host.name, *host.names}]
-        for name in names:
-            if names.count(name) > 1:
+        names = Counter(name for host in self.hosts for name in {host.name, *host.names})
+        for name, count in names.items():
+            if count > 1:
                 raise ValueError(
-                    f"hosts has {name!r} {names.count(name)} times, and a process could not be "
+                    f"hosts has {name!r} {count} times, and a process could not be "
                     "told which: give each host another name"
                 )
         return self
@@ -153,7 +163,9 @@ class PlacementConfig(Section):
         for kind in KINDS:
             for name in self.of(kind).hosts:
                 if name not in known:
-                    listed = ", ".join(sorted(known)) or "none, so this machine is the only one"
+                    listed = (
+                        ", ".join(sorted(known)[:20]) or "none, so this machine is the only one"
+                    )
                     raise ValueError(
                         f"{kind}.hosts names {name!r} but [[placement.hosts]] describes {listed}: "
                         "correct the name, or describe that host"

@@ -5,7 +5,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, FilePath, Positive, Section, Share
+from composer_mesh.configs.base import MOST_TOKENS, CountOrZero, FilePath, Positive, Section, Share
+
+MOST_WIDTH = 1_000_000
+Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Vocabulary = Annotated[int, Field(ge=1, le=100_000_000)]
 
 # 256 byte tokens, the chat and tool tokens, and a few merges.
 SMALLEST_VOCABULARY = 300
@@ -14,16 +19,16 @@ SMALLEST_VOCABULARY = 300
 class WarmStartConfig(Section):
     """Supervised fine-tuning on imperfect demonstrations before the mesh starts; cached."""
 
-    steps: Annotated[int, Field(ge=0)] = 300
+    steps: CountOrZero = 300
     """Supervised optimizer steps; 0 starts from random weights."""
 
-    batch_size: Count = 32
+    batch_size: Annotated[int, Field(ge=1, le=100_000)] = 32
     """Demonstrations per supervised step."""
 
     lr: Positive = 2e-3
     """Peak learning rate of the supervised steps."""
 
-    demonstrations: Count = 2000
+    demonstrations: Annotated[int, Field(ge=1, le=10_000_000)] = 2000
     """Number of training episodes to demonstrate."""
 
     error_rate: Share = 0.3
@@ -48,25 +53,25 @@ class ModelSizes(Section):
     model_type: Decoder
     """Which decoder it is: "llama", "mistral", "qwen2" or "qwen3"."""
 
-    hidden_size: Count
+    hidden_size: Width
     """Width of the residual stream."""
 
-    intermediate_size: Count
+    intermediate_size: Width
     """Width of the gated feed-forward layer."""
 
-    num_hidden_layers: Count
+    num_hidden_layers: Layers
     """Decoder layers."""
 
-    num_attention_heads: Count
+    num_attention_heads: Width
     """Query heads."""
 
-    num_key_value_heads: Count
+    num_key_value_heads: Width
     """Key and value heads, which several query heads may share."""
 
-    head_dim: Annotated[int, Field(ge=0)] = 0
+    head_dim: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Width of one head; 0 is hidden_size / num_attention_heads."""
 
-    vocab_size: Count
+    vocab_size: Vocabulary
     """Rows of the embedding."""
 
     tie_word_embeddings: bool = False
@@ -95,28 +100,28 @@ class PolicyConfig(Section):
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
     the folder exists; validated against the folder once it does."""
 
-    hidden_size: Annotated[int, Field(ge=8)] = 128
+    hidden_size: Annotated[int, Field(ge=8, le=MOST_WIDTH)] = 128
     """Width of the residual stream (built-in model)."""
 
-    intermediate_size: Annotated[int, Field(ge=8)] = 384
+    intermediate_size: Annotated[int, Field(ge=8, le=MOST_WIDTH)] = 384
     """Width of the gated feed-forward layer (built-in model)."""
 
-    layers: Count = 2
+    layers: Layers = 2
     """Number of transformer layers (built-in model)."""
 
-    heads: Count = 4
+    heads: Width = 4
     """Number of query heads (built-in model)."""
 
-    kv_heads: Count = 2
+    kv_heads: Width = 2
     """Number of key and value heads; divides heads (built-in model)."""
 
-    head_dim: Annotated[int, Field(ge=2)] = 32
+    head_dim: Annotated[int, Field(ge=2, le=MOST_WIDTH)] = 32
     """Width of one head; even, because rotary positions rotate pairs (built-in model)."""
 
-    vocab_size: Count = 512
+    vocab_size: Vocabulary = 512
     """Size of the built-in tokenizer's vocabulary, including special tokens (built-in model)."""
 
-    max_context: Annotated[int, Field(ge=16)] = 384
+    max_context: Annotated[int, Field(ge=16, le=MOST_TOKENS)] = 384
     """Maximum tokens of a conversation, prompt and all turns together; a full one ends."""
 
     cache_dir: FilePath = Path(".cache/composer-mesh")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import NotNegative, Positive, Section, Share
+from composer_mesh.configs.base import NotNegative, Number, Positive, Section, Share
 
 MixedLoss = Literal[
     "dpo",
@@ -49,7 +49,9 @@ class PreferenceConfig(Section):
     """Probability that a pair's labels are flipped (dpo, sigmoid_norm, robust, simpo); exo_pair
     requires it, 1e-3 in its paper."""
 
-    mpo_types: dict[MixedLoss, Positive] = Field(default_factory=lambda: dict(MPO_TYPES))
+    mpo_types: dict[MixedLoss, Positive] = Field(
+        default_factory=lambda: dict(MPO_TYPES), max_length=10
+    )
     """Weight of each loss in mpo; "sft" is the chosen answer's negative log-prob per token."""
 
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
@@ -57,7 +59,7 @@ class PreferenceConfig(Section):
     )
     """Divergence from the reference policy that the loss regularizes (f-DPO)."""
 
-    f_alpha: float = 0.5
+    f_alpha: Number = 0.5
     """Order of alpha_divergence, TRL's f_alpha_divergence_coef: 1 is reverse KL, 0 forward KL."""
 
     ld_alpha: Share | None = None

@@ -4,12 +4,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, FilePath, NotNegative, Positive, Section
+from composer_mesh.configs.base import (
+    Concurrent,
+    Count,
+    FilePath,
+    NotNegative,
+    Processes,
+    Seconds,
+    Section,
+)
 from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.preference import PreferenceConfig
 from composer_mesh.configs.teachers import TeacherConfig
+
+MOST_TEACHERS = 100
 
 
 class BreakerConfig(Section):
@@ -18,7 +28,7 @@ class BreakerConfig(Section):
     failures: Count = 5
     """Consecutive failed requests after which the teacher is suspended."""
 
-    rest_s: Positive = 30.0
+    rest_s: Seconds = 30.0
     """Seconds of suspension until one request tests the teacher again."""
 
 
@@ -28,28 +38,28 @@ class ReplayConfig(PreferenceConfig):
     beta: NotNegative = 0.0
     """Weight of the replay loss in the total; 0 turns the channel off."""
 
-    actors: Count = 2
+    actors: Processes = 2
     """Number of teacher-replay actors that query in parallel."""
 
-    ask: Count = 3
+    ask: Annotated[int, Field(ge=1, le=MOST_TEACHERS)] = 3
     """Number of teachers to query for each frozen state."""
 
-    agreement_threshold: Annotated[int, Field(ge=2)] = 2
+    agreement_threshold: Annotated[int, Field(ge=2, le=MOST_TEACHERS)] = 2
     """Number of teachers that must give the same action for it to be the chosen one."""
 
-    states_per_step: Count = 16
+    states_per_step: Concurrent = 16
     """Number of frozen states sent to the teachers per optimizer step."""
 
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds until a teacher's answer no longer counts, including all retries."""
 
-    connect_timeout_s: Positive = 5.0
+    connect_timeout_s: Seconds = 5.0
     """Seconds to establish a connection."""
 
-    read_timeout_s: Positive | None = None
+    read_timeout_s: Seconds | None = None
     """Seconds without a received byte until a request fails; timeout_s when not set."""
 
-    attempts: Count = 4
+    attempts: Annotated[int, Field(ge=1, le=100)] = 4
     """Maximum number of times to send one query, while failures are transient."""
 
     delivery: Literal["same_step", "late"] | None = None
@@ -72,10 +82,14 @@ class ReplayConfig(PreferenceConfig):
     gate: GateConfig = Field(default_factory=GateConfig)
     """Selection of the states to query."""
 
-    filters: Annotated[tuple[FilterConfig, ...], Field(strict=False)] = DEFAULT_FILTERS
+    filters: Annotated[tuple[FilterConfig, ...], Field(strict=False, max_length=100)] = (
+        DEFAULT_FILTERS
+    )
     """Quality filters for pairs, in order."""
 
-    teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
+    teachers: Annotated[
+        tuple[TeacherConfig, ...], Field(strict=False, max_length=MOST_TEACHERS)
+    ] = ()
     """The teachers, in the order in which they are queried."""
 
     @model_validator(mode="after")

@@ -9,10 +9,13 @@ from pydantic import Field, model_validator
 
 from composer_mesh.configs.advantages import AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
+    MOST,
     Count,
+    CountOrZero,
     FilePath,
     NotNegative,
-    Positive,
+    Processes,
+    Seconds,
     Section,
     Share,
 )
@@ -34,7 +37,7 @@ LARGEST_SEED = 2**31 - 1
 class RunConfig(Section):
     """Settings of the complete run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the run and of its directory under runs/."""
 
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
@@ -43,7 +46,7 @@ class RunConfig(Section):
     steps: Count
     """Number of optimizer steps."""
 
-    deadline_s: Positive = 120.0
+    deadline_s: Seconds = 120.0
     """Seconds until an unanswered call to an actor ends the run."""
 
     import_paths: Annotated[tuple[FilePath, ...], Field(strict=False)] = ()
@@ -67,7 +70,7 @@ class DataConfig(Section):
     path: FilePath | None = None
     """The JSONL file of gsm8k, relative to the working directory."""
 
-    heldout_every: Annotated[int, Field(ge=2)] = 5
+    heldout_every: Annotated[int, Field(ge=2, le=MOST)] = 5
     """Every n-th row of the file is held out for evaluation (gsm8k)."""
 
     @model_validator(mode="after")
@@ -88,10 +91,10 @@ class DataConfig(Section):
 class EnvironmentConfig(Section):
     """The actors that step episodes."""
 
-    replicas: Count = 1
+    replicas: Processes = 1
     """Number of environment actors."""
 
-    max_turns: Count = 6
+    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Number of assistant turns after which an episode ends unsolved."""
 
     tool_error_penalty: Share = 0.0
@@ -101,20 +104,20 @@ class EnvironmentConfig(Section):
 class ScheduleConfig(Section):
     """Rollouts per step and their maximum policy lag."""
 
-    prompts_per_step: Count = 8
+    prompts_per_step: Annotated[int, Field(ge=1, le=100_000)] = 8
     """Number of prompt groups per optimizer step."""
 
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2, le=10_000)] = 8
     """Number of rollouts per prompt; the group is its own baseline."""
 
-    max_lag: Annotated[int, Field(ge=0)] = 1
+    max_lag: Annotated[int, Field(ge=0, le=1000)] = 1
     """Maximum lag in policy versions of a rollout when it is trained; 0 is synchronous."""
 
 
 class LateRewardsConfig(Section):
     """Rewards that are posted after their rollouts were trained on."""
 
-    max_age: Annotated[int, Field(ge=0)] = 0
+    max_age: CountOrZero = 0
     """Maximum lag in policy versions of a rollout when its late reward arrives; 0 accepts none."""
 
     @property
@@ -126,13 +129,13 @@ class LateRewardsConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation."""
 
-    episodes: Count = 200
+    episodes: Annotated[int, Field(ge=1, le=2000)] = 200
     """Number of distinct held-out episodes per evaluation; all of them where the data has fewer."""
 
     temperature: NotNegative = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: CountOrZero = 0
     """Steps between evaluations; 0 evaluates only before and after training."""
 
 

@@ -4,7 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section, Share
+from composer_mesh.configs.base import (
+    Concurrent,
+    Cores,
+    NotNegative,
+    Positive,
+    Processes,
+    Section,
+    Share,
+)
 from composer_mesh.configs.hints import HintsConfig
 
 
@@ -32,7 +40,7 @@ class SdpoConfig(Section):
     """Teacher output per token. "hidden": the last hidden state, exact and small; "topk": log-probs
     of top_k entries; "full": all logits; "sampled": the log-prob of the sampled token."""
 
-    top_k: Count = 100
+    top_k: Annotated[int, Field(ge=1, le=100_000)] = 100
     """Number of entries per token in a topk output; the rest is one tail bucket."""
 
     top_k_choice: Literal["teacher", "student"] = "teacher"
@@ -50,17 +58,17 @@ class SdpoConfig(Section):
     placement: Literal["mesh", "inline"] = "mesh"
     """"mesh": teachers have their own processes; "inline": the trainer runs their forward."""
 
-    replicas: Count = 1
+    replicas: Processes = 1
     """Number of SDPO teacher actors that share the tokens of a step."""
 
     when_lost: Literal["skip", "wait"] = "skip"
     """Behaviour of a step when a teacher dies: "skip" trains it without the channel, "wait" waits
     for the replacement."""
 
-    max_sites_per_step: Count = 32
+    max_sites_per_step: Concurrent = 32
     """Maximum number of error sites shown to the teacher per optimizer step."""
 
-    threads: Count = 1
+    threads: Cores = 1
     """CPU threads of each SDPO teacher."""
 
     hints: HintsConfig = Field(default_factory=HintsConfig)

@@ -4,37 +4,37 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Positive, Section
+from composer_mesh.configs.base import Seconds, Section
 
 
 class SupervisionConfig(Section):
     """Restart budget and retries; a replica that exceeds its budget is given up with an event."""
 
-    heartbeat_s: Positive = 5.0
+    heartbeat_s: Seconds = 5.0
     """Seconds without a message from an actor after which it is pinged."""
 
-    hang_s: Positive = 30.0
+    hang_s: Seconds = 30.0
     """Seconds without an answer after which an actor counts as hung and is killed."""
 
-    restarts: Annotated[int, Field(ge=0)] = 5
+    restarts: Annotated[int, Field(ge=0, le=1000)] = 5
     """Maximum restarts of one replica within window_s; then it is given up."""
 
-    window_s: Positive = 300.0
+    window_s: Seconds = 300.0
     """Seconds over which restarts are counted."""
 
-    backoff_s: Positive = 0.5
+    backoff_s: Seconds = 0.5
     """Seconds before the first restart of a replica; doubles with each one in the window."""
 
-    backoff_max_s: Positive = 15.0
+    backoff_max_s: Seconds = 15.0
     """Maximum seconds before a restart."""
 
-    rollout_retries: Annotated[int, Field(ge=0)] = 3
+    rollout_retries: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of times to retry a failed rollout, with a fresh environment."""
 
-    poison_after: Annotated[int, Field(ge=2)] = 2
+    poison_after: Annotated[int, Field(ge=2, le=1000)] = 2
     """Number of equal errors of one episode after which it is quarantined."""
 
-    trainer_restarts: Annotated[int, Field(ge=0)] = 3
+    trainer_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Maximum restarts of the trainer from a checkpoint in a run."""
 
     @model_validator(mode="after")

@@ -7,7 +7,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section, Share
+from composer_mesh.configs.base import (
+    Concurrent,
+    Count,
+    Dollars,
+    DollarsAboveZero,
+    NotNegative,
+    Section,
+    Share,
+    Tokens,
+)
 from composer_mesh.configs.endpoint import ChatEndpoint
 
 PRICES = ("prompt_usd_per_million", "completion_usd_per_million", "usd_per_request")
@@ -28,44 +37,44 @@ class OpenRouterConfig(Section):
     zdr: bool | None = None
     """Only providers with zero data retention."""
 
-    max_prompt_usd_per_million: Positive | None = None
+    max_prompt_usd_per_million: DollarsAboveZero | None = None
     """Maximum price of a million prompt tokens."""
 
-    max_completion_usd_per_million: Positive | None = None
+    max_completion_usd_per_million: DollarsAboveZero | None = None
     """Maximum price of a million answer tokens."""
 
 
 class TeacherConfig(ChatEndpoint):
     """One external teacher that speaks the OpenAI chat protocol."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1, max_length=100)]
     """Name of this teacher in reports; unique in the run."""
 
     error_rate: Share | None = None
     """Share of a builtin teacher's actions that are deliberately wrong; 0 when not set."""
 
-    max_tokens: Count = 1024
+    max_tokens: Tokens = 1024
     """Maximum tokens of an answer: sent with each request, and the basis of its reservation."""
 
     temperature: NotNegative | None = None
     """Sampling temperature; the provider's default when not set."""
 
-    concurrency: Count = 16
+    concurrency: Concurrent = 16
     """Maximum concurrent requests, over all teacher-replay actors."""
 
     requests_per_minute: Count | None = None
     """Maximum requests per minute, over all teacher-replay actors; unlimited when not set."""
 
-    prompt_usd_per_million: NotNegative | None = None
+    prompt_usd_per_million: Dollars | None = None
     """Price of a million prompt tokens; openrouter's is read from its list of models."""
 
-    completion_usd_per_million: NotNegative | None = None
+    completion_usd_per_million: Dollars | None = None
     """Price of a million answer tokens."""
 
-    usd_per_request: NotNegative | None = None
+    usd_per_request: Dollars | None = None
     """Price of a request in addition to its tokens; 0 when not set."""
 
-    max_usd: NotNegative | None = None
+    max_usd: Dollars | None = None
     """Maximum cost of this teacher in the run, within the limit of the complete run."""
 
     openrouter: OpenRouterConfig | None = None

@@ -7,7 +7,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, NotNegative, Positive, Section, Share
+from composer_mesh.configs.base import (
+    MOST_ENTRIES,
+    Cores,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Processes,
+    Section,
+    Share,
+    Tokens,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -15,7 +26,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 class LoraConfig(Section):
     """Low-rank adapters, which are trained instead of the model's own weights."""
 
-    rank: Count = 16
+    rank: Annotated[int, Field(ge=1, le=100_000)] = 16
     """Rank of each adapter."""
 
     alpha: Positive = 32.0
@@ -24,7 +35,9 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of an adapter's inputs in training."""
 
-    targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = PROJECTIONS
+    targets: Annotated[
+        tuple[str, ...], Field(strict=False, min_length=1, max_length=MOST_ENTRIES)
+    ] = PROJECTIONS
     """Names of the linear layers that get an adapter."""
 
 
@@ -37,7 +50,7 @@ class TrainerConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate from its peak to the end of the run."""
 
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from 0 to its peak."""
 
     min_lr_ratio: Share = 0.0
@@ -55,7 +68,7 @@ class TrainerConfig(Section):
     grad_clip: Positive = 1.0
     """Maximum gradient norm of a step."""
 
-    microbatch_tokens: Count = 4096
+    microbatch_tokens: Tokens = 4096
     """Tokens, including padding, of one forward and backward pass."""
 
     packing: bool = False
@@ -81,23 +94,23 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own weights."""
 
-    checkpoint_every: Annotated[int, Field(ge=0)] = 10
+    checkpoint_every: CountOrZero = 10
     """Steps between checkpoints for restarts; 0 keeps only the last one."""
 
     checkpoints_kept: Count = 2
     """Number of newest checkpoints to keep, in addition to the one of the run's end."""
 
-    checkpoint_keep_every: Annotated[int, Field(ge=0)] = 0
+    checkpoint_keep_every: CountOrZero = 0
     """Keep checkpoints of multiples of this step count permanently; 0 keeps only the newest."""
 
     checkpoint_export: bool = True
     """Whether every checkpoint is also a model folder, which transformers and vLLM load; the last
     one of a run always is."""
 
-    ranks: Count = 1
+    ranks: Processes = 1
     """Number of trainer processes that share each step's samples and sum their gradients."""
 
-    threads: Count = 1
+    threads: Cores = 1
     """CPU threads of each trainer process."""
 
     @property

@@ -3,11 +3,11 @@
 vLLM is not imported here; its installed version and model support are checked before a run starts.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, Positive, Section
+from composer_mesh.configs.base import FreeTable, Gigabytes, Section
 
 OWNED = {
     "model": "policy.path",
@@ -33,13 +33,13 @@ OWNED = {
 class VllmConfig(Section):
     """The vLLM engine inside each generator."""
 
-    tensor_parallel: Count = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of GPU processes that share one copy of the model; more than 1 starts workers."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of each GPU's memory for weights and KV cache; not used on CPU."""
 
-    kv_cache_gb: Positive | None = None
+    kv_cache_gb: Gigabytes | None = None
     """KV cache of each process in GB of 2**30 bytes; when not set, what gpu_memory_utilization
     leaves on a GPU, and max_concurrent conversations of full length on a CPU."""
 
@@ -52,7 +52,7 @@ class VllmConfig(Section):
     enable_prefix_caching: bool = True
     """Whether prompts with a common prefix share its cache; new weights always empty it."""
 
-    engine_args: dict[str, Any] = Field(default_factory=dict)
+    engine_args: FreeTable = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, passed unmodified."""
 
     @model_validator(mode="after")

@@ -1,7 +1,6 @@
 """Free capacity of one host, and whether a process fits on it."""
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from composer_mesh.planning.memory import SHARED_CODE, in_gb, total
 from composer_mesh.planning.process_specs import WHOLE, Process
@@ -55,9 +54,9 @@ class HostCapacity:
         self.gpus = [WHOLE] * self.host.gpus
 
     @property
-    def load(self) -> Fraction:
-        """Busy threads per core."""
-        return Fraction(self.threads, self.host.cores)
+    def load(self) -> float:
+        """Busy threads per core; exact enough to compare hosts, as both numbers are small."""
+        return self.threads / self.host.cores
 
     @property
     def free_cores(self) -> int:

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from composer_mesh.services.ablation.plan import CHANNELS_OF
+from composer_mesh.services.directory.claim import output_path
 from composer_mesh.services.offline.options import add_options
 from composer_mesh.services.traces.options import add_options as add_traces_options
 
@@ -38,7 +39,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         metavar="DIR",
         help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
     )
@@ -70,7 +71,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         metavar="DIR",
         help="the run's directory, the same on all hosts; runs/NAME when not given",
     )
@@ -168,7 +169,7 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         metavar="DIR",
         help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept",
     )

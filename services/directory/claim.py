@@ -1,5 +1,6 @@
 """Locks on run directories, so that no run is ever overwritten."""
 
+import argparse
 import fcntl
 import os
 from collections.abc import Iterator
@@ -16,6 +17,26 @@ LONGEST_LOCK = 64
 MOST_PIDS = 2**22
 # Any of these indicates that a run was started in the directory.
 _TRACES_OF_A_RUN = ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "traces")
+
+
+LONGEST_NAME = 200
+LONGEST_PATH = 3500
+"""Bytes of a name and of a path, so that what a run adds to them fits as well."""
+
+
+def output_path(text: str) -> Path:
+    """Parse an option that names where to write; raise argparse's error for an impossible path."""
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is empty but must name a place: write one, such as runs/mine"
+        )
+    if "\0" in text or longest > LONGEST_NAME or len(os.fsencode(text)) > LONGEST_PATH:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r}... has {len(text)} characters and a name of {longest} bytes, at most "
+            f"{LONGEST_PATH} and {LONGEST_NAME}, without zero bytes: name a shorter place"
+        )
+    return Path(text)
 
 
 class RunDirectoryError(Exception):
@@ -35,14 +56,16 @@ def claimed(output: Path) -> Iterator[None]:
             f"{output} must be a directory but cannot be made ({error.strerror}): name another "
             "place with --output"
         ) from None
-    with (output / LOCK_FILE).open("a+") as lock:
+    with _disk_errors(output):
+        lock = (output / LOCK_FILE).open("ab+", buffering=0)
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryError(_in_use(output)) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        with _disk_errors(output):
+            lock.truncate(0)
+            lock.write(b"%d\n" % os.getpid())
         yield
 
 
@@ -76,7 +99,7 @@ def set_aside(output: Path) -> Path | None:
     """Move an earlier run to `output.1`, `.2`, …; return its new path, or None without one."""
     if not holds_a_run(output):
         return None
-    with claimed(output):  # fails while that run is still being written
+    with claimed(output), _disk_errors(output):  # fails while that run is still being written
         place = _free_place(output)
         output.rename(place)
     return place
@@ -93,7 +116,19 @@ def refuse_a_used(output: Path) -> None:
 
 def holds_a_run(output: Path) -> bool:
     """Return whether a run was started in this directory, finished or not."""
-    return any((output / name).exists() for name in _TRACES_OF_A_RUN)
+    with _disk_errors(output):
+        return any((output / name).exists() for name in _TRACES_OF_A_RUN)
+
+
+@contextmanager
+def _disk_errors(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename or output} cannot be used for a run ({error.strerror}): free the "
+            "disk or correct its permissions, or name another place with --output"
+        ) from None
 
 
 def _free_place(output: Path) -> Path:

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.services.directory.claim import output_path
+
 CONCURRENCY = 64
 
 
@@ -93,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=output_path,
         metavar="FILE",
         help="where the pairs are written, as JSON lines; what has been paid for is beside it in "
         "FILE.replay, so that the same command goes on",
@@ -117,5 +119,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"states under way at once; {CONCURRENCY} by default",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="REPORT", help="write the report there as well"
+        "--json", type=output_path, metavar="REPORT", help="write the report there as well"
     )

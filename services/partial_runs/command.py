@@ -62,7 +62,7 @@ def partial_run_command(
         run: PartialRun = SamplingRun(config, store, view)
         if source is not None and reader is not None:
             run = TrainFromTracesRun(config, store, view, source=reader, root=source)
-        code = asyncio.run(until_interrupted(run.live(), signals, run.stopping))
+        code = run.settled(asyncio.run(until_interrupted(run.live(), signals, run.stopping)))
     Console().print(Text(f"{config.run.name}: {run.told}"), soft_wrap=True)
     if code == FAILED:
         sys.stderr.write(f"composer-mesh: {run.failure}\n")

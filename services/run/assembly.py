@@ -7,8 +7,8 @@ import asyncio
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
@@ -51,6 +52,7 @@ from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import Past, load_resume_state
+from composer_mesh.services.run.unexpected_errors import unexpected
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.run.weight_transport import settled
 from composer_mesh.services.schedule.metrics import replay_metrics
@@ -58,7 +60,7 @@ from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import STOPPED, Stopping, grace_s, until_interrupted
 from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 
 FAILED = 1
@@ -94,28 +96,34 @@ def train_command(
     with RunStore(output, config) as store, shown as view:
         run = (make_run or Run)(config, store, view, resumed)
         live = until_interrupted(run.live(), signals, run.stopping, grace_s(config))
-        code = asyncio.run(live)
+        code = run.settled(asyncio.run(live))
+    try:
+        _report(output, run, time.monotonic() - began)
+    except OSError as error:
+        run.failure = run.failure or str(disk_error(output, error))
+        code = FAILED
+    if code == FAILED:
+        sys.stderr.write(f"composer-mesh: {run.failure}\n")
+    elif code:
+        Console().print(Text(whence(output, config.run.steps)), soft_wrap=True)
+    return code
+
+
+def _report(output: Path, run: "Run", wall_s: float) -> None:
+    """Write and print the summary of a run, and draw its curve; raises OSError."""
+    name, evaluations = run.config.run.name, run.evaluations
     summary = write_summary(
-        output,
-        wall_s=time.monotonic() - began,
-        evaluations=run.evaluations,
-        restarts=run.restarts,
-        rest=run.rest,
+        output, wall_s=wall_s, evaluations=evaluations, restarts=run.restarts, rest=run.rest
     )
     # Imported late, since plotting is not needed before the end.
     from composer_mesh.services.directory.curve import draw_reward_curve
 
     curve = output / "reward.png"
     metrics = read_metrics(output / "metrics.jsonl")
-    draw_reward_curve(metrics, curve, evaluations=run.evaluations, title=config.run.name)
+    draw_reward_curve(metrics, curve, evaluations=evaluations, title=name)
     console = Console()
-    console.print(summary_table(config.run.name, summary))
+    console.print(summary_table(name, summary))
     console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
-    if code == FAILED:
-        sys.stderr.write(f"composer-mesh: {run.failure}\n")
-    elif code:
-        console.print(Text(whence(output, config.run.steps)), soft_wrap=True)
-    return code
 
 
 @dataclass
@@ -182,11 +190,20 @@ class Run:
             self.failure = str(error)
             return FAILED
         except Exception as error:  # noqa: BLE001  supervision boundary: results are kept
-            self.failure = "".join(traceback.format_exception(error)).rstrip()
+            self.failure = unexpected(error, self.store.root)
             return FAILED
         finally:
             self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
             await self._watch.ended(state)
+
+    def settled(self, code: int) -> int:
+        """Wait until all is written; return the exit status, a failure where something is not."""
+        try:
+            self.store.finish()
+        except StoreError as error:
+            self.failure = self.failure or str(error)
+            return FAILED
+        return code
 
     async def stop(self, now: bool = False) -> bool:
         """Request a stop without waiting; return whether a checkpoint is written first."""
@@ -226,10 +243,21 @@ class Run:
         try:
             if self.resumed is not None:
                 await self._look_back(self.resumed)
-            await supervisor.guard(self._run_on(host, config, weights))
+            async with self._directory_watched(supervisor):
+                await supervisor.guard(self._run_on(host, config, weights))
         finally:
             self.stopping.take_down()
             self.view.phase("stopping actors")
+
+    @asynccontextmanager
+    async def _directory_watched(self, supervisor: Supervisor) -> AsyncIterator[None]:
+        """End the run at once if its directory is lost, where writes would succeed in vain."""
+        watching = BackgroundTasks(lambda _task, error: supervisor.fail(error))
+        watching.start("directory", self.store.until_lost())
+        try:
+            yield
+        finally:
+            await watching.close()
 
     async def _look_back(self, changes: Sequence[Change]) -> None:
         """Load the resume state; record what it resumes from and the config changes."""
@@ -281,9 +309,11 @@ class Run:
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
         async with chat_of(self.config, folder, task) as chat:
-            await self._train_from(mesh, folder, task, chat)
+            await self._train_from(mesh, folder, task, chat, heldout)
 
-    async def _train_from(self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat) -> None:
+    async def _train_from(
+        self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat, heldout: Sequence[int]
+    ) -> None:
         past = self._past
         if mesh.hints is not None:
             mesh.hints.spent = past.words_spent

@@ -5,8 +5,8 @@ Files with rows in `run.sqlite` are copies that can be rebuilt; events are store
 
 import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from composer_mesh.services.store.whole_files import write_whole
 
@@ -16,15 +16,17 @@ class Lines:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, FileIO] = {}
         self._dirty: set[str] = set()
 
     def add(self, name: str, line: bytes) -> None:
         """Append a line. Readers see it at once; `sync` puts it on disk."""
         if name not in self._files:
-            self._files[name] = (self._root / name).open("ab")
-        self._files[name].write(line + b"\n")
-        self._files[name].flush()
+            # Unbuffered, so that nothing is left to fail once more when the file is closed.
+            self._files[name] = (self._root / name).open("ab", buffering=0)
+        left = memoryview(line + b"\n")
+        while left:
+            left = left[self._files[name].write(left) :]
         self._dirty.add(name)
 
     def sync(self) -> None:

@@ -10,19 +10,24 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 Job = Callable[[], Any]
 Settle = Callable[[Any, BaseException | None], None]
+ErrorsNamed = Callable[[], AbstractContextManager[None]]
 
 
 class WriterThread:
-    """Executes jobs in order; `idle` is called in the thread when the queue is empty."""
+    """Executes jobs in order; `idle` is called in the thread when the queue is empty.
 
-    def __init__(self, idle: Job) -> None:
-        self._idle = idle
+    Each job runs in a context of `errors`, which may name what it raises.
+    """
+
+    def __init__(self, idle: Job, errors: ErrorsNamed = nullcontext) -> None:
+        self._idle, self._errors = idle, errors
         self._jobs: SimpleQueue[tuple[Job, Settle] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         self._seen = False
@@ -78,10 +83,19 @@ class WriterThread:
 
     def _work(self) -> None:
         while (task := self._jobs.get()) is not None:
-            _do(*task)
+            self._do(*task)
             if self._jobs.empty():
-                _do(self._idle, self._keep_failure)
-        _do(self._idle, self._keep_failure)
+                self._do(self._idle, self._keep_failure)
+        self._do(self._idle, self._keep_failure)
+
+    def _do(self, job: Job, settle: Settle) -> None:
+        try:
+            with self._errors():
+                result = job()
+        except BaseException as error:  # noqa: BLE001  the waiting caller gets it
+            settle(None, error)
+        else:
+            settle(result, None)
 
     def _keep_failure(self, _: Any, error: BaseException | None) -> None:
         self._failure = self._failure or error
@@ -95,12 +109,3 @@ class WriterThread:
             done.set_exception(error)
         else:
             done.set_result(result)
-
-
-def _do(job: Job, settle: Settle) -> None:
-    try:
-        result = job()
-    except BaseException as error:  # noqa: BLE001  the waiting caller gets it
-        settle(None, error)
-    else:
-        settle(result, None)

@@ -7,14 +7,17 @@ A thread writes, so the event loop is never blocked. An error of a queued write 
 next awaited call. `reading` reads the rows, also while the run is live.
 """
 
+import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair
@@ -26,12 +29,14 @@ from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
+from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.signatures import sign
 from composer_mesh.services.store.whole_files import write_whole
 from composer_mesh.services.store.writer_thread import WriterThread
 
 EVENTS_FILE = "events.jsonl"
 POISONED_FILE = "poisoned.jsonl"
+LOOK_EVERY_S = 1.0
 
 
 class RunStore:
@@ -39,16 +44,17 @@ class RunStore:
 
     def __init__(self, root: Path, config: Config) -> None:
         self.root = root
-        (root / "checkpoints").mkdir(parents=True, exist_ok=True)
         self._bytes = 0
-        self._lines, self._records = Lines(root), RunRecords(root)
-        self.reading = RunReader(root)
-        try:
-            self._open(config)
-        except BaseException:
-            self._close()
-            raise
-        self._thread = WriterThread(self._lines.sync)
+        with self._disk_errors():
+            (root / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self._lines, self._records = Lines(root), RunRecords(root)
+            self.reading = RunReader(root)
+            try:
+                self._open(config)
+            except BaseException:
+                self._close()
+                raise
+        self._thread = WriterThread(self._lines.sync, self._disk_errors)
 
     def __enter__(self) -> "RunStore":
         return self
@@ -61,6 +67,16 @@ class RunStore:
                 raise
         finally:
             self._close()
+
+    def finish(self) -> None:
+        """Wait for all queued writes; raise the error of one that nobody has waited for."""
+        self._thread.close()
+
+    async def until_lost(self) -> None:
+        """Wait until the run's directory is removed or replaced, then raise StoreError."""
+        while True:
+            await asyncio.to_thread(self._records.file.refuse_if_lost)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def enter(self, group_id: int, version: int) -> None:
         """Record that a group enters the window, for the first time or again, at `version`."""
@@ -167,6 +183,13 @@ class RunStore:
             self._note_moved(one)
         self._copy()
 
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise disk_error(self.root, error) from None
+
     def _close(self) -> None:
         self.reading.close()
         self._lines.close()
@@ -208,6 +231,12 @@ class RunStore:
     def _note(self, kind: str, detail: str, fields: Mapping[str, Any] | None = None) -> None:
         """Record an event of the store itself, from the writer thread."""
         self._lines.add(EVENTS_FILE, event_line(kind, "", detail, fields))
+
+
+def disk_error(root: Path, error: OSError) -> StoreError:
+    """Return the error of a run whose directory cannot be written."""
+    where = error.filename or root
+    return StoreError(str(where), KIND.purpose, error.strerror or str(error), KIND.repair)
 
 
 def event_line(kind: str, actor: str, detail: str, fields: Mapping[str, Any] | None) -> bytes:

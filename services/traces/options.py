@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from composer_mesh.services.directory.claim import output_path
+
 Action = Literal["list", "show", "export"]
 Format = Literal["parquet", "jsonl"]
 SortKey = Literal["group", "reward", "turns", "tokens", "errors", "version"]
@@ -130,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=FORMATS, default="parquet", help="of export; parquet by default"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where export writes")
+    parser.add_argument("--out", type=output_path, metavar="FOLDER", help="where export writes")
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:

@@ -70,7 +70,7 @@ class ShmSender:
         self._release = weakref.finalize(self, os.close, descriptor)
         os.fchmod(descriptor, 0o600)
         size = SLOTS * self._slot_bytes
-        os.ftruncate(descriptor, size)
+        _allocate(descriptor, size)
         memfd_seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, memfd_seals)
         found = os.fstat(descriptor)
@@ -89,6 +89,16 @@ class ShmSender:
     async def close(self) -> None:
         self._release()
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Allocate all of an anonymous file, so that no write to its memory ends in SIGBUS later."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        why = f"{size} bytes of shared memory cannot be allocated ({error.strerror})"
+        repair = "free memory, or set weights.transport to disk"
+        raise TransportUnavailable("shm", why, repair) from None
 
 
 class ShmReceiver:

@@ -153,3 +153,29 @@ def test_a_run_that_is_being_written_is_neither_moved_nor_shared(tmp_path: Path)
         with pytest.raises(RunDirectoryError, match="wait for it"), claimed(output):
             pass
     assert set_aside(output) == tmp_path / "run.1"
+
+
+@pytest.mark.parametrize("place", ["", "  ", "n" * 300, "a/" * 2000, "é" * 120])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", str(QUICKSTART), "--output"],
+        ["launch", str(QUICKSTART), "--output"],
+        ["ablate", str(QUICKSTART), "--output"],
+        ["replay", "x", "--out"],
+        ["traces", "x", "--out"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_place_that_no_run_can_have_is_refused(
+    command: list[str],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, place])
+    assert "place" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,94 @@
+"""The lock files, pyproject.toml and the Makefile name the same packages."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from repository import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+ENTRY = re.compile(
+    r"^([a-z0-9-]+)==([^ ]+)(?: ; (.*?))? \\\n((?: +--hash=sha256:[0-9a-f]{64}.*\n)+)", re.M
+)
+MACHINES = [
+    {"python_version": python, "python_full_version": f"{python}.5", "sys_platform": system}
+    | {"platform_python_implementation": "CPython", "implementation_name": "cpython"}
+    | {"platform_machine": "x86_64"}
+    for python in ("3.11", "3.12", "3.13")
+    for system in ("linux", "darwin")
+]
+
+
+def locked(name: str, machine: dict[str, str]) -> dict[str, Version]:
+    """The packages that a lock file installs on a machine."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    assert ENTRY.sub("", text) == "", "every line is a pinned package or its hash"
+    return {
+        package: Version(version)
+        for package, version, marker, _ in ENTRY.findall(text)
+        if not marker or Marker(marker).evaluate(machine)
+    }
+
+
+def wanted(*extras: str) -> Iterator[Requirement]:
+    for text in [*PROJECT["dependencies"], *(one for extra in extras for one in EXTRAS[extra])]:
+        if (one := Requirement(text)).name != "torch":
+            yield one
+
+
+@pytest.mark.parametrize(
+    "machine", MACHINES, ids=lambda m: f"{m['sys_platform']}-{m['python_version']}"
+)
+@pytest.mark.parametrize(("name", "extras"), [("run", ()), ("dev", ("dev",))])
+def test_a_lock_file_has_a_fitting_version_of_each_dependency(
+    name: str, extras: tuple[str, ...], machine: dict[str, str]
+) -> None:
+    found = locked(name, machine)
+    for one in wanted(*extras):
+        version = found.get(canonicalize_name(one.name))
+        assert version is not None, f"{one} is not in requirements/{name}.txt: run make lock"
+        assert one.specifier.contains(version), f"{one}, locked is {version}: run make lock"
+
+
+@pytest.mark.parametrize(
+    "machine", MACHINES, ids=lambda m: f"{m['sys_platform']}-{m['python_version']}"
+)
+def test_the_tests_run_with_the_versions_that_runs_have(machine: dict[str, str]) -> None:
+    run, dev = locked("run", machine), locked("dev", machine)
+    assert {package: dev.get(package) for package in run} == run
+
+
+@pytest.mark.parametrize("name", ["run", "dev"])
+def test_a_lock_file_names_no_host(name: str) -> None:
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    assert not re.search(r"://|index-url|find-links|trusted-host", text)
+
+
+def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:
+    extras = [text for texts in EXTRAS.values() for text in texts]
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    for text in [*PROJECT["dependencies"], *extras, *build]:
+        operators = {one.operator for one in Requirement(text).specifier}
+        assert operators in ({"=="}, {">=", "<"}), text
+
+
+def test_templates_are_rendered_by_a_jinja2_whose_sandbox_holds() -> None:
+    (jinja,) = [one for one in wanted() if one.name == "jinja2"]
+    assert not jinja.specifier.contains("3.1.5")
+
+
+def test_the_makefile_installs_the_locked_packages_with_hashes_and_the_same_torch() -> None:
+    (torch,) = [one for one in PROJECT["dependencies"] if one.startswith("torch==")]
+    assert f"install $(TORCH_ARGS) {torch}\n" in MAKEFILE
+    assert "INSTALL_LOCKED := $(PIP) install --require-hashes --no-deps -r\n" in MAKEFILE
+    assert "then $(INSTALL_LOCKED) requirements/run.txt; fi" in MAKEFILE
+    assert "then $(INSTALL_LOCKED) requirements/dev.txt; else" in MAKEFILE
