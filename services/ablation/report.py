@@ -17,7 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.mesh.data_files import MIB, read_bytes, short_reason
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.data_files import MIB, short_reason
 from composer_mesh.services.ablation.figures import (
     INTERVAL,
     Estimate,
@@ -87,7 +88,7 @@ def _outcome(run: PlannedRun, place: Path) -> Outcome:
 def _wall_s(place: Path) -> float | None:
     path = place / SUMMARY_FILE
     try:
-        return _SUMMARY.validate_json(read_bytes(path, MIB)).wall_s
+        return _SUMMARY.validate_json(read_regular(path, MIB)).wall_s
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from composer_mesh.mesh.data_files import read_bytes
+from composer_mesh.configs.regular_files import read_regular
 
 RUNS = Path("runs")
 LOCK_FILE = ".lock"
@@ -88,7 +88,7 @@ def locker(output: Path) -> int | None:
     A link is not followed: it could lead to the lock of another run.
     """
     try:
-        text = read_bytes(output / LOCK_FILE, LONGEST_LOCK, follow=False).strip()
+        text = read_regular(output / LOCK_FILE, LONGEST_LOCK, follow=False).strip()
     except OSError:
         return None
     pid = int(text) if text.isdigit() else 0

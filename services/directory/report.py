@@ -16,7 +16,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.mesh.data_files import parsed_json, read_bytes, short_reason
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.data_files import parsed_json, short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
 
 CHANNELS = ("policy", "sdpo", "replay")
@@ -67,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises RunDirectoryError for a file that cannot be read, or a line that is no JSON object.
     """
     try:
-        lines = read_bytes(path, LONGEST_FILE).split(b"\n")
+        lines = read_regular(path, LONGEST_FILE).split(b"\n")
         return [_object(line) for line in lines[:-1] if line.strip()]
     except FileNotFoundError:
         return []

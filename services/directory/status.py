@@ -16,7 +16,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from composer_mesh.mesh.data_files import MIB, read_bytes
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.data_files import MIB
 from composer_mesh.mesh.machine import NAME, this_host
 from composer_mesh.mesh.processes import is_alive
 
@@ -112,7 +113,7 @@ def write_status(path: Path, status: RunStatus) -> None:
 def read_status(path: Path) -> RunStatus | None:
     """Read the status in a run directory; None if there is none or it is unreadable."""
     try:
-        return _STATUS.validate_json(read_bytes(_file(path), MOST))
+        return _STATUS.validate_json(read_regular(_file(path), MOST))
     except (OSError, ValueError):
         return None
 

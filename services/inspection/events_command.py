@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.mesh.data_files import MIB, UnusableFile, opened, parsed_json
+from composer_mesh.configs.regular_files import UnusableFile, open_regular
+from composer_mesh.mesh.data_files import MIB, parsed_json
 from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable, goes_on, live_run
 from composer_mesh.services.inspection.page import plain_text
 
@@ -55,7 +56,7 @@ class Lines:
     def new(self) -> Iterator[str]:
         """Yield the lines not read yet; all of them again where the file was recreated."""
         try:
-            with opened(self._path) as file:  # anew, because only so NFS shows what is new
+            with open_regular(self._path) as file:  # anew, because only so NFS shows what is new
                 if file.seek(0, os.SEEK_END) < self._read:
                     self._read = 0
                 file.seek(self._read)
@@ -69,7 +70,7 @@ class Lines:
     def rest(self) -> Iterator[str]:
         """All that is left, also a last line without an end."""
         yield from self.new()
-        with suppress(FileNotFoundError), opened(self._path) as file:
+        with suppress(FileNotFoundError), open_regular(self._path) as file:
             file.seek(self._read)
             if part := file.read(LONGEST_LINE):
                 yield part.decode(errors="replace")

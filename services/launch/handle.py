@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from composer_mesh.configs.cluster import ClusterKind
-from composer_mesh.mesh.data_files import MIB, parsed_json, read_bytes, short_reason
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.data_files import MIB, parsed_json, short_reason
 from composer_mesh.services.directory.live import RunUnavailable, commands_for
 from composer_mesh.services.launch.ports import Handle
 from composer_mesh.services.launch.ssh_words import unstorable
@@ -93,7 +94,7 @@ def read_handle(place: Path) -> Handle | None:
     """
     file = place / LAUNCH_FILE
     try:
-        content = read_bytes(file, MIB)
+        content = read_regular(file, MIB)
         if not is_signed(file, content):
             raise HandleNotOurs(
                 f"{file} was not written by composer-mesh launch of this account, so no command "

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.configs.load import Table, read_table, resolve_config
+from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.data_files import MIB, read_bytes
+from composer_mesh.mesh.data_files import MIB
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
 from composer_mesh.services.store.signatures import is_signed
@@ -122,7 +123,7 @@ def _of_run(traces: Origin) -> Table:
 def _own_config(path: Path) -> Table | None:
     """Return the config that a run of this account wrote; None for any other one."""
     try:
-        content = read_bytes(path, LONGEST_CONFIG)
+        content = read_regular(path, LONGEST_CONFIG)
     except OSError:
         return None
     return tomllib.loads(content.decode()) if is_signed(path, content) else None

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from composer_mesh.actors.checkpoints.manifest import to_disk
-from composer_mesh.mesh.data_files import read_bytes, short_reason
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.data_files import short_reason
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.whole_files import write_whole
@@ -155,7 +156,7 @@ def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
     """Read the traces of a group; raise DamagedRecord if its file is missing or modified."""
     path = path_of(root, group_id)
     try:
-        content = read_bytes(path, MOST)
+        content = read_regular(path, MOST)
     except OSError as error:
         raise DamagedRecord(str(path), f"cannot be read: {error.strerror}", REPAIR) from None
     if len(content) != size:

@@ -21,7 +21,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from composer_mesh.mesh.data_files import MIB, UnusableFile, opened, read_bytes
+from composer_mesh.configs.regular_files import UnusableFile, open_regular, read_regular
+from composer_mesh.mesh.data_files import MIB
 from composer_mesh.services.store.whole_files import write_whole
 
 KEY_FILE = "signing.key"
@@ -48,7 +49,7 @@ def sign(path: Path, content: bytes) -> None:
 def is_signed(path: Path, content: bytes) -> bool:
     """Return whether this account's program wrote a file with this content."""
     try:
-        found = read_bytes(signature_file(path), 2 * hashlib.sha256().digest_size)
+        found = read_regular(signature_file(path), 2 * hashlib.sha256().digest_size)
         expected = _signature(_key(create=False), path.name, content)
     except (OSError, RuntimeError):
         return False
@@ -58,7 +59,7 @@ def is_signed(path: Path, content: bytes) -> bool:
 def is_own(path: Path) -> bool:
     """Return whether this account's program wrote a file as it is now."""
     try:
-        return is_signed(path, read_bytes(path, LONGEST))
+        return is_signed(path, read_regular(path, LONGEST))
     except OSError:
         return False
 
@@ -85,7 +86,7 @@ def _key(create: bool) -> bytes:
     path = key_folder() / KEY_FILE
     if create and not path.exists():
         _make_key(path)
-    with opened(path, follow=False) as file:
+    with open_regular(path, follow=False) as file:
         about = os.fstat(file.fileno())
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise UnusableFile(None, "others can use it: remove it", str(path))

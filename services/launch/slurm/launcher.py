@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from composer_mesh.mesh.data_files import read_bytes
+from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.services.inspection.events_command import Lines
 from composer_mesh.services.launch.orders import renamed_log
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
@@ -134,7 +134,7 @@ class SlurmLauncher:
 def _job(handle: Handle) -> str:
     """Return the run's current job id: a job that Slurm would not requeue is resubmitted."""
     try:
-        found = read_bytes(Places(handle.run).job, LONGEST_JOB).strip()
+        found = read_regular(Places(handle.run).job, LONGEST_JOB).strip()
     except OSError:
         return handle.job
     return found.decode() if found.isdigit() else handle.job

@@ -7,22 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.data_files import (
-    UnusableFile,
-    opened,
-    parsed_json,
-    read_bytes,
-    refuse_unusual,
-    short_reason,
-)
+from composer_mesh.configs.regular_files import UnusableFile, open_regular, read_regular
+from composer_mesh.mesh.data_files import parsed_json, refuse_unusual, short_reason
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert read_bytes(path, 5) == b"12345"
-    with pytest.raises(UnusableFile, match="more than 4 bytes"):
-        read_bytes(path, 4)
+    assert read_regular(path, 5) == b"12345"
+    with pytest.raises(UnusableFile, match="at most 4 are read"):
+        read_regular(path, 4)
 
 
 def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -30,17 +24,17 @@ def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(tmp_path: Path)
     with path.open("wb") as file:
         file.truncate(2**41)
     with pytest.raises(UnusableFile, match="the most that is read"):
-        read_bytes(path, 1000)
+        read_regular(path, 1000)
 
 
 def test_what_would_never_end_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name in ("pipe", "link", "."):
-        with pytest.raises(OSError, match="no ordinary file"), opened(tmp_path / name):
+        with pytest.raises(OSError, match="not a regular file"), open_regular(tmp_path / name):
             pass
     for name in ("pipe", "link"):
-        with pytest.raises(UnusableFile, match="no ordinary file"):
+        with pytest.raises(UnusableFile, match="not a regular file"):
             refuse_unusual(tmp_path / name)
     refuse_unusual(tmp_path / "missing")
     refuse_unusual(tmp_path)
@@ -49,9 +43,9 @@ def test_what_would_never_end_is_not_opened(tmp_path: Path) -> None:
 def test_a_link_is_followed_only_where_that_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to("file")
-    assert read_bytes(tmp_path / "link", 9) == b"x"
+    assert read_regular(tmp_path / "link", 9) == b"x"
     with pytest.raises(OSError, match="symbolic links"):
-        read_bytes(tmp_path / "link", 9, follow=False)
+        read_regular(tmp_path / "link", 9, follow=False)
 
 
 @pytest.mark.parametrize(

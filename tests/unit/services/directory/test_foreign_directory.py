@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.data_files import UnusableFile
+from composer_mesh.configs.regular_files import UnusableFile
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed, holder, locker
 from composer_mesh.services.directory.report import read_evaluations, read_metrics
 from composer_mesh.services.directory.status import RunStatus, read_status, write_status

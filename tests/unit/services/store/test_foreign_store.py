@@ -153,7 +153,7 @@ def test_a_pipe_in_place_of_a_database_is_refused(run: Path, suffix: str) -> Non
     path = run / f"run.sqlite{suffix}"
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with pytest.raises(StoreError, match="no ordinary file"):
+    with pytest.raises(StoreError, match="not a regular file"):
         SqliteFile(run / "run.sqlite", KIND, read_only=True)
 
 
