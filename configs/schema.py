@@ -49,7 +49,7 @@ class RunConfig(Section):
     deadline_s: Seconds = 120.0
     """Seconds until an unanswered call to an actor ends the run."""
 
-    import_paths: Annotated[tuple[FilePath, ...], Field(strict=False)] = ()
+    import_paths: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=100)] = ()
     """Folders with modules of your own, such as custom losses: searched after installed packages.
 
     Relative ones are relative to the folder where the command runs."""

@@ -87,9 +87,10 @@ def remove_abandoned(base: Path) -> list[Path]:
 
 
 def _own_folder(environ: MutableMapping[str, str]) -> Path:
-    own = next((one for one in _owned if one.pid == os.getpid()), None)
-    if own is None:
-        own = _make(_base())
+    base = _base()
+    mine = (one for one in _owned if one.pid == os.getpid() and one.folder.parent == base)
+    if (own := next(mine, None)) is None:
+        own = _make(base)
         _owned.append(own)
         atexit.register(_remove, own)
     environ[PRIVATE] = str(own.folder)

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import settings
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK
+from composer_mesh.mesh.private_folder import PRIVATE
 from composer_mesh.rollouts.toolbox import ToolboxTask
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
@@ -49,6 +51,21 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"prompts_per_step": 2, "group_size": 3, "max_lag": 0},
     "eval": {"episodes": 4},
 }
+
+
+@pytest.fixture(autouse=True)
+def temporary_files_stay_where_they_were() -> Iterator[None]:
+    """Undo what the start of a run changes for all files that its process makes from then on."""
+    before = {name: os.environ.get(name) for name in (PRIVATE, UMASK, IMPORT_PATHS, "TMPDIR")}
+    umask = os.umask(0o022)
+    os.umask(umask)
+    yield
+    os.umask(umask)
+    tempfile.tempdir = None
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def test_templates_are_rendered_by_a_jinja2_whose_sandbox_holds() -> None:
 
 def test_the_makefile_installs_the_locked_packages_with_hashes_and_the_same_torch() -> None:
     (torch,) = [one for one in PROJECT["dependencies"] if one.startswith("torch==")]
-    assert f"install $(TORCH_ARGS) {torch}\n" in MAKEFILE
-    assert "INSTALL_LOCKED := $(PIP) install --require-hashes --no-deps -r\n" in MAKEFILE
+    assert f"$(INSTALL) $(TORCH_ARGS) {torch}\n" in MAKEFILE
+    assert "INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r\n" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/run.txt; fi" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/dev.txt; else" in MAKEFILE

@@ -119,7 +119,7 @@ def test_a_function_is_found_by_dots_or_by_a_colon(users_module: str) -> None:
         ("", "it is no import path: write my_module.my_loss or my_module:my_loss"),
         ("clipped", "it is no import path"),
         ("a b.c", "it is no import path"),
-        ("no_such_module.f", "there is no module 'no_such_module': install it, or put its folder"),
+        ("no_such_module.f", "there is no module 'no_such_module': install it, or name its folder"),
         ("a_users_losses.cliped", "'a_users_losses' has no 'cliped': did you mean 'clipped'?"),
         ("a_users_losses.zzz", "'a_users_losses' has no 'zzz': check the spelling"),
         ("a_users_losses.SCALE", "it is of type float: name a function instead"),

@@ -23,7 +23,7 @@ def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(tmp_path: Path)
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(2**41)
-    with pytest.raises(UnusableFile, match="the most that is read"):
+    with pytest.raises(UnusableFile, match="at most 1000 are read"):
         read_regular(path, 1000)
 
 
@@ -31,7 +31,10 @@ def test_what_would_never_end_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name in ("pipe", "link", "."):
-        with pytest.raises(OSError, match="not a regular file"), open_regular(tmp_path / name):
+        with (
+            pytest.raises(OSError, match="not a regular file|Is a directory"),
+            open_regular(tmp_path / name),
+        ):
             pass
     for name in ("pipe", "link"):
         with pytest.raises(UnusableFile, match="not a regular file"):

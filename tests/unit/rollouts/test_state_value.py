@@ -27,7 +27,7 @@ from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 
 SHARES = st.floats(0, 1)
-WEIGHTS = st.floats(0, 1e308)
+WEIGHTS = st.floats(0, 1e12)
 
 
 def trace(success: bool, *errors: tuple[int, str]) -> Trace:

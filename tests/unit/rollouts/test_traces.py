@@ -31,7 +31,10 @@ def turns(draw: st.DrawFn) -> Turn:
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     sites = draw(st.lists(st.builds(ErrorSite, st.integers(0, 3), TEXT, TEXT, st.just({"k": "v"}))))
-    messages: list[Message] = [{"role": "user", "content": draw(TEXT)}, {"tool_calls": []}]
+    messages: list[Message] = [
+        {"role": "user", "content": draw(TEXT)},
+        {"role": "assistant", "tool_calls": []},
+    ]
     return Trace(
         draw(TEXT),
         draw(st.integers(0, 99)),

@@ -76,7 +76,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     world = World(tmp_path)
-    world.watch.opened("tcp", "http://admin", None)
+    world.watch.opened("tcp", "http://127.0.0.1:1", None)
     return world
 
 
@@ -99,7 +99,7 @@ async def test_the_status_has_every_actor_and_how_far_the_run_is(world: World) -
     assert status is not None
     assert [actor.name for actor in status.actors] == ["trainer", "generator-0", "generator-0.2"]
     assert (status.state, status.step, status.steps, status.restarts) == ("running", 3, 20, 2)
-    assert (status.pid, status.admin_url, status.live) == (os.getpid(), "http://admin", True)
+    assert (status.pid, status.admin_url, status.live) == (os.getpid(), "http://127.0.0.1:1", True)
     assert (status.here, status.hostname) == (True, socket.gethostname())
 
 

@@ -15,6 +15,7 @@ from composer_mesh.actors.hint_writer import ONCE, PATIENCE, HintWriterActor
 from composer_mesh.actors.hints.cache import HintCache
 from composer_mesh.actors.hints.hint_service import HintService, open_meter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.services.run.hint_mesh import MeshHintWriter
@@ -66,9 +67,8 @@ async def writer(
         return
     pool = await InProcessHost().serve(ScriptedHintWriter)
     await pool.load(tmp_path / "hints.sqlite", works)
-    yield MeshHintWriter(
-        pool, build_config(sdpo={"alpha": 0.1, "hints": {"writer": "llm", "llm": LLM}})
-    )
+    config = build_config(sdpo={"alpha": 0.1, "hints": {"writer": "llm", "llm": LLM}})
+    yield MeshHintWriter(pool, config, Keys({}))
     await pool.call("aclose")
 
 
