@@ -171,6 +171,12 @@ def _rules(language: str) -> list[str]:
     return cases or list(names)
 
 
+def load_rules() -> None:
+    """Read the rules of all languages, which takes half a second on a busy machine."""
+    for language in ("en", *LANGUAGES):
+        _rules(language)
+
+
 @cache
 def _engine(language: str) -> "RbnfEngine":
     from unicode_rbnf import RbnfEngine  # only where a hint is checked: most processes check none

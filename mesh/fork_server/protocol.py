@@ -17,6 +17,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 SERVER = "COMPOSER_MESH_FORK_SERVER"
 """Path of the socket of the fork server that a process is to be forked from."""
@@ -63,10 +64,13 @@ class ForkRequest:
 def import_signature(environment: Mapping[str, str]) -> str:
     """Name the interpreter and all variables that libraries read on import: 16 hexadecimal digits.
 
-    A process may be forked from a server only if both have the same.
+    A process may be forked from a server only if both have the same, and if both are in the same
+    namespaces and control groups.
     """
     read = {name: environment[name] for name in sorted(environment) if is_read_on_import(name)}
-    text = json.dumps([sys.executable, read])
+    spaces = sorted(str(space.readlink()) for space in Path("/proc/self/ns").glob("*"))
+    groups = [one.read_text() for one in [Path("/proc/self/cgroup")] if one.exists()]
+    text = json.dumps([sys.executable, read, spaces, groups])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.number_words import load_rules
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.episodes.environments import MeshEnvironments
@@ -77,6 +78,8 @@ class RunParts:
 
         From here on teachers are queried about states that they were not queried about before.
         """
+        if self.config.sdpo.alpha:
+            await in_thread(load_rules)  # of number words, which hints must not tell
         # Takes seconds, since near-duplicate filters import their library.
         stream = await in_thread(self._pair_stream)
         loop = asyncio.get_running_loop()

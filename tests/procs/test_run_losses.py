@@ -120,11 +120,6 @@ def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache:
     with launched(tmp_path / "run", policy_cache, settings) as run:
         assert run.wait() == 0, run.stderr
     assert run.stderr == ""
-    assert {path.name for path in folder.glob("*.ran")} == set()
-    assert readable_by_others(run.root) == []
-    logs = {path.name for path in (run.root / "logs").iterdir()}
-    assert logs >= {"monarch-controller.log", "monarch-trainer.log", "monarch-generator-0.log"}
-    assert list(temporary.iterdir()) == []
     steps = run.objects("metrics.jsonl")
     assert [step["sdpo/taid_t"] for step in steps] == [0.4, 0.4]
     for step in steps:

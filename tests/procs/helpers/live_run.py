@@ -143,16 +143,18 @@ class LiveRun:
         return status
 
     def living(self) -> list[int]:
-        """The processes of this run's session that are there, the command among them."""
+        """The processes of this run that are there, the command among them."""
         pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-        return [pid for pid in pids if _session(pid) == self.process.pid and is_alive(pid)]
+        return [pid for pid in pids if self._has(pid) and is_alive(pid)]
 
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return -1
+    def _has(self, pid: int) -> bool:
+        """Whether a process is of the run's session, or forked for it by the tests' own server."""
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0 ")
+            forked = title.startswith("composer-mesh ") and title.endswith(f" {self.process.pid}")
+            return forked or os.getsid(pid) == self.process.pid
+        except (ProcessLookupError, FileNotFoundError):
+            return False
 
 
 @contextmanager
