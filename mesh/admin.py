@@ -169,13 +169,21 @@ async def read_stacks(
 
 async def _stacks(client: httpx.AsyncClient, reference: str) -> dict[str, Any]:
     try:
-        response = await client.get(f"/v1/pyspy/{quote(reference, safe='')}")
+        response = await _answered(client, f"/v1/pyspy/{quote(reference, safe='')}")
         answer: dict[str, Any] = response.raise_for_status().json()
     except httpx.ConnectError as error:
         raise AdminUnreachable(f"{client.base_url} does not answer: has the run ended?") from error
     except (httpx.HTTPError, ValueError) as error:
         return {"Silent": f"{type(error).__name__}: {error}".rstrip(": ")}
     return answer
+
+
+async def _answered(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """Get a path; once more if the server closed the connection without a word."""
+    try:
+        return await client.get(path)
+    except httpx.RemoteProtocolError:
+        return await client.get(path)
 
 
 def open_tui(url: str, tls: TlsFiles | None = None) -> None:

@@ -21,7 +21,9 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,6 +39,7 @@ CREDENTIALS = struct.Struct("3i")
 NOBODY = -1
 ESTABLISHED = "01"
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+READINGS, AGAIN_S = 4, 0.01
 
 ARGUMENTS = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 """Of `accept4`: the listening socket, where to write the peer's address and its length, flags."""
@@ -167,11 +170,13 @@ def as_listed(address: Ip, port: int) -> str:
 def _owner(local: tuple[Ip, int], remote: tuple[Ip, int]) -> int:
     """Return the owner of an open TCP socket of this machine by both its addresses.
 
-    The kernel lists a socket that its process has closed as root's, without an inode.
+    The kernel lists a socket that its process has closed as root's, without an inode. A reading may
+    miss a socket while others come and go, so a socket is missing only if several miss it.
     """
     sought = set(zip(_forms(*local), _forms(*remote), strict=True))
-    for table in TABLES:
-        for line in _lines(table):
+    for attempt in range(READINGS):
+        time.sleep(attempt * AGAIN_S)
+        for line in chain.from_iterable(map(_lines, TABLES)):
             fields = line.split()
             if (fields[1], fields[2]) in sought and fields[3] == ESTABLISHED and int(fields[9]):
                 return int(fields[7])
