@@ -217,6 +217,7 @@ def test_a_command_runs_where_the_controller_is(submit: Submit, tmp_path: Path) 
     command = [
         *SlurmLauncher().reach(job.handle),
         job.handle.python,
+        "-P",
         "-m",
         "composer_mesh",
         "tree",
@@ -230,7 +231,14 @@ def test_a_command_runs_where_the_controller_is(submit: Submit, tmp_path: Path) 
 
 def test_a_job_that_does_not_run_cannot_be_reached_and_says_so(submit: Submit) -> None:
     job = submit(options=["--hold"])
-    command = [*SlurmLauncher().reach(job.handle), job.handle.python, "-m", "composer_mesh", "tree"]
+    command = [
+        *SlurmLauncher().reach(job.handle),
+        job.handle.python,
+        "-P",
+        "-m",
+        "composer_mesh",
+        "tree",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 75
     assert f"job {job.handle.job} is PENDING" in done.stderr

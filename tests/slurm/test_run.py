@@ -121,6 +121,7 @@ def test_the_quickstart_passes_as_a_job_and_is_seen_from_outside(
     command = [
         *SlurmLauncher().reach(handle),
         handle.python,
+        "-P",
         "-m",
         "composer_mesh",
         "tree",
