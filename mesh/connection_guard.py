@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from composer_mesh.mesh.imported_functions import function_slots, write_slot
+from composer_mesh.mesh.peer_user import ROOT_USER, peer_user
 
 Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-ROOT_USER = 0
 SUCCESSOR = "tcgetpgrp"
 """A function of libc that takes a socket and fails: connections are refused while Python ends."""
-CREDENTIALS = struct.Struct("3i")
-"""`struct ucred` of Linux: pid, uid, gid."""
 NOBODY = -1
 ESTABLISHED = "01"
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -143,8 +141,7 @@ def user_of(connection: int) -> int | None:
     """
     with socket.socket(fileno=os.dup(connection)) as end:
         if end.family == socket.AF_UNIX:
-            found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            return int(CREDENTIALS.unpack(found)[1])
+            return peer_user(end)
         try:
             there, here = end.getpeername(), end.getsockname()
         except OSError:

@@ -32,11 +32,11 @@ from composer_mesh.mesh.fork_server.protocol import (
     SERVER,
     ForkRefused,
     ForkRequest,
-    is_own_user,
     receive_request,
 )
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
+from composer_mesh.mesh.peer_user import is_own_user
 from composer_mesh.mesh.processes import exit_in_words
 
 REQUEST_S = 10.0

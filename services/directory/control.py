@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from composer_mesh.mesh.background import BackgroundTasks, Failed, told_to_loop
 from composer_mesh.mesh.data_files import parsed_json
+from composer_mesh.mesh.peer_user import peer_user
 from composer_mesh.services.directory.live import RunUnavailable
 
 CONTROL_FILE = "control.sock"
@@ -123,8 +124,7 @@ async def ask(run: Path, command: str, **arguments: Any) -> Any:
 def _refuse_another_user(run: Path, writer: asyncio.StreamWriter) -> None:
     """Raise RunUnavailable if the socket is served by another user than this one."""
     connected: socket.socket = writer.get_extra_info("socket")
-    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    _, uid, _ = CREDENTIALS.unpack(found)
+    uid = peer_user(connected)
     if uid != os.geteuid():
         raise RunUnavailable(
             f"the controller of {run} belongs to user {uid}, whose runs take no commands of yours: "
