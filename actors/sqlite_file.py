@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_mesh.mesh.data_files import MIB, refuse_unusual
+from composer_mesh.mesh.untrusted_json import MIB, refuse_unusual
 
 BUSY_S = 30.0
 """Seconds a process waits for others' transactions; each lasts milliseconds."""

@@ -7,7 +7,7 @@ import socket
 import struct
 
 ROOT_USER = 0
-CREDENTIALS = struct.Struct("3i")
+CREDENTIALS = struct.Struct("iII")
 """`struct ucred` of Linux: pid, uid, gid."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.mesh.data_files import MIB, read_json
+from composer_mesh.mesh.untrusted_json import MIB, read_json
 
 ROSTER = "hosts"
 """Folder in a run's directory in which its workers announce themselves."""

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.mesh.data_files import MIB, short_reason
+from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.ablation.figures import (
     INTERVAL,
     Estimate,

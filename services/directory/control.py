@@ -14,22 +14,19 @@ import contextlib
 import json
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from composer_mesh.mesh.background import BackgroundTasks, Failed, told_to_loop
-from composer_mesh.mesh.data_files import parsed_json
 from composer_mesh.mesh.peer_user import peer_user
+from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.services.directory.live import RunUnavailable
 
 CONTROL_FILE = "control.sock"
 LONGEST_ADDRESS = 100
 """Path length in bytes that every system allows for a socket; Linux and macOS allow a few more."""
 
-CREDENTIALS = struct.Struct("iII")
-"""Process, user and group of a socket's other end."""
 
 Command = Callable[..., Awaitable[Any]]
 

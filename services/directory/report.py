@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.mesh.data_files import parsed_json, short_reason
+from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
 
 CHANNELS = ("policy", "sdpo", "replay")

@@ -17,9 +17,9 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.mesh.data_files import MIB
 from composer_mesh.mesh.machine import NAME, this_host
 from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.untrusted_json import MIB
 
 STATUS_FILE = "status.json"
 MOST = 16 * MIB

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.mesh.data_files import MIB, parsed_json, short_reason
+from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
 from composer_mesh.services.directory.live import RunUnavailable, commands_for
 from composer_mesh.services.launch.ports import Handle
 from composer_mesh.services.launch.ssh_words import unstorable

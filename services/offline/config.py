@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.data_files import MIB
+from composer_mesh.mesh.untrusted_json import MIB
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
 from composer_mesh.services.store.signatures import is_signed

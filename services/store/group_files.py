@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 
 from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.mesh.data_files import short_reason
+from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.whole_files import write_whole

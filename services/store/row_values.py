@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from composer_mesh.mesh.data_files import parsed_json, short_reason
+from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.rows import (

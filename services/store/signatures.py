@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from composer_mesh.configs.regular_files import UnusableFile, open_regular, read_regular
-from composer_mesh.mesh.data_files import MIB
+from composer_mesh.mesh.untrusted_json import MIB
 from composer_mesh.services.store.whole_files import write_whole
 
 KEY_FILE = "signing.key"

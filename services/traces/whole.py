@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.data_files import short_reason
+from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.hint_sources import Hint, Place, Written
 from composer_mesh.rollouts.pairs import pair_from_json

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.configs.regular_files import UnusableFile, open_regular, read_regular
-from composer_mesh.mesh.data_files import parsed_json, refuse_unusual, short_reason
+from composer_mesh.mesh.untrusted_json import parsed_json, refuse_unusual, short_reason
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
