@@ -10,6 +10,7 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.call_stream import current_caller
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Episode, Session, StepResult, Task
 from composer_mesh.rollouts.traces import Message
@@ -22,7 +23,7 @@ class UnknownSession(KeyError):
 class EnvironmentActor(MeshActor):
     """One process with many sessions.
 
-    controller -- action text --> EnvironmentActor -- messages, reward, error site --> controller
+    rollouts -- action text --> EnvironmentActor -- messages, reward, error site --> rollouts
 
     The task runs in threads, one call per session at a time, so the actor stays responsive.
     """
@@ -31,6 +32,7 @@ class EnvironmentActor(MeshActor):
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._callers: dict[str, str] = {}
 
     @concurrent_endpoint
     async def load(self, config: Config) -> None:
@@ -42,6 +44,7 @@ class EnvironmentActor(MeshActor):
         """Open a new session; return the initial messages."""
         session = await asyncio.to_thread(self._task.session, episode)
         self._sessions[session_id] = session
+        self._callers[session_id] = current_caller.get()
         self._count()
         return session.messages
 
@@ -67,8 +70,19 @@ class EnvironmentActor(MeshActor):
         """Drop an abandoned session; does nothing if it is not open."""
         self._drop(session_id)
 
+    @concurrent_endpoint
+    async def hang_up(self, caller: str) -> None:
+        """Drop the sessions of a caller that is dead. Waits for its calls under way."""
+        await self.end_calls(caller)
+        for session_id in [name for name, one in self._callers.items() if one == caller]:
+            self._drop(session_id)
+
+    def in_use(self) -> int:
+        return len(self._sessions)
+
     def _drop(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
+        self._callers.pop(session_id, None)
         self._count()
 
     def _session(self, session_id: str) -> Session:

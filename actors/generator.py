@@ -12,6 +12,7 @@ from monarch.actor import concurrent_endpoint, context
 
 from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread
+from composer_mesh.actors.engines.rounds import Rounds
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.weights.handle import WeightsHandle
@@ -25,7 +26,7 @@ CLOSE_S = 2.0
 class GeneratorActor(MeshActor):
     """One process with an engine.
 
-    controller -- prompt ids --> GeneratorActor -- ids, log-probs, versions --> controller
+    rollouts -- prompt ids --> GeneratorActor -- ids, log-probs, versions --> rollouts
     trainer == weights by RDMA ==> GeneratorActor
     """
 
@@ -35,6 +36,7 @@ class GeneratorActor(MeshActor):
         self._thread = EngineThread()
         self._pulls = asyncio.Lock()
         self._loop: EngineLoop | None = None
+        self._rounds = Rounds(self._ask)
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
@@ -56,6 +58,22 @@ class GeneratorActor(MeshActor):
         The same batch on an idle generator gives bit-identical results.
         """
         return await asyncio.gather(*[self._ask(request) for request in requests])
+
+    @concurrent_endpoint
+    async def generate_round(
+        self, number: int, size: int, requests: list[GenerationRequest]
+    ) -> list[GenerationResult]:
+        """Sample one caller's share of a closed batch of `size` requests, as `generate_many` does.
+
+        Waits until all shares have arrived, or `close_round`.
+        """
+        asked = await self._rounds.share(number, size, requests)
+        return await asyncio.gather(*asked)
+
+    @concurrent_endpoint
+    async def close_round(self, number: int) -> None:
+        """Wait no longer for shares of a closed batch: one of its callers is dead."""
+        self._rounds.close(number)
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:

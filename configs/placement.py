@@ -111,6 +111,9 @@ class PlacementConfig(Section):
     environment: PlaceConfig = Field(default_factory=PlaceConfig)
     """Each environment actor."""
 
+    rollouts: PlaceConfig = Field(default_factory=PlaceConfig)
+    """Each rollout worker."""
+
     sdpo_teacher: GpuPlaceConfig = Field(default_factory=GpuPlaceConfig)
     """Each SDPO teacher."""
 

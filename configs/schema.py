@@ -26,6 +26,7 @@ from composer_mesh.configs.losses import GrpoLoss, LossConfig
 from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.configs.rollouts import EPISODES_PER_WORKER, MOST_WORKERS, RolloutsConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.configs.trainer import TrainerConfig
@@ -151,6 +152,9 @@ class Config(Section):
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     """The actors that step episodes."""
 
+    rollouts: RolloutsConfig = Field(default_factory=RolloutsConfig)
+    """The actors that play episodes."""
+
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     """The model that is trained."""
 
@@ -195,6 +199,16 @@ class Config(Section):
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
+
+    @property
+    def rollout_workers(self) -> int:
+        """Number of rollout workers."""
+        if self.rollouts.workers is not None:
+            return self.rollouts.workers
+        schedule = self.schedule
+        training = schedule.prompts_per_step * schedule.group_size * (schedule.max_lag + 1)
+        in_flight = max(training, self.eval.episodes)
+        return min(MOST_WORKERS, -(-in_flight // EPISODES_PER_WORKER))
 
     @property
     def pairs_wait(self) -> bool:

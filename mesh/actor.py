@@ -5,12 +5,17 @@ Independent of the kind of actor; needs no constructor.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
+from functools import partial
 from typing import Any, ClassVar
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch._src.actor.endpoint import EndpointProperty
+from monarch.actor import Actor, Port, concurrent_endpoint
 
+from composer_mesh.mesh.batches import Item
+from composer_mesh.mesh.call_stream import Endpoint, StreamServer
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.processes import resident_bytes
@@ -28,6 +33,7 @@ class MeshActor(Actor):
     kind: ClassVar[str] = "actor"
     activity: str = "idle"
     policy_version: int | None = None
+    _streams: StreamServer | None = None
 
     @concurrent_endpoint
     async def describe(self) -> dict[str, Any]:
@@ -43,12 +49,42 @@ class MeshActor(Actor):
             "cpu_seconds": time.process_time(),
             "policy_version": self.policy_version,
             "activity": self.activity,
+            "in_use": self.in_use(),
             **self.details(),
         }
+
+    @concurrent_endpoint
+    async def serve_calls(self, caller: str, items: list[Item], answers: Port[list[Item]]) -> None:
+        """Start the calls of one message of a `CallStream`; they are answered to `answers`."""
+        if self._streams is None:
+            self._streams = StreamServer(partial(own_endpoint, self))
+        self._streams.take(caller, items, answers.send)
+
+    @concurrent_endpoint
+    async def hang_up(self, caller: str) -> None:
+        """Drop everything of a caller that is dead. Waits until its calls have ended."""
+        await self.end_calls(caller)
+
+    async def end_calls(self, caller: str) -> None:
+        """Cancel the calls of a caller's `CallStream`. Waits until they have ended."""
+        if self._streams is not None:
+            await self._streams.hang_up(caller)
+
+    def in_use(self) -> int:
+        """Return how many calls and sessions of others would be lost with this actor."""
+        return 0 if self._streams is None else self._streams.running
 
     def details(self) -> dict[str, Any]:
         """Return a subclass's additions to `describe`: JSON-serializable values."""
         return {}
+
+
+def own_endpoint(actor: MeshActor, name: str) -> Endpoint:
+    """Return an actor's endpoint as the coroutine function that its class defines."""
+    found = getattr(type(actor), name, None)
+    if not isinstance(found, EndpointProperty):
+        raise AttributeError(f"{type(actor).__name__} has no endpoint {name!r}")
+    return partial(inspect.unwrap(found._method), actor)
 
 
 def monarch_name(name: str) -> str:

@@ -4,6 +4,7 @@
     ├── ActorDied          the actor or its process is gone
     ├── DeadlineExceeded   no answer in time; the actor may still be working
     ├── HostLost           the host can start nothing any more
+    ├── SessionLost        the actor of a session is gone, and the session's state with it
     └── RemoteError        the endpoint raised something that could not be sent
 
 An endpoint's own exception arrives unmodified, with a `RemoteError` as its cause. This module
@@ -83,6 +84,23 @@ class HostLost(MeshError):
 
     def __str__(self) -> str:
         return f"host {self.host} cannot be used: {self.reason}"
+
+
+class SessionLost(MeshError):
+    """A session's state was lost with its actor, `in_call` where it died under one of its calls."""
+
+    def __init__(self, session: str, replica: str, reason: str, in_call: bool = False) -> None:
+        super().__init__(session, replica, reason, in_call)
+        self.session = session
+        self.replica = replica
+        self.reason = reason
+        self.in_call = in_call
+
+    def __str__(self) -> str:
+        return (
+            f"session {self.session!r} was lost with {self.replica}: {self.reason}: "
+            "begin it again in a new session, or open it with movable=True"
+        )
 
 
 class RemoteError(MeshError):

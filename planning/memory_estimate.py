@@ -58,7 +58,8 @@ def memory_of(kind: str, config: Config, sizes: ModelSizes | None, number: int =
     """
     on_gpu = config.placement.gpus(kind) > 0
     if kind != "trainer" and kind not in _MODELS:
-        return Memory((Part("process", LIGHT_PROCESS),))
+        tokenizes = kind == "rollouts"
+        return Memory((Part("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS),))
     if sizes is None:
         base = Part("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
         return Memory((base,), (Part("CUDA", CUDA_CONTEXT),) if on_gpu else ())

@@ -15,6 +15,7 @@ ActorKind = Literal[
     "trainer",
     "generator",
     "environment",
+    "rollouts",
     "sdpo_teacher",
     "hint_writer",
     "teacher_replay",
@@ -124,6 +125,12 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
             "environment",
             f"steps {config.data.kind} episodes, verifies answers, finds error sites",
             replicas=config.environment.replicas,
+            threads=1,
+        ),
+        ActorRow(
+            "rollouts",
+            "plays episodes between generators and environments",
+            replicas=config.rollout_workers,
             threads=1,
         ),
     )

@@ -24,7 +24,7 @@ class GenerationRequest:
 class GenerationResult:
     """Sampled ids with a log-prob (nats) and a policy version for each id.
 
-    The stop token, if sampled, is the last id.
+    The stop token, if sampled, is the last id. `cached_tokens` of the prompt were not computed.
     """
 
     request_id: str
@@ -32,3 +32,4 @@ class GenerationResult:
     logprobs: list[float]
     versions: list[int]
     stop_reason: StopReason
+    cached_tokens: int = 0

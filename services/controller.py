@@ -117,6 +117,7 @@ class Controller:
         finally:
             self.stopping.take_down()
             await self._groups.close()
+            await self.ports.rollouts.close()
             if self.ports.replay is not None:
                 await self.ports.replay.close()
             await self.stopping.close()
@@ -196,7 +197,7 @@ class Controller:
             return planned
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
-        figures = self.ports.rollouts.retries.figures()
+        figures = self.ports.rollouts.figures()
         # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
         compose = partial(self.step_builder.compose, step, groups, taken, figures)
         composed, manifest = await self.ports.in_thread(compose)

@@ -11,6 +11,7 @@ actor's endpoints do.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from itertools import count
@@ -23,6 +24,7 @@ from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
 from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
 from composer_mesh.services.pool.endpoints import Endpoints, default_name
+from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec, unheard
@@ -59,6 +61,27 @@ class Service(Endpoints):
     def replicas(self) -> list[Replica]:
         """The replicas that should serve, also dead ones; `on` takes their indexes."""
         return self._members.members
+
+    def members(self) -> list[Replica]:
+        """Return the replicas that have a process or will have one, by slot, leaving ones last."""
+        return self._members.everyone
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether a call can expect a replica, now or once one has started."""
+        return self._members.router.hopeful
+
+    def last_death(self) -> NoReplicaLeft:
+        """Return the error with the reason why no replica is left."""
+        return self._members.last_death()
+
+    def reason(self, name: str) -> str:
+        """Return why a replica is gone."""
+        return self._members.reasons.get(name, "it was stopped")
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a replica starts or stops serving."""
+        self._members.dispatch.on_change(changed)
 
     @property
     def waiting(self) -> int:

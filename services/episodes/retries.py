@@ -18,12 +18,12 @@ from typing import Any
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
-from composer_mesh.mesh.supervision import MeshError, Recorder
+from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.episodes.paced_events import PacedEvents
-from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed, SessionLost
+from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed
 
 LOST = "lost process"
 """Key of a failure in which an actor died or was unresponsive during one of the attempt's calls."""
@@ -237,7 +237,7 @@ def key_of(error: Exception, session: str) -> str | None:
     A session lost between two calls is not the attempt's fault. One lost during a call may have
     been caused by it, whatever process was called.
     """
-    if isinstance(error, SessionLost) and error.__cause__ is None:
+    if isinstance(error, SessionLost) and not error.in_call:
         return None
     if classify(error) is FailureClass.INFRASTRUCTURE:
         return LOST

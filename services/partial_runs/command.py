@@ -18,10 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from composer_mesh.actors.models.chat import open_chat
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.inspection.view import RunView
@@ -34,7 +36,6 @@ from composer_mesh.services.partial_runs.train_from_traces import (
 )
 from composer_mesh.services.replay.parts import make_late_rewards
 from composer_mesh.services.run.assembly import FAILED, Run
-from composer_mesh.services.run.chat import chat_of
 from composer_mesh.services.run.mesh import Half, RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.resume_loader import Past
@@ -86,7 +87,8 @@ class PartialRun(Run, ABC):
         self.view.phase("preparing the policy")
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
-        async with chat_of(self.config, folder, task) as chat:
+        async with open_chat(self.config, folder, task.tools) as chat:
+            await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
             self.view.phase("loading the policy")
             await mesh.load(folder, task, self.store.root)
             await self._work(mesh, task, chat)

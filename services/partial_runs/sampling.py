@@ -57,6 +57,7 @@ class RolloutsOnly:
             await self._run()
         finally:
             await self._groups.close()
+            await self._rollouts.close()
 
     @property
     def total(self) -> Sampled:

@@ -112,6 +112,7 @@ class Dispatch:
         self.retried = 0
         self._service, self._router, self._lose = service, router, lose
         self._waiters: dict[Ticket[Replica], asyncio.Future[Replica | None]] = {}
+        self._on_change: list[Callable[[], None]] = []
 
     async def call(self, call: Call, rules: CallRules, route: Route) -> Any:
         """Make a call, with retries on other replicas. Waits for its turn and its answer."""
@@ -154,6 +155,12 @@ class Dispatch:
         """Reassign capacity after a change of replicas; wake calls that none can serve."""
         self._grant(None)
         self._wake(self._router.orphans())
+        for changed in self._on_change:
+            changed()
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Call `changed` after each change of replicas."""
+        self._on_change.append(changed)
 
     def close(self) -> None:
         """Refuse every call from now on, including those that wait."""

@@ -3,8 +3,9 @@
     MeshError
     ├── ServiceBusy     the queue is full; the call reached no replica
     ├── NoReplicaLeft   all replicas are gone and none is starting: an ActorDied, of the last one
-    ├── ServiceClosed   the service is closed, or was closed while the call waited or ran
-    └── SessionLost     the replica of a session is gone, and the session's state with it
+    └── ServiceClosed   the service is closed, or was closed while the call waited or ran
+
+`mesh.supervision` has those of the actors themselves, such as `SessionLost`.
 
 The death of a replica whose call may not be retried elsewhere stays an `ActorDied`.
 """
@@ -43,20 +44,4 @@ class ServiceClosed(MeshError):
         return (
             f"{self.service} is closed and runs no calls: spawn it anew, "
             "or close it with a drain_s that its calls need"
-        )
-
-
-class SessionLost(MeshError):
-    """A session's state was lost with its replica."""
-
-    def __init__(self, session: str, replica: str, reason: str) -> None:
-        super().__init__(session, replica, reason)
-        self.session = session
-        self.replica = replica
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return (
-            f"session {self.session!r} was lost with {self.replica}: {self.reason}: "
-            "begin it again in a new session, or open it with movable=True"
         )

@@ -38,6 +38,8 @@ class Membership:
         self.members: list[Replica] = []
         self.coming: list[Replica] = []
         self.leaving: list[Replica] = []
+        self.reasons: dict[str, str] = {}
+        """Why replicas that are gone are gone, by name."""
         self._spec = spec
         self._names = Names(spec.name, spec.numbered, spec.stable_names)
         self._setups = Setups()
@@ -300,6 +302,7 @@ class Membership:
         await self._spec.stop(replica)
 
     def _depart(self, replica: Replica) -> None:
+        self.reasons[replica.name] = replica.reason
         self.router.targets = [target for target in self.router.targets if target is not replica]
         replica.stirred.set()
         self.dispatch.changed()

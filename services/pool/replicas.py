@@ -16,7 +16,7 @@ from composer_mesh.mesh.background import Failed, told_to_loop
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
-from composer_mesh.mesh.supervision import FaultPolicy, Recorder
+from composer_mesh.mesh.supervision import FaultPolicy, MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.restarts import RestartRules
@@ -72,15 +72,34 @@ class Replica(RoutingTarget):
         return await (asking if call.source is None else while_alive(call.source, asking))
 
     async def drained(self, drain_s: float, sessions: bool = True) -> bool:
-        """Wait until no call or session is left, at most `drain_s`; return False on timeout."""
+        """Wait until no call or session is left, at most `drain_s`; return False on timeout.
+
+        Those that other actors have there count too.
+        """
         try:
             async with asyncio.timeout(drain_s):
                 while self.serving and (self.outstanding or (sessions and self.tied)):
                     self.stirred.clear()
                     await self.stirred.wait()
+                if sessions:
+                    await self._left_by_others()
         except TimeoutError:
             return False
         return True
+
+    async def _left_by_others(self) -> None:
+        while self.serving and await self._in_use():
+            await asyncio.sleep(IN_USE_EVERY_S)
+
+    async def _in_use(self) -> bool:
+        """Whether other actors than the service's own callers use it; False for one that died."""
+        if self.actor is None:
+            return False
+        try:
+            about: dict[str, Any] = await self.actor.call("describe")
+        except MeshError:
+            return False
+        return bool(about["in_use"])
 
     async def abandon_calls(self) -> None:
         """Cancel the calls in flight; their callers are notified."""
@@ -105,6 +124,9 @@ class Replica(RoutingTarget):
 def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
     """A recorder that discards everything."""
 
+
+IN_USE_EVERY_S = 0.1
+"""Seconds between two questions to a draining replica whether others still use it."""
 
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 """Environment variables of every process of a service, or a function of the slot."""

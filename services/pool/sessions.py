@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.supervision import ActorDied, MeshError
+from composer_mesh.mesh.supervision import ActorDied, MeshError, SessionLost
 from composer_mesh.services.pool.dispatch import CallRules, gone
 from composer_mesh.services.pool.endpoints import Endpoints
-from composer_mesh.services.pool.errors import SessionLost
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.replicas import Call, Replica
 
@@ -86,7 +85,7 @@ class Session(Endpoints):
         if self._home is None or (self.movable and not self._home.open):
             self._move(self._found())
         elif not self._home.serving:
-            raise self.lost(gone(self._home))
+            raise self._lost(gone(self._home), in_call=False)
         return self._home
 
     def takes(self, replica: Replica) -> bool:
@@ -96,8 +95,11 @@ class Session(Endpoints):
         return replica is self._home
 
     def lost(self, died: ActorDied) -> MeshError:
-        """Return the error for the caller when the replica was lost."""
-        return died if self.movable else SessionLost(self.name, died.actor, died.reason)
+        """Return the error for the caller when the replica was lost under its call."""
+        return self._lost(died, in_call=True)
+
+    def _lost(self, died: ActorDied, in_call: bool) -> MeshError:
+        return died if self.movable else SessionLost(self.name, died.actor, died.reason, in_call)
 
     def _found(self) -> Replica | None:
         """Return a replica for the session; None while all are being replaced."""

@@ -21,6 +21,7 @@ from composer_mesh.actors.checkpoints.folder import (
     EarlierCheckpoint,
     UnreadableCheckpoint,
 )
+from composer_mesh.actors.models.chat import open_chat
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
@@ -35,6 +36,7 @@ from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Task
@@ -46,7 +48,6 @@ from composer_mesh.services.directory.resume import whence
 from composer_mesh.services.inspection.actor_names import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
-from composer_mesh.services.run.chat import chat_of
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
@@ -308,7 +309,8 @@ class Run:
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
-        async with chat_of(self.config, folder, task) as chat:
+        async with open_chat(self.config, folder, task.tools) as chat:
+            await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
             await self._train_from(mesh, folder, task, chat, heldout)
 
     async def _train_from(

@@ -51,7 +51,7 @@ class RunMesh:
     host: MeshHost
     half: Half
     trainers: TrainerRanks
-    sampling: tuple[Service, Service] | None
+    sampling: tuple[Service, Service, Service] | None
     teachers: SdpoTeachers | None
     replay: Service | None
     reference: Service | None
@@ -64,15 +64,20 @@ class RunMesh:
     @property
     def generators(self) -> Service:
         """The pool of generators; raises NotStarted in a run without them."""
-        return self._rollouts[0]
+        return self._sampling[0]
 
     @property
     def environments(self) -> Service:
         """The pool of environments; raises NotStarted in a run without them."""
-        return self._rollouts[1]
+        return self._sampling[1]
 
     @property
-    def _rollouts(self) -> tuple[Service, Service]:
+    def rollouts(self) -> Service:
+        """The pool of rollout workers; raises NotStarted in a run without them."""
+        return self._sampling[2]
+
+    @property
+    def _sampling(self) -> tuple[Service, Service, Service]:
         if self.sampling is None:
             raise NotStarted("this run has no generators: it trains stored rollouts")
         return self.sampling
@@ -102,10 +107,10 @@ class RunMesh:
         trainers = TrainerRanks(config, host, placements.taker("trainer"))
         samples, trains, whole = half != "training", half != "sampling", half == "both"
         own_teachers = trains and config.sdpo.has_own_actors
-        _, generators, environments, replay, reference, _, experts, hints = await together(
+        sampling = together(start.generators(), start.environments(), start.rollouts())
+        _, sampled, replay, reference, _, experts, hints = await together(
             trainers.start(),
-            _if(samples, start.generators()),
-            _if(samples, start.environments()),
+            _if(samples, sampling),
             _if(whole and config.replay.on, start.teachers()),
             _if(whole and config.replay.needs_reference, start.one("reference", ReferenceActor)),
             _if(own_teachers, teachers.start()),
@@ -113,7 +118,7 @@ class RunMesh:
             _if(whole and config.asks_for_hints, start.hint_writer(words)),
         )
         own = teachers if own_teachers else None
-        ring = (trainers, (generators, environments) if samples else None)
+        ring = (trainers, None if sampled is None else tuple(sampled))
         return cls(config, host, half, *ring, own, replay, reference, experts, hints, keys, token)
 
     async def prepare(self) -> Path:
@@ -139,6 +144,7 @@ class RunMesh:
             loads.append(self.trainers.load(folder, checkpoint))
         if self.sampling is not None:
             loads += [self.generators.load(config, folder), self.environments.load(config)]
+            loads.append(self.rollouts.load(config, folder, task.tools))
         if self.teachers is not None:
             loads.append(self.teachers.load(folder))
         if self.reference is not None:
@@ -150,10 +156,11 @@ class RunMesh:
     def pools(self) -> dict[str, Service]:
         """The run's services by actor kind."""
         hints = None if self.hints is None else self.hints.pool
-        generators, environments = self.sampling or (None, None)
+        generators, environments, rollouts = self.sampling or (None, None, None)
         pools = {
             "generator": generators,
             "environment": environments,
+            "rollouts": rollouts,
             "teacher_replay": self.replay,
             "reference": self.reference,
             "expert_server": self.experts,

@@ -13,10 +13,9 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.number_words import load_rules
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.episodes.environments import MeshEnvironments
-from composer_mesh.services.episodes.generation import LockstepGeneration, PooledGeneration
 from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
+from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
 from composer_mesh.services.run.mesh import RunMesh
@@ -122,12 +121,12 @@ class RunParts:
 
     def rollouts(self, past: Past) -> Rollouts:
         """Return the rollout sampler with the failures of earlier processes of the run."""
+        mesh = self.mesh
+        pools = RolloutPools(mesh.rollouts, mesh.generators, mesh.environments)
         closed = self.config.schedule.max_lag == 0
-        generation: Any = LockstepGeneration if closed else PooledGeneration
         retries = Retries(self.config.supervision, self.store.add_poisoned, self.event)
         retries.know(past.poisoned, past.sizes, self.config.schedule.group_size)
-        environments = MeshEnvironments(self.mesh.environments, self.event)
-        return Rollouts(generation(self.mesh.generators), environments, self.chat, retries)
+        return Rollouts(RolloutWorkers(pools, self.event, lockstep=closed), retries)
 
     def _pair_stream(self) -> PairStream | None:
         mesh, waiting = self.mesh, self.store.reading.waiting_pairs

@@ -10,6 +10,7 @@ from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
@@ -53,6 +54,11 @@ class Pools:
         """Start the environments; an episode attempt is lost with its replica."""
         count = self.config.environment.replicas
         return await self._pool("environment", EnvironmentActor, count, max_outstanding=ALL_AT_ONCE)
+
+    async def rollouts(self) -> Service:
+        """Start the actors that play episodes; the attempts of one are lost with it."""
+        count = self.config.rollout_workers
+        return await self._pool("rollouts", RolloutActor, count, max_outstanding=ALL_AT_ONCE)
 
     async def teachers(self) -> Service:
         """Start the interchangeable teacher-replay actors."""

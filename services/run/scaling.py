@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from composer_mesh.services.directory.control import ControlRefused
 
-SCALABLE = ("generator", "environment", "teacher_replay")
+SCALABLE = ("generator", "environment", "rollouts", "teacher_replay")
 FIXED = {
     "trainer": "its ranks share every step's samples: set trainer.ranks before a run",
     "sdpo_teacher": "a step's signals are divided among them before it begins: set sdpo.replicas "

@@ -13,9 +13,10 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace
-from composer_mesh.services.episodes.rollout import Rollouts, Sampling
+from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.schedule.resume_state import StoredGroup
 from composer_mesh.services.schedule.step_builder import Group

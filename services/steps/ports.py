@@ -5,35 +5,28 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from composer_mesh.rollouts.batches import PairSample, StepBatch
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 from composer_mesh.rollouts.poison import PoisonedInput
-from composer_mesh.rollouts.tasks import Episode, StepResult
-from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import Evaluation
 
 MayTrain = Callable[[], None]
 
 
-class Generation(Protocol):
-    """Samples tokens. An episode is announced before it runs, so that batches can be closed."""
+class Player(Protocol):
+    """Plays samples of episodes, each attempt in an environment session of its own.
 
-    def episode(self) -> AbstractContextManager[None]: ...
+    Samples are announced together before any of them is played: where batches are closed, one waits
+    for a request of every announced sample whose context is not left yet.
+    """
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult: ...
+    def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]: ...
 
+    async def play(self, sample: Sample, session: str) -> Played: ...
 
-class Environments(Protocol):
-    """Steps episodes, each in a session that is started, and then finished or abandoned."""
-
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]: ...
-
-    async def step(self, session_id: str, text: str) -> StepResult: ...
-
-    async def finish(self, session_id: str) -> list[Message]: ...
-
-    def abandon(self, session_id: str) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Teachers(Protocol):

@@ -15,9 +15,9 @@ from echo_actors import Bad, EchoActor
 
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Supervisor
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost, Supervisor
 from composer_mesh.services import service
-from composer_mesh.services.pool.errors import ServiceClosed, SessionLost
+from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.pool.replicas import Replica
 
 Events = list[tuple[str, str, str]]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from fake_store import Broken, FakeStore
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -30,7 +30,6 @@ from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
-from composer_mesh.services.pool.errors import SessionLost
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_pair_stream
 from composer_mesh.services.schedule.resume_state import ResumeState
@@ -184,7 +183,7 @@ class World(FakeStore):
         try:
             return self._lives(session_id)
         except SessionLost as lost:
-            raise lost from ActorDied(lost.replica, lost.reason)
+            raise SessionLost(session_id, lost.replica, lost.reason, True) from lost
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
         self.done.append(("asked", state.state_id.rpartition("/")[0]))

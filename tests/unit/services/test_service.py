@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 from fake_host import FakeHost, ask, serve, turns
 
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, FaultPolicy, RemoteError
-from composer_mesh.services.pool.errors import ServiceBusy, ServiceClosed, SessionLost
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    DeadlineExceeded,
+    FaultPolicy,
+    RemoteError,
+    SessionLost,
+)
+from composer_mesh.services.pool.errors import ServiceBusy, ServiceClosed
 from composer_mesh.services.service import ATTEMPTS, Service
 
 

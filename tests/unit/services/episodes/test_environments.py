@@ -6,14 +6,15 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from composer_mesh.services.episodes.environments import MeshEnvironments
 from fake_host import FakeActor, FakeHost, turns
 
 from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services import service
-from composer_mesh.services.episodes.environments import MeshEnvironments
-from composer_mesh.services.pool.errors import NoReplicaLeft, SessionLost
+from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.service import Service
 
 EPISODE = Episode("toolbox", "train", 0, {})

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from composer_mesh.services.episodes.environments import MeshEnvironments
 from controller_world import World
 from in_process_host import InProcessHost
 
 from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import Session
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.episodes.environments import MeshEnvironments
-from composer_mesh.services.pool.errors import SessionLost
 from composer_mesh.services.steps.ports import Environments
 
 A, B = "train-000000-000", "train-000000-001"

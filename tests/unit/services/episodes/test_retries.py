@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from composer_mesh.configs.supervision import SupervisionConfig
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, SessionLost
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import Retries, RolloutsFail
-from composer_mesh.services.pool.errors import NoReplicaLeft, SessionLost
+from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})

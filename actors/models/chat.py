@@ -1,20 +1,21 @@
-"""The chat format of a run's policy, checked, for as long as the run lasts."""
+"""The chat format of a run's policy in one process, for as long as it is needed."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from composer_mesh.actors.models.template_process import BoundedTokenizer, TemplateProcess
 from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat, Tokenizer
-from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.tasks import Task
 
 
 @asynccontextmanager
-async def chat_of(config: Config, folder: Path, task: Task) -> AsyncIterator[ChatFormat]:
+async def open_chat(
+    config: Config, folder: Path, tools: list[dict[str, Any]]
+) -> AsyncIterator[ChatFormat]:
     """Yield the chat format; the template of a foreign model is rendered in its own process.
 
     Waits seconds for transformers to be imported, in threads: a blocked loop would cost the hosts'
@@ -26,6 +27,4 @@ async def chat_of(config: Config, folder: Path, task: Task) -> AsyncIterator[Cha
             templates = TemplateProcess(folder)
             stack.callback(templates.close)
             tokenizer = BoundedTokenizer(tokenizer, templates)
-        chat = ChatFormat(tokenizer, task.tools)
-        await asyncio.to_thread(check_chat, chat, hints=config.sdpo.on)
-        yield chat
+        yield ChatFormat(tokenizer, tools)

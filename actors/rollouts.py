@@ -1,0 +1,116 @@
+"""The rollout actor: plays whole episodes, many at once.
+
+Chat rendering, tokenizing and the connections to generators and environments are here, so that the
+controller hands out samples and gets finished traces, whatever the number of turns.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.actors.models.chat import open_chat
+from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
+from composer_mesh.actors.rollout_workers.generation import PooledGeneration
+from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
+from composer_mesh.actors.rollout_workers.peers import Neighbours, OpenStream, Peers
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.call_stream import CallStream
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
+
+
+class RolloutActor(MeshActor):
+    """One process that plays episodes.
+
+    controller -- samples --> RolloutActor -- finished traces --> controller
+    RolloutActor <-- token ids --> generators;  RolloutActor <-- actions, results --> environments
+    """
+
+    kind: ClassVar[str] = "rollouts"
+
+    def __init__(self) -> None:
+        self._cleanup = AsyncExitStack()
+        self._playing: set[str] = set()
+        self._player: EpisodePlayer | None = None
+
+    @concurrent_endpoint
+    async def load(self, config: Config, folder: Path, tools: list[dict[str, Any]]) -> None:
+        """Load the policy's tokenizer and chat format."""
+        self._config = config
+        self._chat = await self._cleanup.enter_async_context(open_chat(config, folder, tools))
+
+    @concurrent_endpoint
+    async def connect(self, name: str, neighbours: Neighbours) -> None:
+        """Call these generators and environments from now on; `name` is this actor's own.
+
+        The controller repeats it with every change. Calls to actors that are gone end at once.
+        """
+        if self._player is None:
+            self._player = self._connected(partial(CallStream, name), self._chat)
+        self._generators.update(neighbours.generators, neighbours.gone)
+        self._environments.update(neighbours.environments, neighbours.gone)
+
+    @concurrent_endpoint
+    async def play(self, sample: Sample, session: str) -> Played:
+        """Play one attempt at a sample. Waits for its last turn; cancelled, it leaves nothing."""
+        if self._player is None:
+            raise RuntimeError("the rollout worker knows no generators: call connect first")
+        self._playing.add(session)
+        if isinstance(self._generation, PooledGeneration):
+            self._generation.routing.begin(sample.group)
+        try:
+            return await self._player.play(sample, session)
+        finally:
+            self._ended(sample, session)
+
+    @concurrent_endpoint
+    async def waiting(self) -> list[str]:
+        """Return the names of the requests that wait for a round. Waits until all episodes do."""
+        return await self._lockstep().waiting()
+
+    @concurrent_endpoint
+    async def release(self, turn: Round) -> None:
+        """Send this worker's requests of a round to the generators."""
+        self._lockstep().release(turn)
+
+    def in_use(self) -> int:
+        return len(self._playing)
+
+    def details(self) -> dict[str, Any]:
+        playing = len(self._playing)
+        return {
+            "activity": f"playing {playing} episodes" if playing else "idle",
+            "playing": playing,
+        }
+
+    async def __cleanup__(self, _: Exception | None) -> None:
+        await self._cleanup.aclose()
+
+    def _connected(self, open_stream: OpenStream, chat: ChatFormat) -> EpisodePlayer:
+        rules = self._config.supervision
+        self._generators, self._environments = Peers(open_stream), Peers(open_stream)
+        self._generation: PooledGeneration | LockstepGeneration
+        if self._config.schedule.max_lag == 0:
+            self._generation = LockstepGeneration(self._generators, lambda: len(self._playing))
+        else:
+            self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
+        environments = PeerEnvironments(self._environments, self._config.run.deadline_s)
+        return EpisodePlayer(self._generation, environments, chat)
+
+    def _lockstep(self) -> LockstepGeneration:
+        if not isinstance(self._generation, LockstepGeneration):
+            raise RuntimeError("rollouts may lag here, and take no turns together")
+        return self._generation
+
+    def _ended(self, sample: Sample, session: str) -> None:
+        self._playing.discard(session)
+        if isinstance(self._generation, PooledGeneration):
+            self._generation.routing.end(sample.group, sample.trace_id)
+        else:
+            self._generation.changed()

@@ -1,0 +1,203 @@
+"""Calls from one actor to another in batches: many calls a message, answers as they are ready.
+
+    caller: CallStream -- calls, cancellations --> StreamServer of the called actor
+            CallStream <-- answers ------------- its endpoints, each call in its own task
+
+A cancelled call is cancelled at the other end too. Messages to a dead process are lost without an
+error: whoever learns of a death calls `CallStream.lose`, or `StreamServer.hang_up` at the other
+end. Calls have no deadline of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import traceback
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+from monarch.actor import Channel
+
+from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.batches import Item, MessageBatcher
+from composer_mesh.mesh.supervision import ActorDied, RemoteError
+from composer_mesh.mesh.waiting import cancel_and_wait
+
+CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
+
+current_caller: ContextVar[str] = ContextVar("current_caller", default="")
+"""Within an endpoint that a `CallStream` called: the caller's name."""
+
+
+class Calls(Protocol):
+    """Calls to one actor; `CallStream` implements it between processes."""
+
+    @property
+    def load(self) -> int: ...
+
+    async def call(self, endpoint: str, /, *args: Any) -> Any: ...
+
+    def lose(self, died: ActorDied) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class CallStream:
+    """Calls to one actor, on one event loop of an actor or of the controller."""
+
+    def __init__(self, caller: str, actor: str, ref: Any) -> None:
+        """`ref` is the Monarch reference of a `MeshActor`; both names are those in the run.
+
+        A caller has one stream to an actor.
+        """
+        self.caller, self.actor = caller, actor
+        self._ref = ref
+        self._others = 0
+        self._port, self._receiver = Channel[list[Item]].open()
+        self._outgoing = MessageBatcher(self._send)
+        self._numbers = count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._endpoints: dict[int, str] = {}
+        self._died: ActorDied | None = None
+        self._tasks = BackgroundTasks(self._receiving_failed)
+        self._tasks.start(f"answers of {actor}", self._receive())
+
+    @property
+    def load(self) -> int:
+        """Unanswered calls of this stream, and of other callers at the actor's last message."""
+        return len(self._waiting) + self._others
+
+    async def call(self, endpoint: str, /, *args: Any) -> Any:
+        """Call an endpoint. Waits for its answer; raises its error, or `ActorDied`.
+
+        The actor's own exception has a `RemoteError` with its traceback as its cause.
+        """
+        if self._died is not None:
+            raise type(self._died)(*self._died.args)
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._endpoints[number] = endpoint
+        self._outgoing.add((number, CALL, pickle.dumps((endpoint, args))))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if number in self._waiting:
+                self._outgoing.add((number, CANCEL, b""))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+            self._endpoints.pop(number, None)
+
+    def lose(self, died: ActorDied) -> None:
+        """End every call, and each later one, because the called actor is dead."""
+        self._died = self._died or died
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(type(died)(*died.args))
+
+    async def close(self) -> None:
+        """Stop receiving answers; calls that still wait end as if the actor had died."""
+        self.lose(ActorDied(self.actor, "the connection to it was closed"))
+        self._outgoing.close()
+        await self._tasks.close()
+
+    def _send(self, items: list[Item]) -> None:
+        self._ref.serve_calls.broadcast(self.caller, items, self._port)
+
+    async def _receive(self) -> None:
+        while True:
+            for number, kind, contents in await self._receiver.recv():
+                answer = self._waiting.get(number)
+                if kind == LOAD:
+                    self._others = number
+                elif answer is not None and not answer.done():
+                    self._settle(answer, number, kind, contents)
+            await asyncio.sleep(0)  # many messages may be there already
+
+    def _settle(self, answer: asyncio.Future[Any], number: int, kind: str, contents: bytes) -> None:
+        try:
+            found = pickle.loads(contents)
+        except Exception as error:  # noqa: BLE001  an answer that cannot be rebuilt here
+            text = f"{type(error).__name__}: {error}"
+            answer.set_exception(RemoteError(self.actor, self._endpoints[number], text))
+            return
+        if kind == RESULT:
+            answer.set_result(found)
+            return
+        raised, text = found
+        remote = RemoteError(self.actor, self._endpoints[number], text)
+        if raised is not None:
+            raised.__cause__ = remote
+        answer.set_exception(raised or remote)
+
+    def _receiving_failed(self, name: str, error: BaseException) -> None:
+        self.lose(ActorDied(self.actor, f"its answers cannot be read: {error}"))
+        told_to_loop(name, error)
+
+
+Endpoint = Callable[..., Awaitable[Any]]
+
+
+class StreamServer:
+    """Runs the calls that arrive at one actor; `endpoint` returns the coroutine function of a name.
+
+    A caller is one `CallStream` of another process.
+    """
+
+    def __init__(self, endpoint: Callable[[str], Endpoint]) -> None:
+        self._endpoint = endpoint
+        self._running: dict[str, dict[int, asyncio.Task[None]]] = {}
+        self._answers: dict[str, MessageBatcher] = {}
+
+    def take(self, caller: str, items: list[Item], send: Callable[[list[Item]], None]) -> None:
+        """Start the calls of one message and cancel what it says."""
+        running = self._running.setdefault(caller, {})
+        if caller not in self._answers:
+            self._answers[caller] = MessageBatcher(partial(self._answer, caller, send))
+        for number, kind, contents in items:
+            if kind == CALL:
+                running[number] = asyncio.create_task(self._run(caller, number, contents))
+            elif number in running:
+                running[number].cancel()
+
+    @property
+    def running(self) -> int:
+        """Number of calls that are not answered yet."""
+        return sum(map(len, self._running.values()))
+
+    async def hang_up(self, caller: str) -> None:
+        """Cancel the calls of a caller that is dead. Waits until they have ended."""
+        await cancel_and_wait(list(self._running.pop(caller, {}).values()))
+        if (answers := self._answers.pop(caller, None)) is not None:
+            answers.close()
+
+    def _answer(self, caller: str, send: Callable[[list[Item]], None], items: list[Item]) -> None:
+        others = self.running - len(self._running.get(caller, {}))
+        send([(others, LOAD, b""), *items])
+
+    async def _run(self, caller: str, number: int, contents: bytes) -> None:
+        current_caller.set(caller)
+        try:
+            endpoint, args = pickle.loads(contents)
+            found = pickle.dumps(await self._endpoint(endpoint)(*args))
+            kind = RESULT
+        except Exception as error:  # noqa: BLE001  every error is its caller's
+            found, kind = _packed(error), ERROR
+        finally:
+            self._running.get(caller, {}).pop(number, None)
+        if (answers := self._answers.get(caller)) is not None:
+            answers.add((number, kind, found))
+
+
+def _packed(error: Exception) -> bytes:
+    """Pickle an error with its traceback; only the traceback where the error cannot travel."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        packed = pickle.dumps((error, text))
+        pickle.loads(packed)
+    except Exception:  # noqa: BLE001  whatever a foreign exception raises when it is pickled
+        return pickle.dumps((None, text))
+    return packed

@@ -1,0 +1,200 @@
+"""Plays one episode: the policy acts, the environment replies, and a trace is returned.
+
+The conversation grows by token ids. Pure but for its ports; who plays which episode when, and what
+happens to a failed attempt, is decided elsewhere.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode_ports import Environments, Generation
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of an episode."""
+
+    temperature: float
+    max_new_tokens: int
+    max_context: int
+    seed: int
+
+    @classmethod
+    def training(cls, config: Config) -> "Sampling":
+        generator = config.generator
+        return cls(
+            generator.temperature,
+            generator.max_new_tokens,
+            config.policy.max_context,
+            config.run.seed,
+        )
+
+    @classmethod
+    def evaluation(cls, config: Config) -> "Sampling":
+        generator = config.generator
+        return cls(
+            config.eval.temperature,
+            generator.max_new_tokens,
+            config.policy.max_context,
+            config.run.seed,
+        )
+
+
+@dataclass
+class _Growing:
+    """A trace under construction."""
+
+    turns: list[Turn] = field(default_factory=list)
+    sites: list[ErrorSite] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    reward: float = 0.0
+    success: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def read(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.fresh += ids
+
+    def act(self, result: GenerationResult) -> None:
+        turn = Turn(
+            self.fresh, result.token_ids, result.logprobs, result.versions, result.stop_reason
+        )
+        self.turns.append(turn)
+        self.prompt_tokens += len(self.ids)
+        self.cached_tokens += result.cached_tokens
+        self.ids, self.fresh = self.ids + result.token_ids, []
+
+    def judge(self, step: StepResult) -> None:
+        if step.error is not None:
+            self.sites.append(step.error)
+        if step.done:
+            self.reward, self.success = step.reward, step.success
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rollout of an episode: its index in its group, and its sampling parameters."""
+
+    episode: Episode
+    group_id: int
+    sample: int
+    sampling: Sampling
+
+    @property
+    def trace_id(self) -> str:
+        """Identifies the rollout in every attempt; the names and seeds of its requests derive from
+        it."""
+        return f"{self.group}-{self.sample:03d}"
+
+    @property
+    def group(self) -> str:
+        """Identifies the samples that have their first prompt in common."""
+        return f"{self.episode.split}-{self.group_id:06d}"
+
+
+@dataclass(frozen=True)
+class Played:
+    """A finished episode's trace; its requests had `prompt_tokens`, of which `cached_tokens` were
+    not computed again."""
+
+    trace: Trace
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class EpisodePlayer:
+    """Plays episodes against a generation and an environment port."""
+
+    def __init__(
+        self, generation: Generation, environments: Environments, chat: ChatFormat
+    ) -> None:
+        self._generation, self._environments, self._chat = generation, environments, chat
+
+    async def play(self, sample: Sample, session: str) -> Played:
+        """Play one attempt at a sample, in its own environment session. Waits for its last turn.
+
+        The last answer that fits is as long as there is room; an episode whose context is full ends
+        there without success.
+        """
+        try:
+            return await self._play(sample, session)
+        except BaseException:
+            self._environments.abandon(session)
+            raise
+
+    async def _play(self, sample: Sample, session: str) -> Played:
+        growing, sampling = _Growing(), sample.sampling
+        messages = await self._environments.begin(session, sample.episode)
+        growing.read(self._chat.first_prompt(messages))
+        _check_room(sample.trace_id, len(growing.ids), sampling)
+        while (room := sampling.max_context - len(growing.ids)) > 0:
+            request = self._request(sample, growing, room)
+            growing.act(await self._generation.generate(request, sample.group))
+            text = self._chat.action_text(growing.turns[-1].action_ids)
+            step = await self._environments.step(session, text)
+            growing.judge(step)
+            if step.done:
+                break
+            closed = growing.turns[-1].stop_reason == "stop"
+            growing.read(self._chat.continuation(step.messages, closed))
+        conversation = await self._environments.finish(session)
+        trace = _trace(sample, growing, conversation)
+        return Played(trace, growing.prompt_tokens, growing.cached_tokens)
+
+    def _request(self, sample: Sample, growing: _Growing, room: int) -> GenerationRequest:
+        sampling = sample.sampling
+        request_id = f"{sample.trace_id}-{len(growing.turns):02d}"
+        return GenerationRequest(
+            request_id,
+            list(growing.ids),
+            min(sampling.max_new_tokens, room),
+            sampling.temperature,
+            seed_of(sampling.seed, request_id),
+            [self._chat.stop_id],
+        )
+
+
+class PromptTooLong(ValueError):
+    """An episode's first prompt leaves no context for a turn."""
+
+    failure_class = "data"
+
+
+def _check_room(trace_id: str, prompt: int, sampling: Sampling) -> None:
+    if prompt + sampling.max_new_tokens > sampling.max_context:
+        raise PromptTooLong(
+            f"{trace_id} begins with {prompt} tokens and a turn may take "
+            f"{sampling.max_new_tokens}, but policy.max_context is {sampling.max_context}: raise "
+            "policy.max_context, lower generator.max_new_tokens, or leave the row out of the data"
+        )
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return a 63-bit seed for one named draw of a run."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+def _trace(sample: Sample, growing: _Growing, conversation: list[Message]) -> Trace:
+    episode = sample.episode
+    return Trace(
+        sample.trace_id,
+        sample.group_id,
+        sample.sample,
+        episode.task,
+        episode.split,
+        episode.index,
+        growing.turns,
+        conversation,
+        growing.reward,
+        growing.success,
+        growing.sites,
+    )

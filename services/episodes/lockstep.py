@@ -1,0 +1,85 @@
+"""The rounds of a run in lockstep: each is a closed batch of every episode's next request.
+
+    workers: names of waiting requests --> Rounds, until every announced episode has one
+    workers <-- which generator takes which request ------- Rounds
+
+The shares depend on the announced samples and on the number of generators, never on which worker
+plays what: a run repeats bit for bit with any number of rollout workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from composer_mesh.actors.rollout_workers.lockstep import Round
+from composer_mesh.rollouts.episode import Sample
+
+
+class LockstepRounds:
+    """Decides when a round is complete; `release` is called with each complete one."""
+
+    def __init__(
+        self, generators: Callable[[], Sequence[str]], release: Callable[[Round], None]
+    ) -> None:
+        """`generators` returns the names of those that serve, in the order of their slots."""
+        self._generators, self._release = generators, release
+        self._live = 0
+        self._places: dict[str, int] = {}
+        self._groups: dict[str, int] = {}
+        self._waiting: dict[str, Sequence[str]] = {}
+        self.number = -1
+        """Number of the last round."""
+
+    def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]:
+        """Count samples as live from now on, until their contexts are left."""
+        self._live += len(samples)
+        for sample in samples:
+            self._places[sample.trace_id] = len(self._places)
+            self._groups.setdefault(sample.group, len(self._groups))
+        return [self._counted() for _ in samples]
+
+    def wait(self, worker: str, names: Sequence[str]) -> None:
+        """Note all requests that wait at a worker, in place of those noted before."""
+        self._waiting[worker] = names
+        self._check()
+
+    def lose(self, worker: str) -> None:
+        """Forget what waits at a worker that is gone: its episodes begin again elsewhere."""
+        self._waiting.pop(worker, None)
+        self._check()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._live -= 1
+            if not self._live:
+                self._places.clear()
+                self._groups.clear()
+            self._check()
+
+    def _check(self) -> None:
+        names = [name for waiting in self._waiting.values() for name in waiting]
+        generators = self._generators()
+        if names and generators and len(names) >= self._live:
+            self._waiting.clear()
+            self.number += 1
+            self._release(Round(self.number, self._shares(sorted(names), generators)))
+
+    def _shares(
+        self, names: Sequence[str], generators: Sequence[str]
+    ) -> Mapping[str, Sequence[str]]:
+        """Divide requests by groups, which have prompts in common, or singly where groups are few.
+
+        An episode keeps its generator while the number of generators stays the same.
+        """
+        shares: dict[str, list[str]] = {}
+        for name in names:
+            episode = name.rpartition("-")[0]
+            place = self._places[episode]
+            if len(self._groups) >= len(generators):
+                place = self._groups[episode.rpartition("-")[0]]
+            shares.setdefault(generators[place % len(generators)], []).append(name)
+        return shares

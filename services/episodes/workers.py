@@ -1,0 +1,238 @@
+"""The rollout workers of a run: which one plays which sample, and whom they may call.
+
+    Rollouts -- sample --> RolloutWorkers --> the worker of its group, or the least busy one
+    pools -- members change --> RolloutWorkers --> every worker: the generators and environments
+
+An attempt is lost with its worker, and is then made again like any other that failed. The other
+actors drop what a dead worker asked of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_mesh.actors.rollout_workers.lockstep import Round
+from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer
+from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.call_stream import Calls, CallStream
+from composer_mesh.mesh.failures import recorded_by
+from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
+from composer_mesh.rollouts.episode import Played, Sample
+from composer_mesh.services.episodes.lockstep import LockstepRounds
+from composer_mesh.services.pool.replicas import Replica
+from composer_mesh.services.service import Service
+
+OpenStream = Callable[[str, Any], Calls]
+
+
+def _from_controller(actor: str, ref: Any) -> Calls:
+    return CallStream("controller", actor, ref)
+
+
+@dataclass(frozen=True)
+class RolloutPools:
+    """The services that play episodes together."""
+
+    workers: Service
+    generators: Service
+    environments: Service
+
+
+class RolloutWorkers:
+    """Plays samples on the workers of a pool, on one event loop.
+
+    With `lockstep`, all samples take their turns together.
+    """
+
+    def __init__(
+        self,
+        pools: RolloutPools,
+        record: Recorder,
+        *,
+        lockstep: bool,
+        open_stream: OpenStream = _from_controller,
+    ) -> None:
+        self._pools, self._open_stream = pools, open_stream
+        self._calls: dict[str, Calls] = {}
+        self._open: list[str] = []
+        self._playing: Counter[str] = Counter()
+        self._groups: dict[str, str] = {}
+        self._members: Counter[str] = Counter()
+        self._known: Neighbours | None = None
+        self._gone: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._tasks = BackgroundTasks(recorded_by(record))
+        self._rounds = LockstepRounds(self._generator_names, self._release) if lockstep else None
+        for pool in (pools.workers, pools.generators, pools.environments):
+            pool.on_change(self._update)
+        self._update()
+
+    def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]:
+        """Count samples from now on, so that no round of lockstep leaves them out."""
+        if self._rounds is None:
+            return [nullcontext() for _ in samples]
+        return self._rounds.announce(samples)
+
+    async def play(self, sample: Sample, session: str) -> Played:
+        """Play one attempt. Waits for a worker, and for the last turn.
+
+        Raises `NoReplicaLeft` where a pool has nothing left to play with.
+        """
+        self._members[sample.group] += 1
+        try:
+            worker = await self._worker_for(sample.group)
+            self._playing[worker] += 1
+            try:
+                played: Played = await self._calls[worker].call("play", sample, session)
+                return played
+            finally:
+                self._playing[worker] -= 1
+        finally:
+            self._left(sample.group)
+
+    async def close(self) -> None:
+        """End the connections to the workers, after every sample has ended."""
+        self._closed = True
+        await self._tasks.close()
+        await asyncio.gather(*(calls.close() for calls in self._calls.values()))
+
+    async def _worker_for(self, group: str) -> str:
+        """Return the worker of a group, whose samples share a prompt; waits until there is one."""
+        while True:
+            for pool in (self._pools.workers, self._pools.generators, self._pools.environments):
+                if not pool.hopeful:
+                    raise pool.last_death()
+            worker = self._groups.get(group)
+            if worker in self._open:
+                return worker
+            if self._open:
+                worker = min(self._open, key=lambda name: self._playing[name])
+                self._groups[group] = worker
+                return worker
+            await self._changed.wait()
+
+    def _left(self, group: str) -> None:
+        self._members[group] -= 1
+        if not self._members[group]:
+            del self._members[group]
+            self._groups.pop(group, None)
+
+    def _update(self) -> None:
+        """Follow a change of the pools: connect to new workers, and tell all about the others."""
+        if self._closed:
+            return
+        pools = self._pools
+        workers = {one.name: one for one in pools.workers.members() if one.serving}
+        for name in self._calls.keys() - workers.keys():
+            self._lose(name)
+        for name in workers.keys() - self._calls.keys():
+            self._begin(workers[name])
+        self._open = [name for name, one in workers.items() if one.open]
+        self._tell_workers()
+        for pool in (pools.workers, pools.generators, pools.environments):
+            if not pool.hopeful:
+                self._give_up(pool.last_death())
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _begin(self, worker: Replica) -> None:
+        assert worker.actor is not None
+        self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref)
+        if self._known is not None:
+            self._connect(worker.name, self._known)
+        if self._rounds is not None:
+            waiting = self._hear_of_waiting(worker.name, self._rounds)
+            self._tasks.start(f"rounds of {worker.name}", waiting)
+
+    def _lose(self, worker: str) -> None:
+        calls = self._calls.pop(worker)
+        calls.lose(ActorDied(worker, self._pools.workers.reason(worker)))
+        self._tasks.start(f"closing the calls to {worker}", calls.close())
+        self._tasks.start(f"ending the calls of {worker}", self._hang_up(worker))
+        if self._rounds is not None:
+            self._rounds.lose(worker)
+
+    async def _hang_up(self, worker: str) -> None:
+        """Have the other actors drop what a worker that is gone asked of them."""
+        pools = [self._pools.generators, self._pools.environments]
+        await asyncio.gather(*(_on_all(pool, "hang_up", worker) for pool in pools))
+        if self._rounds is not None:
+            await _on_all(self._pools.generators, "close_round", self._rounds.number)
+
+    def _tell_workers(self) -> None:
+        generators, environments = self._pools.generators, self._pools.environments
+        before = self._known
+        known = Neighbours(_peers(generators), _peers(environments), {})
+        if before is not None and _names(before) == _names(known):
+            return
+        if before is not None:
+            self._note_gone(generators, before.generators)
+            self._note_gone(environments, before.environments)
+        self._known = known = replace(known, gone=dict(self._gone))
+        for worker in self._calls:
+            self._connect(worker, known)
+
+    def _note_gone(self, pool: Service, before: Sequence[Peer]) -> None:
+        serving = {peer.name for peer in _peers(pool)}
+        for peer in before:
+            if peer.name not in serving:
+                self._gone[peer.name] = pool.reason(peer.name)
+
+    def _connect(self, worker: str, known: Neighbours) -> None:
+        connecting = self._until_gone(worker, "connect", worker, known)
+        self._tasks.start(f"connecting {worker}", connecting)
+
+    async def _until_gone(self, worker: str, endpoint: str, *args: Any) -> None:
+        """Call a worker; nothing is left to do where it dies of it."""
+        if (calls := self._calls.get(worker)) is None:
+            return
+        try:
+            await calls.call(endpoint, *args)
+        except ActorDied:
+            return
+
+    async def _hear_of_waiting(self, worker: str, rounds: LockstepRounds) -> None:
+        while worker in self._calls:
+            try:
+                names = await self._calls[worker].call("waiting")
+            except ActorDied:
+                return
+            rounds.wait(worker, names)
+
+    def _release(self, turn: Round) -> None:
+        for worker in self._calls:
+            releasing = self._until_gone(worker, "release", turn)
+            self._tasks.start(f"round {turn.number} of {worker}", releasing)
+
+    def _generator_names(self) -> list[str]:
+        return [one.name for one in self._pools.generators.members() if one.open]
+
+    def _give_up(self, died: ActorDied) -> None:
+        for calls in self._calls.values():
+            calls.lose(died)
+
+
+def _peers(pool: Service) -> tuple[Peer, ...]:
+    return tuple(
+        Peer(one.name, one.actor.ref, one.open)
+        for one in pool.members()
+        if one.serving and one.actor is not None
+    )
+
+
+def _names(known: Neighbours) -> list[tuple[str, bool]]:
+    return [(peer.name, peer.open) for peer in (*known.generators, *known.environments)]
+
+
+async def _on_all(pool: Service, endpoint: str, *args: Any) -> None:
+    """Call an endpoint of each replica that serves; those that die have nothing to drop."""
+    try:
+        await pool.fanout(endpoint, *args)
+    except MeshError:
+        return
