@@ -1,0 +1,79 @@
+"""Generators and environments that only sleep, for `benchmarks/rollouts.py`."""
+
+import asyncio
+import random
+from typing import Any, ClassVar
+
+from monarch.actor import concurrent_endpoint
+
+from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.traces import Message
+
+WORDS = ("the", "tool", "returned", "value", "count", "sum", "of", "orders", "42", "17", "error")
+
+
+class SleepingGenerator(MeshActor):
+    """Answers a request after a while with `tokens` ids that mean nothing."""
+
+    kind: ClassVar[str] = "generator"
+
+    @concurrent_endpoint
+    async def load(self, sleep_s: float, tokens: int) -> None:
+        """Set how long an answer takes and how many ids it has."""
+        self._sleep_s, self._tokens = sleep_s, tokens
+
+    @concurrent_endpoint
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Answer after between half and one and a half of the time."""
+        rng = random.Random(request.seed)
+        await asyncio.sleep(self._sleep_s * rng.uniform(0.5, 1.5))
+        ids = [rng.randrange(100, 200) for _ in range(min(self._tokens, request.max_new_tokens))]
+        logprobs = [-0.1234567] * len(ids)
+        return GenerationResult(request.request_id, ids, logprobs, [0] * len(ids), "length")
+
+
+class SleepingEnvironment(MeshActor):
+    """Sessions of a fixed number of turns, each answered after a while with a tool's result."""
+
+    kind: ClassVar[str] = "environment"
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+
+    @concurrent_endpoint
+    async def load(self, sleep_s: float, turns: int, words: int) -> None:
+        """Set how long a step takes, the turns of an episode and the words of a result."""
+        self._sleep_s, self._last = sleep_s, turns
+        self._result = " ".join(random.Random(0).choices(WORDS, k=words))
+
+    @concurrent_endpoint
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+        """Open a session."""
+        self._turns[session_id] = 0
+        return [{"role": "user", "content": f"{episode.payload['question']} {self._result}"}]
+
+    @concurrent_endpoint
+    async def step(self, session_id: str, text: str) -> StepResult:
+        """Answer after a while; the last turn ends the episode."""
+        await asyncio.sleep(self._sleep_s)
+        self._turns[session_id] += 1
+        done = self._turns[session_id] >= self._last
+        content = f"{len(text)} {self._result}"
+        answer: list[Message] = [{"role": "tool", "content": content, "tool_call_id": "call_0"}]
+        return StepResult(answer, done, 1.0 if done else 0.0, done, None)
+
+    @concurrent_endpoint
+    async def finish(self, session_id: str) -> list[Message]:
+        """Close a session; a real one would return its conversation."""
+        del self._turns[session_id]
+        return [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "done"}]
+
+    @concurrent_endpoint
+    async def forget(self, session_id: str) -> None:
+        """Drop an abandoned session."""
+        self._turns.pop(session_id, None)
+
+    def details(self) -> dict[str, Any]:
+        return {"sessions": len(self._turns)}
