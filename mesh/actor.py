@@ -54,11 +54,13 @@ class MeshActor(Actor):
         }
 
     @concurrent_endpoint
-    async def serve_calls(self, caller: str, items: list[Item], answers: Port[list[Item]]) -> None:
-        """Start the calls of one message of a `CallStream`; they are answered to `answers`."""
+    async def open_calls(
+        self, caller: str, answers: Port[list[Item]], pause_s: float
+    ) -> Port[list[Item]]:
+        """Return the port for the calls of a `CallStream`; they are answered to `answers`."""
         if self._streams is None:
             self._streams = StreamServer(partial(own_endpoint, self))
-        self._streams.take(caller, items, answers.send)
+        return self._streams.open(caller, answers, pause_s)
 
     @concurrent_endpoint
     async def hang_up(self, caller: str) -> None:

@@ -3,7 +3,8 @@
     caller: CallStream -- calls, cancellations --> StreamServer of the called actor
             CallStream <-- answers ------------- its endpoints, each call in its own task
 
-A cancelled call is cancelled at the other end too. Messages to a dead process are lost without an
+Both sides write to a port of the other, which costs a fraction of a call to an endpoint. A
+cancelled call is cancelled at the other end too. Messages to a dead process are lost without an
 error: whoever learns of a death calls `CallStream.lose`, or `StreamServer.hang_up` at the other
 end. Calls have no deadline of their own.
 """
@@ -19,14 +20,17 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
-from monarch.actor import Channel
+from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
-from composer_mesh.mesh.batches import Item, MessageBatcher
-from composer_mesh.mesh.supervision import ActorDied, RemoteError
+from composer_mesh.mesh.batches import PAUSE_S, Item, MessageBatcher, messages_of
+from composer_mesh.mesh.supervision import ActorDied, MeshError, RemoteError, call, heard
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
+
+OPEN_DEADLINE_S = 120.0
+"""Longest wait for an actor to take calls; it is known to be alive, and may be busy."""
 
 current_caller: ContextVar[str] = ContextVar("current_caller", default="")
 """Within an endpoint that a `CallStream` called: the caller's name."""
@@ -48,22 +52,26 @@ class Calls(Protocol):
 class CallStream:
     """Calls to one actor, on one event loop of an actor or of the controller."""
 
-    def __init__(self, caller: str, actor: str, ref: Any) -> None:
+    def __init__(self, caller: str, actor: str, ref: Any, pause_s: float = PAUSE_S) -> None:
         """`ref` is the Monarch reference of a `MeshActor`; both names are those in the run.
 
-        A caller has one stream to an actor.
+        A caller has one stream to an actor; `pause_s` is the least time between two messages in
+        either direction.
         """
         self.caller, self.actor = caller, actor
-        self._ref = ref
         self._others = 0
-        self._port, self._receiver = Channel[list[Item]].open()
-        self._outgoing = MessageBatcher(self._send)
+        self._calls: Port[list[Item]] | None = None
+        self._early: list[Item] = []
+        self._pause_s = pause_s
+        self._outgoing = MessageBatcher(self._send, pause_s)
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._endpoints: dict[int, str] = {}
         self._died: ActorDied | None = None
-        self._tasks = BackgroundTasks(self._receiving_failed)
-        self._tasks.start(f"answers of {actor}", self._receive())
+        self._tasks = BackgroundTasks(self._connection_failed)
+        answers, receiver = Channel[list[Item]].open()
+        self._tasks.start(f"calls to {actor}", self._connect(ref, answers))
+        self._tasks.start(f"answers of {actor}", self._receive(receiver))
 
     @property
     def load(self) -> int:
@@ -104,12 +112,22 @@ class CallStream:
         self._outgoing.close()
         await self._tasks.close()
 
-    def _send(self, items: list[Item]) -> None:
-        self._ref.serve_calls.broadcast(self.caller, items, self._port)
+    async def _connect(self, ref: Any, answers: Port[list[Item]]) -> None:
+        opened = ref.open_calls.call_one(self.caller, answers, self._pause_s)
+        self._calls = await call(opened, OPEN_DEADLINE_S, self.actor, "open_calls")
+        early, self._early = self._early, []
+        for items in messages_of(early):
+            self._send(items)
 
-    async def _receive(self) -> None:
+    def _send(self, items: list[Item]) -> None:
+        if self._calls is None:
+            self._early += items
+        else:
+            self._calls.send(items)
+
+    async def _receive(self, receiver: PortReceiver[list[Item]]) -> None:
         while True:
-            for number, kind, contents in await self._receiver.recv():
+            for number, kind, contents in await receiver.recv():
                 answer = self._waiting.get(number)
                 if kind == LOAD:
                     self._others = number
@@ -133,9 +151,10 @@ class CallStream:
             raised.__cause__ = remote
         answer.set_exception(raised or remote)
 
-    def _receiving_failed(self, name: str, error: BaseException) -> None:
-        self.lose(ActorDied(self.actor, f"its answers cannot be read: {error}"))
-        told_to_loop(name, error)
+    def _connection_failed(self, name: str, error: BaseException) -> None:
+        self.lose(ActorDied(self.actor, f"the connection to it failed: {error}"))
+        if not isinstance(error, MeshError):
+            told_to_loop(name, error)
 
 
 Endpoint = Callable[..., Awaitable[Any]]
@@ -151,17 +170,19 @@ class StreamServer:
         self._endpoint = endpoint
         self._running: dict[str, dict[int, asyncio.Task[None]]] = {}
         self._answers: dict[str, MessageBatcher] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
 
-    def take(self, caller: str, items: list[Item], send: Callable[[list[Item]], None]) -> None:
-        """Start the calls of one message and cancel what it says."""
-        running = self._running.setdefault(caller, {})
-        if caller not in self._answers:
-            self._answers[caller] = MessageBatcher(partial(self._answer, caller, send))
-        for number, kind, contents in items:
-            if kind == CALL:
-                running[number] = asyncio.create_task(self._run(caller, number, contents))
-            elif number in running:
-                running[number].cancel()
+    def open(
+        self, caller: str, answers: Port[list[Item]], pause_s: float = PAUSE_S
+    ) -> Port[list[Item]]:
+        """Return the port that a caller sends its calls to; they are answered to `answers`."""
+        calls, receiver = Channel[list[Item]].open()
+        self._running[caller] = {}
+        self._answers[caller] = MessageBatcher(partial(self._answer, caller, answers.send), pause_s)
+        reading = asyncio.create_task(self._read(caller, receiver))
+        self._reading[caller] = reading
+        reading.add_done_callback(heard)
+        return calls
 
     @property
     def running(self) -> int:
@@ -170,9 +191,21 @@ class StreamServer:
 
     async def hang_up(self, caller: str) -> None:
         """Cancel the calls of a caller that is dead. Waits until they have ended."""
-        await cancel_and_wait(list(self._running.pop(caller, {}).values()))
+        reading = self._reading.pop(caller, None)
+        running = list(self._running.pop(caller, {}).values())
+        await cancel_and_wait([*running, *([] if reading is None else [reading])])
         if (answers := self._answers.pop(caller, None)) is not None:
             answers.close()
+
+    async def _read(self, caller: str, receiver: PortReceiver[list[Item]]) -> None:
+        running = self._running[caller]
+        while True:
+            for number, kind, contents in await receiver.recv():
+                if kind == CALL:
+                    running[number] = asyncio.create_task(self._run(caller, number, contents))
+                elif number in running:
+                    running[number].cancel()
+            await asyncio.sleep(0)  # many messages may be there already
 
     def _answer(self, caller: str, send: Callable[[list[Item]], None], items: list[Item]) -> None:
         others = self.running - len(self._running.get(caller, {}))

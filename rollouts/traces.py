@@ -75,6 +75,11 @@ class Turn:
                 "versions: each action token needs exactly one of each"
             )
 
+    def __reduce__(self) -> Any:
+        """Return what pickle needs, in a fraction of the time that it takes for a dataclass."""
+        ids = (self.context_ids, self.action_ids)
+        return Turn, (*ids, self.logprobs, self.versions, self.stop_reason)
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from composer_mesh.actors.rollout_workers.lockstep import Round
@@ -30,8 +31,8 @@ from composer_mesh.services.service import Service
 OpenStream = Callable[[str, Any], Calls]
 
 
-def _from_controller(actor: str, ref: Any) -> Calls:
-    return CallStream("controller", actor, ref)
+TRACES_EVERY_S, ROUNDS_EVERY_S = 0.05, 0.002
+"""Least time between two messages to or from a worker: of episodes, and of rounds of lockstep."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,11 @@ class RolloutWorkers:
         record: Recorder,
         *,
         lockstep: bool,
-        open_stream: OpenStream = _from_controller,
+        open_stream: OpenStream | None = None,
     ) -> None:
-        self._pools, self._open_stream = pools, open_stream
+        pause_s = ROUNDS_EVERY_S if lockstep else TRACES_EVERY_S
+        ours = partial(CallStream, "controller", pause_s=pause_s)
+        self._pools, self._open_stream = pools, open_stream or ours
         self._calls: dict[str, Calls] = {}
         self._open: list[str] = []
         self._playing: Counter[str] = Counter()
@@ -67,6 +70,8 @@ class RolloutWorkers:
         self._gone: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._closed = False
+        self._died: ActorDied | None = None
+        """Set when a pool has nothing left to play with."""
         self._tasks = BackgroundTasks(recorded_by(record))
         self._rounds = LockstepRounds(self._generator_names, self._release) if lockstep else None
         for pool in (pools.workers, pools.generators, pools.environments):
@@ -105,9 +110,8 @@ class RolloutWorkers:
     async def _worker_for(self, group: str) -> str:
         """Return the worker of a group, whose samples share a prompt; waits until there is one."""
         while True:
-            for pool in (self._pools.workers, self._pools.generators, self._pools.environments):
-                if not pool.hopeful:
-                    raise pool.last_death()
+            if self._died is not None:
+                raise self._died
             worker = self._groups.get(group)
             if worker in self._open:
                 return worker
@@ -214,6 +218,7 @@ class RolloutWorkers:
         return [one.name for one in self._pools.generators.members() if one.open]
 
     def _give_up(self, died: ActorDied) -> None:
+        self._died = died
         for calls in self._calls.values():
             calls.lose(died)
 

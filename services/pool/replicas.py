@@ -88,7 +88,7 @@ class Replica(RoutingTarget):
         return True
 
     async def _left_by_others(self) -> None:
-        while self.serving and await self._in_use():
+        while self.serving and await self._in_use():  # noqa: ASYNC110  another process knows
             await asyncio.sleep(IN_USE_EVERY_S)
 
     async def _in_use(self) -> bool:
