@@ -76,8 +76,8 @@ LEVELS = (
     Level("1,000", 1000, kill=True),
     Level("5,000", 5000),
     Level("10,000", 10_000),
-    Level("100 long", 100, turns=30, tokens=300, words=600),
-    Level("500 long", 500, turns=30, tokens=300, words=600),
+    Level("100 long", 100, turns=30, tokens=300, words=330),
+    Level("500 long", 500, turns=30, tokens=300, words=330),
 )
 QUICK = (Level("100", 100, turns=5, kill=True), Level("1,000", 1000, turns=5))
 

@@ -26,7 +26,8 @@ MOST_RENDERED = 1024
 class Tokenizer(Protocol):
     """The part of the Hugging Face tokenizer interface that is used."""
 
-    eos_token: str
+    @property
+    def eos_token(self) -> str: ...
 
     def apply_chat_template(self, messages: list[Message], **options: Any) -> str: ...
 

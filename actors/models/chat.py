@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.models.template_process import BoundedTokenizer, TemplateProcess
-from composer_mesh.actors.models.tokenizer import load_tokenizer
+from composer_mesh.actors.models.tokenizer import BackendTokenizer, load_tokenizer
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat, Tokenizer
 
@@ -22,7 +22,8 @@ async def open_chat(
     leases.
     """
     async with AsyncExitStack() as stack:
-        tokenizer: Tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        loaded = await asyncio.to_thread(load_tokenizer, folder)
+        tokenizer: Tokenizer = BackendTokenizer(loaded) if loaded.is_fast else loaded
         if config.policy.path is not None:
             templates = TemplateProcess(folder)
             stack.callback(templates.close)

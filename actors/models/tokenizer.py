@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.rollouts.traces import Message
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
     from transformers import PreTrainedTokenizerFast
@@ -46,3 +47,35 @@ def _class_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+class BackendTokenizer:
+    """A tokenizer whose texts are encoded by its Rust backend directly.
+
+    Gives the same ids as transformers in about half of the time: no offsets, no checks of types.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
+        # As transformers does with each call: a folder may ask for both.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_token = str(tokenizer.eos_token)
+
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, **options))
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        (encoded,) = self._backend.encode_batch_fast([text], **options)
+        return list(encoded.ids)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        if options.pop("clean_up_tokenization_spaces", False):
+            raise ValueError("text is not cleaned up here: its tokens would not be those sampled")
+        return str(self._backend.decode(ids, **options))
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_added_vocab()
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return int(self._tokenizer.convert_tokens_to_ids(token))
