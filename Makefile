@@ -20,6 +20,9 @@ RUN_JOBS ?= 2
 FUZZ_FACTOR ?= 10
 FUZZ_SEED ?= 0
 
+# What one process has compiled, the next ones load, whatever the shell asks of its own programs.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

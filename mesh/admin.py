@@ -150,8 +150,12 @@ def read_mesh(url: str, tls: TlsFiles | None = None) -> MeshTree:
         ) from None
 
 
-def _verify(tls: TlsFiles | None) -> ssl.SSLContext | bool:
-    return True if tls is None else tls.context()
+def _verify(tls: TlsFiles | None) -> ssl.SSLContext:
+    """Return the context of a run's TLS files; without them one that trusts no authority.
+
+    The latter loads none either, and `tree --watch` asks every second.
+    """
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls.context()
 
 
 async def read_stacks(

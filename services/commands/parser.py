@@ -1,6 +1,7 @@
 """The argument parser: commands, their arguments and their help. `cli` runs the commands."""
 
 import argparse
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from composer_mesh.services.offline.options import add_options
 from composer_mesh.services.traces.options import add_options as add_traces_options
 
 
+@cache
 def make_parser() -> argparse.ArgumentParser:
     """Return the command-line parser; its result has the name of the `command`."""
     parser = argparse.ArgumentParser(

@@ -66,7 +66,7 @@ def success(config: Config, step: int) -> float:
     return min(1.0, 0.2 + 0.1 * step * (1 + channels) + 0.05 * config.run.seed)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan() -> Ablation:
     """Six steps, evaluated after every second one."""
     return plan_ablation(QUICKSTART, ["run.steps=6"], seeds=(0, 1), eval_every=2)
@@ -203,10 +203,17 @@ def read(output: Path) -> Any:
     return json.loads((output / "ablation.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def finished(plan: Ablation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where an ablation has ended; tests only read it."""
+    output = tmp_path_factory.mktemp("ablation")
+    ablate_command(plan, output, FakeRuns())
+    return output
+
+
 @pytest.fixture
-def report(plan: Ablation, tmp_path: Path) -> Any:
-    ablate_command(plan, tmp_path, FakeRuns())
-    return read(tmp_path)
+def report(finished: Path) -> Any:
+    return read(finished)
 
 
 def test_the_report_holds_every_evaluation_and_what_follows_from_them(report: Any) -> None:
@@ -223,9 +230,9 @@ def test_the_report_holds_every_evaluation_and_what_follows_from_them(report: An
 
 
 def test_the_report_is_the_same_from_the_files_alone(
-    plan: Ablation, report: Any, tmp_path: Path
+    plan: Ablation, report: Any, finished: Path
 ) -> None:
-    assert ablation_report(plan, tmp_path) == report
+    assert ablation_report(plan, finished) == report
 
 
 @pytest.mark.parametrize("width", [80, 140])
