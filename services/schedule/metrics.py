@@ -100,3 +100,11 @@ def _flat_groups(traces: Sequence[Trace]) -> int:
     for trace in traces:
         rewards.setdefault(trace.group_id, set()).add(trace.reward)
     return sum(len(values) == 1 for values in rewards.values())
+
+
+def prefix_hit(figures: Mapping[str, int]) -> dict[str, float]:
+    """Return the share of prompt tokens that generators did not compute again, if any were sent."""
+    tokens = figures.get("generator/prompt_tokens", 0)
+    if not tokens:
+        return {}
+    return {"generator/prefix_hit": figures["generator/cached_tokens"] / tokens}
