@@ -12,6 +12,7 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rendezvous import Meeting, open_store
 from composer_mesh.actors.models.update_gate import UpdateGate
@@ -19,6 +20,7 @@ from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.actors.teacher_outputs.messages import HeadHandle, TeacherOutputHandle
 from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSource, MeshSource
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.transport import BufferHandle
@@ -55,6 +57,7 @@ class TrainerActor(MeshActor):
         self._held = UpdateGate()
         self._details: dict[str, Any] = {}
         self._writing: asyncio.Task[list[Written]] | None = None
+        self._custom = RunningCall(SupervisionConfig().custom_function_s)
 
     @concurrent_endpoint
     async def prepare(self, config: Config) -> Path:
@@ -103,7 +106,8 @@ class TrainerActor(MeshActor):
     def _build(self, config: Config, folder: Path) -> None:
         if self._ranks.size == 1:
             self._ranks = Ranks(device=own_device())
-        self._learner = Learner(config, folder, self._ranks)
+        self._custom = RunningCall(config.supervision.custom_function_s)
+        self._learner = Learner(config, folder, self._ranks, self._custom)
         self._publisher = WeightPublisher(
             self._learner.export,
             transport=choose(config.weights),
@@ -122,13 +126,15 @@ class TrainerActor(MeshActor):
         """Run an optimizer step from version v to v + 1; waits for teacher outputs and ranks.
 
         Steps run one at a time, in call order. The step's outputs of `teachers` SDPO teachers
-        arrive through `take_teacher_output`, before or after this call.
+        arrive through `take_teacher_output`, before or after this call. Raises once a call of a
+        custom loss is late; its thread runs on, so this process is of no more use.
         """
         async with self._order:
             batch = await asyncio.to_thread(packed.unpack)
             self.activity = f"training step {batch.step + 1}"
             source = await self._source(batch, teachers)
-            metrics = await asyncio.to_thread(self._learner.train, batch, source, self._held.wait)
+            training = asyncio.to_thread(self._learner.train, batch, source, self._held.wait)
+            metrics = await self._custom.wait_for(training)
             self.policy_version = self._learner.version
             self.activity = "idle"
             return TrainReply(metrics, {} if source is None else source.figures())

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import FreeTable, ImportPath, NotNegative, Section, Tokens, by_type
+from composer_mesh.configs.base import NotNegative, Section, Tokens, by_type
+from composer_mesh.configs.custom_function import CustomFunction
 
 
 class NoLengthPenalty(Section):
@@ -144,18 +145,11 @@ class GpgAdvantage(_Advantage):
     """Type of the advantage estimator."""
 
 
-class CustomAdvantage(Section):
+class CustomAdvantage(CustomFunction):
     """A user-defined function, called with the step's groups of rollouts."""
 
     type: Literal["custom"]
     """Type of the advantage estimator."""
-
-    import_path: ImportPath
-    """Import path of the function, as my_module.my_advantage; the working directory is searched
-    too."""
-
-    kwargs: FreeTable = Field(default_factory=dict)
-    """Its keyword arguments."""
 
 
 AdvantageConfig = Annotated[

@@ -9,14 +9,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from composer_mesh.configs.base import (
     LARGEST,
-    FreeTable,
-    ImportPath,
     NotNegative,
     Number,
     Positive,
     Section,
     by_type,
 )
+from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.configs.loss_options import (
     Aggregation,
     BuiltInLoss,
@@ -283,17 +282,11 @@ class ReinforceLoss(CorrectedLoss):
     """Type of the loss."""
 
 
-class CustomLoss(Loss):
+class CustomLoss(CustomFunction, Loss):
     """A user-defined function, called once per rollout with PRIME-RL's fields."""
 
     type: Literal["custom"]
     """Type of the loss."""
-
-    import_path: ImportPath
-    """Import path of the function, as my_module.my_loss; the working directory is searched too."""
-
-    kwargs: FreeTable = Field(default_factory=dict)
-    """Its keyword arguments."""
 
     reference: bool = False
     """Whether it reads ref_logprobs, those of the frozen initial policy."""

@@ -1,4 +1,4 @@
-"""Handling of actors that die or hang, and of inputs that fail repeatedly."""
+"""Handling of actors that die or hang, of inputs that fail repeatedly, and of slow functions."""
 
 from typing import Annotated, Self
 
@@ -36,6 +36,9 @@ class SupervisionConfig(Section):
 
     trainer_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Maximum restarts of the trainer from a checkpoint in a run."""
+
+    custom_function_s: Seconds = 60.0
+    """Seconds that one call of a custom loss or advantage may take; a longer one ends the run."""
 
     @model_validator(mode="after")
     def _a_hang_is_more_than_one_beat(self) -> Self:

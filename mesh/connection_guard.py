@@ -15,29 +15,19 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import ipaddress
 import os
 import socket
-import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 from composer_mesh.mesh.imported_functions import function_slots, write_slot
 from composer_mesh.mesh.peer_user import ROOT_USER, peer_user
-
-Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+from composer_mesh.mesh.tcp_peer import tcp_peer_user
 
 SUCCESSOR = "tcgetpgrp"
 """A function of libc that takes a socket and fails: connections are refused while Python ends."""
-NOBODY = -1
-ESTABLISHED = "01"
-TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-READINGS, AGAIN_S = 4, 0.01
 
 ARGUMENTS = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 """Of `accept4`: the listening socket, where to write the peer's address and its length, flags."""
@@ -140,56 +130,4 @@ def user_of(connection: int) -> int | None:
     It is `NOBODY` if that process has closed the connection already.
     """
     with socket.socket(fileno=os.dup(connection)) as end:
-        if end.family == socket.AF_UNIX:
-            return peer_user(end)
-        try:
-            there, here = end.getpeername(), end.getsockname()
-        except OSError:
-            return NOBODY
-    there_ip, here_ip = _ip(there[0]), _ip(here[0])
-    if there_ip != here_ip and not there_ip.is_loopback:
-        return None
-    return _owner((there_ip, there[1]), (here_ip, here[1]))
-
-
-def _ip(text: str) -> Ip:
-    """Parse an address; an IPv4 one that an IPv6 socket reports becomes IPv4 again."""
-    found = ipaddress.ip_address(text.partition("%")[0])
-    return found.ipv4_mapped or found if isinstance(found, ipaddress.IPv6Address) else found
-
-
-def as_listed(address: Ip, port: int) -> str:
-    """Write an address as in `/proc/net/tcp`: words of 32 bits in this machine's byte order."""
-    words = struct.unpack(f"={len(address.packed) // 4}I", address.packed)
-    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
-
-
-def _owner(local: tuple[Ip, int], remote: tuple[Ip, int]) -> int:
-    """Return the owner of an open TCP socket of this machine by both its addresses.
-
-    The kernel lists a socket that its process has closed as root's, without an inode. A reading may
-    miss a socket while others come and go, so a socket is missing only if several miss it.
-    """
-    sought = set(zip(_forms(*local), _forms(*remote), strict=True))
-    for attempt in range(READINGS):
-        time.sleep(attempt * AGAIN_S)
-        for line in chain.from_iterable(map(_lines, TABLES)):
-            fields = line.split()
-            if (fields[1], fields[2]) in sought and fields[3] == ESTABLISHED and int(fields[9]):
-                return int(fields[7])
-    return NOBODY
-
-
-def _forms(address: Ip, port: int) -> tuple[str, str]:
-    """Write an address both as IPv4 and IPv6 sockets have it; a real IPv6 one has one form."""
-    if isinstance(address, ipaddress.IPv6Address):
-        return as_listed(address, port), as_listed(address, port)
-    mapped = ipaddress.IPv6Address(b"\0" * 10 + b"\xff" * 2 + address.packed)
-    return as_listed(address, port), as_listed(mapped, port)
-
-
-def _lines(table: Path) -> list[str]:
-    try:
-        return table.read_text().splitlines()[1:]
-    except FileNotFoundError:  # a kernel without IPv6
-        return []
+        return peer_user(end) if end.family == socket.AF_UNIX else tcp_peer_user(end)

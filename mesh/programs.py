@@ -75,16 +75,19 @@ class AnsweringProgram:
     """A program that answers each line of its input with one line, until it is closed.
 
     It ends with this process, because its input ends then. One that is late, ends or answers
-    without end is killed, and `ProgramFailed` is raised.
+    without end is killed, and `ProgramFailed` is raised. What it writes to its error stream is
+    kept for that error, or with `shows_errors` written to the stream of this process.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, shows_errors: bool = False
+    ) -> None:
         self._command, self._errors = command, tempfile.TemporaryFile()  # noqa: SIM115 see close
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=None if shows_errors else self._errors,
             env=dict(env),
             process_group=0,
         )

@@ -21,6 +21,7 @@ from composer_mesh.actors.checkpoints.state import (
     reading,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
+from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.models.export import export_state
@@ -40,12 +41,14 @@ from composer_mesh.rollouts.batches import StepBatch
 class Learner:
     """Trains from the policy of a folder, which is version 0; each step makes the next version."""
 
-    def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, folder: Path, ranks: Ranks, custom: RunningCall | None = None
+    ) -> None:
         self.version = 0
         self._config, self._ranks = config, ranks
         self.model = trained_model(config, folder, ranks)
         reference = frozen_model(config, folder, ranks) if needs_reference(config) else None
-        self.step = ThreeChannelStep(self.model, reference, config, ranks)
+        self.step = ThreeChannelStep(self.model, reference, config, ranks, custom)
         export = ModelFolder(folder) if ranks.rank == 0 else None
         self._writer = CheckpointWriter(ranks, None if export is None else export.write)
         self._teacher: TeacherModel | None = None

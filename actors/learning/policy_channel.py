@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
+from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
@@ -85,9 +86,17 @@ class Tokens:
 
 
 class PolicyChannel:
-    """Computes the configured policy loss; `reference` is the frozen policy, if needed."""
+    """Computes the configured policy loss; `reference` is the frozen policy, if needed.
 
-    def __init__(self, config: Config, reference: LanguageModel | None) -> None:
+    `custom` observes the calls of a custom loss.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reference: LanguageModel | None,
+        custom: RunningCall | None = None,
+    ) -> None:
         self._loss, self._temperature = config.loss, config.generator.temperature
         written = config.environment.max_turns * config.generator.max_new_tokens
         self._longest = min(written, config.policy.max_context)
@@ -97,8 +106,10 @@ class PolicyChannel:
         self._bound = config.logprob_mismatch.bound
         self.begin_step()
         if isinstance(config.loss, configs.CustomLoss):
-            self._function = load_function(config.loss.import_path)
-            check_signature(self._function, config.loss.import_path, config.loss.kwargs)
+            function = load_function(config.loss.import_path)
+            check_signature(function, config.loss.import_path, config.loss.kwargs)
+            custom = custom or RunningCall(config.supervision.custom_function_s)
+            self._function = custom.watched(function, config.loss.import_path)
 
     def loss(
         self,

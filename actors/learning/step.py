@@ -13,6 +13,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel, figures_of
+from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
 from composer_mesh.actors.learning.sums import StepSums
 from composer_mesh.actors.learning.weight_update import WeightUpdate
@@ -55,13 +56,18 @@ class ThreeChannelStep:
     """
 
     def __init__(
-        self, model: Any, reference: Any | None, config: Config, ranks: Ranks | None = None
+        self,
+        model: Any,
+        reference: Any | None,
+        config: Config,
+        ranks: Ranks | None = None,
+        custom: RunningCall | None = None,
     ) -> None:
         self._config, self._ranks = config, ranks or Ranks()
         self._packed, self._budget = config.trainer.packing, config.trainer.microbatch_tokens
         self._model, self._sharded = LanguageModel(model, self._packed), is_sharded(model)
         frozen = None if reference is None else LanguageModel(reference, self._packed)
-        self._policy = PolicyChannel(config, frozen)
+        self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config)
         self._replay = ReplayChannel(config.replay)
         self._update = WeightUpdate(model, config, self._ranks)

@@ -8,6 +8,8 @@ when it exceeds them. What runs in it is `template_program`.
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,9 @@ from composer_mesh.rollouts.traces import Message
 PROGRAM = "composer_mesh.actors.models.template_program"
 DEADLINE_S = 600.0
 """Longest wait for an answer, should its process stand still; its CPU time is limited before."""
+
+PANIC = "PanicException"
+"""Class of errors of native code written in Rust; it cannot be imported."""
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
 _REPAIR = "use a tokenizer and a chat template that somebody vouches for"
@@ -95,6 +100,20 @@ class TemplateProcess:
         return UnfitModelFolder(str(self._folder), why, _REPAIR)
 
 
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Make errors of a tokenizer's native code, which are no `Exception`s, errors of the model.
+
+    Such as a pattern that backtracks: its library gives up one match after 10 million attempts.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            raise
+        raise ChatTemplateError(f"the tokenizer fails on a text ({error}): {_REPAIR}") from error
+
+
 class BoundedTokenizer:
     """A tokenizer of this process whose chat template is rendered in another one."""
 
@@ -106,10 +125,12 @@ class BoundedTokenizer:
         return self._templates.render(messages, options)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        return self._tokenizer.encode(text, **options)
+        with _panics_as_errors():
+            return self._tokenizer.encode(text, **options)
 
     def decode(self, ids: list[int], **options: Any) -> str:
-        return self._tokenizer.decode(ids, **options)
+        with _panics_as_errors():
+            return self._tokenizer.decode(ids, **options)
 
     def get_added_vocab(self) -> dict[str, int]:
         return self._tokenizer.get_added_vocab()

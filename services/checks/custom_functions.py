@@ -3,8 +3,7 @@
 `losses.custom` documents their arguments and how results are validated.
 """
 
-from composer_mesh.configs.advantages import CustomAdvantage
-from composer_mesh.configs.losses import CustomLoss
+from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
 
@@ -18,7 +17,7 @@ def check_custom_functions(config: Config) -> None:
     sections = [
         section
         for section in (config.loss, config.advantage)
-        if isinstance(section, CustomLoss | CustomAdvantage)
+        if isinstance(section, CustomFunction)
     ]
     if not sections:
         return

@@ -22,6 +22,7 @@ from composer_mesh.actors.models.chat import open_chat
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.task_choice import make_task
@@ -140,7 +141,8 @@ class TrainFromTracesRun(PartialRun):
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
         assert self.source is not None
         make_steps = partial(self._steps, task, chat)
-        steps, trainer = make_steps(), self._lasting_trainer(mesh, make_steps)
+        steps = await in_thread(make_steps)
+        trainer = self._lasting_trainer(mesh, make_steps)
         self._trainer = trainer
         weights = trainer if mesh.teachers is not None else None
         ports = TrainingFromTracesPorts(
@@ -179,7 +181,8 @@ class TrainFromTracesRun(PartialRun):
 
     def _step_builder(self, task: Task, chat: ChatFormat) -> StepBuilder:
         assert self.source is not None
-        advantages = make_advantages(self.config.advantage)
+        limit_s = self.config.supervision.custom_function_s
+        advantages = make_advantages(self.config.advantage, limit_s)
         report = partial(self.event, "late_reward", "")
         # Stored steps contain late-reward corrections, which this config may not enable.
         before = load_config(self.root / "config.toml", model_later=True)

@@ -87,7 +87,7 @@ class RunParts:
             # Steps are built in a thread, and only the loop's own thread may record events.
             loop.call_soon_threadsafe(self._late_reward, text)
 
-        step_builder = self._step_builder(report)
+        step_builder = await in_thread(self._step_builder, report)
         resume_state = await in_thread(resume_state_of, past, step_builder)
         if stream is not None:
             restore_teacher_queries(
@@ -115,7 +115,8 @@ class RunParts:
         self.event("late_reward", "", text)
 
     def _step_builder(self, report: Callable[[str], object]) -> StepBuilder:
-        advantages = make_advantages(self.config.advantage)
+        limit_s = self.config.supervision.custom_function_s
+        advantages = make_advantages(self.config.advantage, limit_s)
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
         return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
 

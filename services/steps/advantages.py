@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.configs import advantages as configs
+from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.losses.advantages import (
     gpg_advantages,
     group_advantages,
@@ -25,12 +26,9 @@ from composer_mesh.losses.advantages import (
     relative_length_penalty,
     rloo_advantages,
 )
-from composer_mesh.losses.custom_advantage import (
-    check_signature,
-    custom_advantages,
-    load_function,
-)
+from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.steps.advantage_process import AdvantageProcess, Asked
 
 Groups = Sequence[Sequence[Trace]]
 Advantages = Callable[[Groups], list[list[float]]]
@@ -44,20 +42,42 @@ BuiltIn = (
 )
 
 
-def make_advantages(config: configs.AdvantageConfig) -> Advantages:
-    """Return the configured advantage function; a custom one is imported now."""
+def make_advantages(
+    config: configs.AdvantageConfig,
+    limit_s: float = SupervisionConfig().custom_function_s,
+    start: Callable[[str, float], Asked] = AdvantageProcess,
+) -> Advantages:
+    """Return the configured advantage function.
+
+    A custom one is imported now, in a process of its own, and each call of it may take `limit_s`.
+    Waits for that.
+    """
     if isinstance(config, configs.CustomAdvantage):
-        function = load_function(config.import_path)
-        check_signature(function, config.import_path, config.kwargs)
-
-        def custom(groups: Groups) -> list[list[float]]:
-            shown = [[shown_rollout(trace) for trace in group] for group in groups]
-            ids = [[trace.trace_id for trace in group] for group in groups]
-            found = custom_advantages(function, config.import_path, config.kwargs, shown, ids=ids)
-            return [advantages.tolist() for advantages in found]
-
-        return custom
+        return CustomAdvantages(config, start(config.import_path, limit_s))
     return lambda groups: _built_in(config, groups)
+
+
+class CustomAdvantages:
+    """A user's advantage function, called elsewhere."""
+
+    def __init__(self, config: configs.CustomAdvantage, function: Asked) -> None:
+        """Import the function; raises `CustomFunctionError` if it cannot be called."""
+        self._function = function
+        self._answer({"import_path": config.import_path, "kwargs": config.kwargs})
+
+    def __call__(self, groups: Groups) -> list[list[float]]:
+        shown = [[shown_rollout(trace) for trace in group] for group in groups]
+        ids = [[trace.trace_id for trace in group] for group in groups]
+        found: list[list[float]] = self._answer({"groups": shown, "ids": ids})["advantages"]
+        return found
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self._function.answer(request)
+        if "refused" in answer:
+            error = CustomFunctionError(*answer["refused"])
+            error.add_note(answer["traceback"])
+            raise error
+        return answer
 
 
 def shown_rollout(trace: Trace) -> Mapping[str, Any]:

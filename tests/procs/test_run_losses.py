@@ -27,8 +27,9 @@ def loss(inputs: LossInputs, scale: float) -> LossOutputs:
     return LossOutputs(loss=scale * terms.sum(), metrics=metrics)
 
 
-def lost(inputs: LossInputs) -> LossOutputs:
-    return LossOutputs(loss=inputs.trainer_logprobs.sum() * float("inf"), metrics={})
+def endless(inputs: LossInputs) -> LossOutputs:
+    while True:
+        pass
 
 
 def advantage(inputs: AdvantageInputs, value: float) -> AdvantageOutputs:
@@ -95,17 +96,18 @@ def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
         assert "policy/clipped_fraction" not in step
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_name_and_its_trace(
+def test_a_loss_without_end_ends_the_run_with_its_name_and_the_limit(
     folder: Path, policy_cache: Path
 ) -> None:
-    settings = {**ALONE, **custom("loss", "lost")}
+    settings = {**ALONE, **custom("loss", "endless"), "supervision.custom_function_s": 2}
     with launched(folder.parent / "run", policy_cache, settings, folder) as run:
         assert run.wait() == 1
     (failed,) = run.events("run_failed")
-    assert "custom function 'users_of_a_run.lost', sequence " in failed["detail"]
-    assert "but has to be finite" in failed["detail"]
-    assert any(f"({trace.trace_id})" in failed["detail"] for trace in run.traces())
+    assert "custom function 'users_of_a_run.endless': " in failed["detail"]
+    assert "did not return within 2 s" in failed["detail"]
     assert failed["detail"] in run.stderr
+    assert len(run.events("trainer_restarted")) <= 1  # an error that comes again is no accident
+    assert run.living() == []
     assert run.objects("metrics.jsonl") == []
 
 

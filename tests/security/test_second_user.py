@@ -134,7 +134,7 @@ def attacked(found: Found, user: int, folder: Path) -> dict[str, dict[str, str]]
 
 
 NOTHING: dict[str, dict[str, str]] = {
-    kind: {} for kind in ("silent", "http", "sql", "files", "folders", "attached")
+    kind: {} for kind in ("silent", "from outside", "http", "sql", "files", "folders", "attached")
 }
 REFUSED = "HTTP/1.1 401 "
 
@@ -146,9 +146,12 @@ def without_refusals(got: dict[str, dict[str, str]]) -> dict[str, dict[str, str]
         place = attempt.partition(") ")[0] + ")"
         answers.setdefault(place, set()).add(answer.startswith(REFUSED))
     asking = {place for place, refused in answers.items() if refused == {True}}
-    silent = {place: why for place, why in got["silent"].items() if place not in asking}
+    open_to_all = {
+        kind: {place: why for place, why in got[kind].items() if place not in asking}
+        for kind in ("silent", "from outside")
+    }
     http = {a: what for a, what in got["http"].items() if not what.startswith(REFUSED)}
-    return got | {"silent": silent, "http": http}
+    return got | open_to_all | {"http": http}
 
 
 def test_a_second_user_gets_nothing_from_a_live_run_with_telemetry(
@@ -195,4 +198,5 @@ def test_the_same_attacks_succeed_on_monarch_without_the_guard(
             process.kill()
     assert {text.partition("(")[0] for text in got["attached"].values()} == {"uid=0"}
     assert set(got["silent"].values()) == {"waits for us"}
+    assert set(got["from outside"].values()) == {"waits for us"}
     assert any("/v1/tree" in attempt for attempt in got["http"])

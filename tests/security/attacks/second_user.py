@@ -33,18 +33,30 @@ def become(user: int) -> None:
     os.setuid(user)
 
 
-def connected(place: str | tuple[str, int]) -> socket.socket:
+def connected(place: str | tuple[str, int], source: str | None = None) -> socket.socket:
     family = socket.AF_INET if isinstance(place, tuple) else socket.AF_UNIX
     line = socket.socket(family, socket.SOCK_STREAM)
     line.settimeout(PATIENCE_S)
+    if source is not None:
+        line.bind((source, 0))
     line.connect(place)
     return line
 
 
-def stays_open(place: str | tuple[str, int]) -> str | None:
+def own_address() -> str:
+    """The address of this machine towards others, if it has any."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        try:
+            line.connect(("203.0.113.9", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(line.getsockname()[0])
+
+
+def stays_open(place: str | tuple[str, int], source: str | None = None) -> str | None:
     """Why a silent connection is not ended by the other side; None if it is, or never began."""
     try:
-        with connected(place) as line:
+        with connected(place, source) as line:
             return f"sent {got!r}" if (got := line.recv(100)) else None
     except TimeoutError:
         return "waits for us"
@@ -127,8 +139,10 @@ def all_attacks(given: dict[str, Any], folder: Path) -> dict[str, dict[str, str 
     tcp = [(host, port) for host, port in given["tcp"]]
     own = [Path(f"/proc/{pid}/{name}") for pid in given["pids"] for name in OF_A_PROCESS]
     files = [path for path in map(Path, given["files"]) if not stat.S_ISDIR(_mode(path))]
+    outside = own_address()
     return {
         "silent": {repr(place): stays_open(place) for place in [*unix, *tcp]},
+        "from outside": {repr(place): stays_open(place, outside) for place in tcp},
         "http": {f"{place} {ask[:40]!r}": http(place, ask) for place in tcp for ask in requests()},
         "sql": {place: asked(place) for place in unix},
         "files": {str(path): opened(path) for path in [*files, *own]},

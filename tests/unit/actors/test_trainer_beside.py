@@ -13,8 +13,10 @@ import pytest
 
 from composer_mesh.actors.checkpoints.folder import CheckpointFailed
 from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
+from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.packed_batch import PackedBatch
 
@@ -37,10 +39,11 @@ class Script:
         self.disk.set()
         self.may_copy = asyncio.Event()
         self.backward.set()
+        self.loss: Callable[[], Any] = self.backward.wait
 
     def train(self, batch: StepBatch, source: Any, before_update: Callable[[], None]) -> Any:
         self.began.set()
-        self.backward.wait()
+        self.loss()
         self.log.append("backward")
         before_update()
         self.version += 1
@@ -178,3 +181,15 @@ async def test_a_write_that_fails_is_told_to_whoever_waits_for_it(
     await trainer.ask("save", FULL, True)
     with pytest.raises(CheckpointFailed, match="No space left on device"):
         await trainer.ask("saved")
+
+
+async def test_a_custom_loss_without_end_fails_its_step_with_its_name(
+    trainer: ScriptedTrainer,
+) -> None:
+    script = trainer.script
+    script.backward.clear()
+    trainer._custom = RunningCall(limit_s=0.01)
+    script.loss = trainer._custom.watched(script.backward.wait, "users.endless")
+    with pytest.raises(CustomFunctionError, match=r"users\.endless.* within 0\.01 s: look for"):
+        await trainer.ask("train", await batch())
+    assert script.log == []  # its thread is still in it

@@ -1,4 +1,4 @@
-"""Connections to this process are told apart by the user who opened them."""
+"""Connections of other users are closed where Monarch accepts them, and none of this user."""
 
 from __future__ import annotations
 
@@ -6,87 +6,16 @@ import ctypes
 import errno
 import os
 import socket
-import struct
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
 from composer_mesh.mesh import connection_guard
-from composer_mesh.mesh.connection_guard import (
-    NOBODY,
-    as_listed,
-    guarded_accept,
-    is_of_this_user,
-    user_of,
-)
+from composer_mesh.mesh.connection_guard import guarded_accept, is_of_this_user, user_of
 from composer_mesh.mesh.imported_functions import function_slots
 
-
-def accepted(listener: socket.socket, client: socket.socket) -> Iterator[socket.socket]:
-    """The listener's end of a connection."""
-    with listener, client:
-        listener.listen()
-        client.connect(listener.getsockname())
-        end, _ = listener.accept()
-        with end:
-            yield end
-
-
-@pytest.fixture(params=["unix", "127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[socket.socket]:
-    """A connection of this process to itself, by each kind of socket."""
-    if request.param == "unix":
-        family, place = socket.AF_UNIX, str(tmp_path / "s")
-    else:
-        family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
-        place = (request.param, 0)
-    listener = socket.socket(family)
-    try:
-        listener.bind(place)
-    except OSError as error:
-        listener.close()
-        pytest.skip(f"this machine has no {request.param}: {error}")
-    yield from accepted(listener, socket.socket(family))
-
-
-def test_a_connection_of_this_process_is_of_this_user(connection: socket.socket) -> None:
-    assert user_of(connection.fileno()) == os.geteuid()
-    assert is_of_this_user(connection.fileno())
-    connection.send(b"and stays open")
-
-
-def test_a_client_of_ipv4_is_found_behind_a_listener_of_both() -> None:
-    listener = socket.socket(socket.AF_INET6)
-    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    listener.bind(("::", 0))
-    listener.listen()
-    with listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
-        end, _ = listener.accept()
-        with end:
-            assert user_of(end.fileno()) == os.geteuid()
-
-
-@pytest.mark.parametrize("lingers", [True, False])
-def test_a_client_that_closed_its_end_is_nobody_and_not_root(lingers: bool) -> None:
-    """The kernel lists what remains of its socket with user 0."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        end, _ = listener.accept()
-        if not lingers:  # it is reset, and leaves nothing
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        client.close()
-        with end:
-            assert user_of(end.fileno()) == NOBODY
-            assert not is_of_this_user(end.fileno())
-
-
-def test_addresses_are_written_as_the_kernel_lists_them() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        listed = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()]
-        assert as_listed(ip_address("127.0.0.1"), port) in listed
+QUICK_CONNECTIONS = 300
 
 
 def test_the_library_of_monarch_accepts_through_the_guard() -> None:
@@ -102,7 +31,7 @@ def test_the_library_of_monarch_accepts_through_the_guard() -> None:
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     """A listening socket that does not wait."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.setblocking(False)
         yield listener
 
@@ -133,3 +62,25 @@ def test_a_failure_to_decide_refuses(
         assert accept(listener.fileno(), None, None, 0) == -1
         assert client.recv(1) == b""
     assert "a connection was refused: KeyError('no table')" in capsys.readouterr().err
+
+
+def test_no_quick_connection_of_this_user_is_refused(listener: socket.socket) -> None:
+    """As many as wait for `accept` are opened at once, while others are closed."""
+    accept = guarded_accept(connection_guard._libc().accept4)
+    for _ in range(QUICK_CONNECTIONS // 20):
+        clients = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(20)]
+        ends = [socket.socket(fileno=accept(listener.fileno(), None, None, 0)) for _ in clients]
+        assert [end.getpeername() for end in ends] == [one.getsockname() for one in clients]
+        for one in (*clients, *ends):
+            one.close()
+
+
+def test_a_unix_connection_has_the_user_of_its_process(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client.connect(str(tmp_path / "s"))
+        end, _ = listener.accept()
+        with end:
+            assert user_of(end.fileno()) == os.geteuid()
+            assert is_of_this_user(end.fileno())

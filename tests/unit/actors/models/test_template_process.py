@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from composer_mesh.actors.models.policy import CHAT_TEMPLATE, save_policy
 from composer_mesh.actors.models.template_process import (
@@ -91,6 +93,18 @@ def test_a_folder_whose_template_has_no_end_is_refused(
     templates = TemplateProcess(folder, SHORT)
     with closing(templates), pytest.raises(UnfitModelFolder, match=told):
         templates.check(toolbox.tools, hints=False)
+
+
+def test_a_pattern_that_backtracks_is_an_error_of_the_model_and_not_a_panic(
+    tokenizer: Any, hostile: TemplateProcess
+) -> None:
+    changed = deepcopy(tokenizer)
+    changed.backend_tokenizer.pre_tokenizer = Split(Regex(r"(x+x+)+y"), "isolated")
+    bounded = BoundedTokenizer(changed, hostile)
+    with pytest.raises(ChatTemplateError, match=r"fails on a text \(.*retry-limit-in-match"):
+        bounded.encode("x" * 40)
+    with pytest.raises(ValueError, match="text input must be"):
+        bounded.encode(7)  # type: ignore[arg-type]
 
 
 def test_the_process_gets_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

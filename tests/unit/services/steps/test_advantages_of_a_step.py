@@ -1,4 +1,4 @@
-"""Advantages of a step's groups: the configured formula, groups of any size, functions of users."""
+"""Advantages of a step's groups: the configured formula, and groups of any size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.losses.custom_advantage import CustomFunctionError
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
@@ -213,114 +212,7 @@ def test_other_groups_change_nothing_for_a_group(
     assert_equal(advantages(config, REWARDS), alone)
 
 
-USERS_MODULE = '''
-import torch
-from prime_rl.orchestrator.advantage import AdvantageInputs, AdvantageOutputs
-
-SEEN = []
-
-
-def of_rewards(inputs: AdvantageInputs, length_penalty: float = 0.0) -> AdvantageOutputs:
-    """Less the best of the group, and a little less for every token."""
-    SEEN.append(inputs.rollouts)
-    rewards = torch.tensor([[r["reward"] for r in group] for group in inputs.rollouts])
-    tokens = torch.tensor([[r["completion_len"] for r in group] for group in inputs.rollouts])
-    best = rewards.max(dim=1, keepdim=True).values
-    return AdvantageOutputs(advantages=rewards - best - length_penalty * tokens)
-
-
-def flat(inputs: AdvantageInputs) -> AdvantageOutputs:
-    return AdvantageOutputs(advantages=torch.zeros(len(inputs.rollouts)))
-
-
-def lost(inputs: AdvantageInputs) -> AdvantageOutputs:
-    rewards = torch.tensor([[r["reward"] for r in group] for group in inputs.rollouts])
-    return AdvantageOutputs(advantages=rewards / rewards)
-'''
-
-
-def custom(name: str, **options: Any) -> dict[str, Any]:
-    return {"type": "custom", "import_path": f"users_advantages.{name}", **options}
-
-
-@pytest.fixture
-def users_module(write_module: Callable[[str, str], None]) -> None:
-    write_module("users_advantages", USERS_MODULE)
-
-
-@pytest.mark.usefixtures("users_module")
-def test_a_custom_function_sees_groups_of_one_size_and_its_results_go_back_in_order(
-    build_config: Build,
-) -> None:
-    config = build_config(advantage=custom("of_rewards", kwargs={"length_penalty": 0.1}))
-    rewards = [*REWARDS, [0.5, 0.0]]
-    found = advantages(config, rewards)
-    assert_equal(found, [[reward - max(group) - 0.2 for reward in group] for group in rewards])
-    import users_advantages
-
-    sizes = [{len(group) for group in shown} for shown in users_advantages.SEEN]
-    assert sizes == [{1}, {2}, {3}, {4}]
-
-
-@pytest.mark.usefixtures("users_module")
-def test_a_custom_function_is_shown_what_a_rollout_did(build_config: Build) -> None:
-    config = build_config(advantage=custom("of_rewards"))
-    make_advantages(config.advantage)([[trace_of("a", 1.0, (3, 4), errors=2)]])
-    import users_advantages
-
-    assert users_advantages.SEEN == [
-        [
-            [
-                {
-                    "reward": 1.0,
-                    "trace_id": "a",
-                    "success": True,
-                    "turns": 2,
-                    "completion_len": 7,
-                    "error_sites": 2,
-                }
-            ]
-        ]
-    ]
-
-
-@pytest.mark.usefixtures("users_module")
-@pytest.mark.parametrize("rewards", EMPTY)
-def test_a_custom_function_is_not_asked_about_nothing(
-    build_config: Build, rewards: Numbers
-) -> None:
-    assert advantages(build_config(advantage=custom("of_rewards")), rewards) == rewards
-
-
-@pytest.mark.usefixtures("users_module")
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("flat", [r"shape \(2,\) but the rewards \(2, 3\)", r"prompt 0 \(g0-0\)"]),
-        ("lost", ["its advantage is nan", r"prompt 1, rollout 1 \(g1-1\)"]),
-    ],
-)
-def test_what_a_custom_function_returns_is_checked_by_name_and_trace(
-    build_config: Build, name: str, words: list[str]
-) -> None:
-    config = build_config(advantage=custom(name))
-    for word in [f"custom function 'users_advantages.{name}'", *words]:
-        with pytest.raises(CustomFunctionError, match=word):
-            advantages(config, [[1.0, 0.5, 0.5], [1.0, 0.0, 1.0]])
-
-
-@pytest.mark.usefixtures("users_module")
-def test_a_custom_function_that_does_not_fit_is_refused_before_any_rollout(
-    build_config: Build,
-) -> None:
-    for section in (custom("absent"), custom("flat", kwargs={"scale": 2})):
-        config = build_config(advantage=section)
-        with pytest.raises(CustomFunctionError, match=section["import_path"]):
-            make_advantages(config.advantage)
-
-
-@pytest.mark.usefixtures("users_module")
-@pytest.mark.parametrize("section", [{"type": "rloo"}, custom("of_rewards")])
+@pytest.mark.parametrize("section", [{"type": "rloo"}, {"type": "opo"}])
 def test_a_batch_holds_the_configured_advantage_of_each_rollout_that_acted(
     build_config: Build, tokenizer: Any, toolbox: ToolboxTask, section: dict[str, Any]
 ) -> None:

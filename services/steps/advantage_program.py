@@ -1,0 +1,67 @@
+"""The program of `advantage_process`: calls a custom advantage function, and answers requests.
+
+    {"import_path", "kwargs"}  -> {}, or {"refused": [function, place, problem], "traceback"}
+    {"groups", "ids"}          -> {"advantages"}, or the same refusal
+
+One line each. The first request names the function, which is imported then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from composer_mesh.losses.custom_advantage import (
+    CustomFunctionError,
+    check_signature,
+    custom_advantages,
+    load_function,
+)
+from composer_mesh.losses.custom_function import Function
+from composer_mesh.mesh.environment import use_import_paths
+
+
+class AdvantageFunction:
+    """A custom advantage function, and the answers to requests about it."""
+
+    def __init__(self) -> None:
+        self._function: Function | None = None
+        self._path, self._kwargs = "", dict[str, Any]()
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Import the function that the request names, or call it with the request's groups."""
+        try:
+            if self._function is None:
+                return self._load(**request)
+            found = custom_advantages(
+                self._function, self._path, self._kwargs, request["groups"], ids=request["ids"]
+            )
+        except CustomFunctionError as error:
+            refused = [error.function, error.place, error.problem]
+            return {"refused": refused, "traceback": traceback.format_exc()}
+        return {"advantages": [advantages.tolist() for advantages in found]}
+
+    def _load(self, import_path: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        function = load_function(import_path)
+        check_signature(function, import_path, kwargs)
+        self._function, self._path, self._kwargs = function, import_path, kwargs
+        return {}
+
+
+def main(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    function = AdvantageFunction()
+    for line in requests:
+        answers.write(json.dumps(function.answer(json.loads(line))).encode() + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    use_import_paths()
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the function prints is no answer
+    main(sys.stdin.buffer, out)
