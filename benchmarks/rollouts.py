@@ -3,8 +3,8 @@
     python benchmarks/rollouts.py [--quick] [--json FILE] [--only NAME]
 
 The rollout workers, their pools and the chat format are a run's own; generators and environments
-only sleep, in processes of their own. A level has so many episodes in flight all the time, until
-twice as many have ended; some have a rollout worker killed on the way. CPU time is that of the
+only sleep, in processes of their own. A level has so many episodes in flight, each followed by
+another one in the smaller levels; some have a rollout worker killed on the way. CPU time is that of the
 process, per turn of all episodes played. Turns are as long as it takes to have about `RATE` of them
 a second, so that what is measured is their cost and not a wait for a processor.
 """
@@ -64,6 +64,8 @@ class Level:
     tokens: int = 50
     words: int = 20
     kill: bool = False
+    rounds: int = 2
+    """How often each place is filled."""
 
     @property
     def turn_s(self) -> float:
@@ -74,8 +76,8 @@ class Level:
 LEVELS = (
     Level("100", 100, kill=True),
     Level("1,000", 1000, kill=True),
-    Level("5,000", 5000),
-    Level("10,000", 10_000),
+    Level("5,000", 5000, rounds=1),
+    Level("10,000", 10_000, rounds=1),
     Level("100 long", 100, turns=30, tokens=300, words=330),
     Level("500 long", 500, turns=30, tokens=300, words=330),
 )
@@ -159,7 +161,7 @@ class Bench:
         self._spent: dict[str, float] = {}
 
     async def measure(self, rollouts: Rollouts, sampling: Sampling) -> Found:
-        """Play twice as many episodes as are in flight. Waits for the last one."""
+        """Play the episodes of the level. Waits for the last one."""
         lag, before = Lag(), await self._worker_s()
         idle_bytes = sum(about["rss_bytes"] for about in await self.workers.fanout("describe"))
         watching = asyncio.create_task(lag.watch())
@@ -185,7 +187,7 @@ class Bench:
         )
 
     async def _play(self, rollouts: Rollouts, sampling: Sampling) -> tuple[list[Any], int]:
-        numbers, traces = iter(range(2 * self.level.in_flight // GROUP)), list[Any]()
+        numbers, traces = iter(range(self.level.rounds * self.level.in_flight // GROUP)), list[Any]()
         playing = [
             asyncio.create_task(self._groups(rollouts, sampling, numbers, traces))
             for _ in range(max(1, self.level.in_flight // GROUP))
