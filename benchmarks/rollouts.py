@@ -4,9 +4,9 @@
 
 The rollout workers, their pools and the chat format are a run's own; generators and environments
 only sleep, in processes of their own. A level has so many episodes in flight, each followed by
-another one in the smaller levels; some have a rollout worker killed on the way. CPU time is that of the
-process, per turn of all episodes played. Turns are as long as it takes to have about `RATE` of them
-a second, so that what is measured is their cost and not a wait for a processor.
+another one in the smaller levels; some have a rollout worker killed on the way. CPU time is that of
+the process, per turn of all episodes played. Turns are as long as it takes to have about `RATE` of
+them a second, so that what is measured is their cost and not a wait for a processor.
 """
 
 import asyncio
@@ -187,7 +187,8 @@ class Bench:
         )
 
     async def _play(self, rollouts: Rollouts, sampling: Sampling) -> tuple[list[Any], int]:
-        numbers, traces = iter(range(self.level.rounds * self.level.in_flight // GROUP)), list[Any]()
+        numbers = iter(range(self.level.rounds * self.level.in_flight // GROUP))
+        traces: list[Any] = []
         playing = [
             asyncio.create_task(self._groups(rollouts, sampling, numbers, traces))
             for _ in range(max(1, self.level.in_flight // GROUP))
