@@ -231,7 +231,7 @@ async def measure(level: Level) -> Found:
         tokenizer_folder(task, folder)
         host = await stack.enter_async_context(MeshHost(Supervisor(), preload=PRELOAD))
         rules: dict[str, Any] = {"host": host, "restart": RestartRules(5), "attempts": 2}
-        many = {"max_outstanding": 1_000_000}
+        many: dict[str, Any] = {"max_outstanding": 1_000_000}
         sleeping = 0.5 * level.turn_s
         workers, generators, environments = await asyncio.gather(
             service.spawn(
@@ -254,10 +254,7 @@ async def measure(level: Level) -> Found:
             ),
         )
         pools = RolloutPools(workers, generators, environments)
-        events: list[str] = []
-        retries = Retries(
-            config.supervision, lambda _: None, lambda kind, *_, **__: events.append(kind)
-        )
+        retries = Retries(config.supervision, lambda _: None, _shown)
         rollouts = Rollouts(RolloutWorkers(pools, _shown, lockstep=False), retries)
         try:
             bench = Bench(level, workers, (generators, environments))
