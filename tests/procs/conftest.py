@@ -27,6 +27,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import loop_reports  # noqa: E402
+from command_server import COMMANDS  # noqa: E402
+from commands import SERVERS  # noqa: E402
 
 from composer_mesh.mesh import programs  # noqa: E402
 from composer_mesh.mesh.fork_server import owner  # noqa: E402
@@ -59,6 +61,20 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     pid, said = owner.start(socket, PRELOAD, {})
     owner.wait_until_ready(said)
     os.environ[FOLDER] = str(folder)
+    yield
+    os.kill(pid, signal.SIGKILL)
+    programs.reap(pid)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One warmed interpreter for the commands of this session."""
+    folder = tmp_path_factory.mktemp("commands")
+    socket = folder / f"{import_signature(os.environ)}.sock"
+    modules = (*PRELOAD, *COMMANDS)
+    pid, said = owner.start(socket, modules, {}, program="command_server")
+    owner.wait_until_ready(said)
+    os.environ[SERVERS] = str(folder)
     yield
     os.kill(pid, signal.SIGKILL)
     programs.reap(pid)
