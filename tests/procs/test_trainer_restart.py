@@ -109,7 +109,8 @@ def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
         killed.process.wait()
         wait_until(lambda: not killed.living(), "end of the last process", GONE_DEADLINE_S)
     changed = {**SETTINGS, "supervision.trainer_restarts": 4}
-    with launched(tmp_path / "stopped", policy_cache, changed, options=options) as run:
+    root = tmp_path / "stopped"
+    with launched(root, policy_cache, changed, options=options, as_installed=True) as run:
         assert run.wait() == 0, run.stderr
     assert len(run.events("run_resumed")) == 2
     (change,) = run.events("config_changed")

@@ -81,20 +81,21 @@ class CommandServer:
             return None
         pid = os.fork()
         if pid == 0:
-            self._leave(connection)
+            self._leave()
             become(request, streams)
+            self._tell(connection, f"pid {os.getpid()}")  # it leads its session by now
+            connection.close()
             return request
         for descriptor in streams:
             os.close(descriptor)
         self._asking[pid] = connection
-        self._tell(connection, f"pid {pid}")
         return None
 
-    def _leave(self, connection: socket.socket) -> None:
+    def _leave(self) -> None:
         """Close in a fork what belongs to the server."""
         signal.set_wakeup_fd(-1)
         os.close(self._owner_ended)
-        for one in (*self._asking.values(), connection, self._listening, self._woken, self._wakes):
+        for one in (*self._asking.values(), self._listening, self._woken, self._wakes):
             one.close()
 
     def _reap(self) -> None:
