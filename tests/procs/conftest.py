@@ -29,6 +29,8 @@ IMPORTED_FROM = os.environ.setdefault(
 os.environ["PYTHONPATH"] = IMPORTED_FROM
 # As a run's placement has it on a small machine, so that one fork server serves all processes.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Set here, or torch sets it when it is imported, which the parent of workers never does.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests")
 
 import loop_reports  # noqa: E402
 from commands import SERVERS  # noqa: E402
