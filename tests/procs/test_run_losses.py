@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import SHORT, LiveRun, launched
+from live_run import SHORT, launched
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,32 +35,6 @@ def advantage(inputs: AdvantageInputs, value: float) -> AdvantageOutputs:
     rewards = torch.tensor([[rollout["reward"] for rollout in group] for group in inputs.rollouts])
     return AdvantageOutputs(advantages=torch.full_like(rewards, value))
 """
-
-
-@pytest.fixture(scope="module")
-def other_losses(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> LiveRun:
-    """A run with another loss on each channel than the preset's."""
-    settings = {
-        "run.steps": STEPS,
-        "loss.type": "cispo",
-        "advantage.type": "rloo",
-        "sdpo.objective": "taid",
-        "replay.loss": "simpo",
-    }
-    with launched(tmp_path_factory.mktemp("others") / "run", policy_cache, settings) as run:
-        assert run.wait() == 0, run.stderr
-    return run
-
-
-def test_cispo_taid_and_simpo_train_a_run_together(other_losses: LiveRun) -> None:
-    assert other_losses.stderr == ""
-    steps = other_losses.objects("metrics.jsonl")
-    assert [step["sdpo/taid_t"] for step in steps] == [0.4, 0.4]
-    for step in steps:
-        assert all(math.isfinite(step[f"loss/{name}"]) for name in ("policy", "sdpo", "replay"))
-        assert step["loss/sdpo"] > 0
-        assert step["loss/replay"] > 0
-        assert "policy/kl_reference" not in step
 
 
 @pytest.fixture
@@ -91,18 +65,13 @@ def readable_by_others(folder: Path) -> list[Path]:
 
 
 def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
-    other_losses: LiveRun, folder: Path, policy_cache: Path, temporary: Path
+    folder: Path, policy_cache: Path, temporary: Path
 ) -> None:
-    """And no process imports what lies in its working directory, or leaves files behind.
-
-    It starts from a folder in Hugging Face format, which is the checkpoint of another run.
-    """
-    checkpoint = other_losses.root / "checkpoints" / f"step-{STEPS}"
+    """And no process imports what lies in its working directory, or leaves files behind."""
     for name in PLANTED:
         (folder / name).write_text("open(__file__ + '.ran', 'a').close()\n")
     settings = {
         "run.steps": STEPS,
-        "policy.path": checkpoint,
         **ALONE,
         **custom("loss", "loss", "{scale = 0.25}"),
         **custom("advantage", "advantage", "{value = 0.5}"),
@@ -124,21 +93,6 @@ def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
         # The ratio is about 1: the loss is minus scale times advantage, for each token.
         assert step["loss/policy"] == pytest.approx(-0.125, rel=0.2)
         assert "policy/clipped_fraction" not in step
-    (policy,) = run.events("policy_ready")
-    assert policy["detail"] == str(checkpoint)
-    check_that_a_channel_of_weight_zero_has_no_process_and_no_loss(run)
-
-
-def check_that_a_channel_of_weight_zero_has_no_process_and_no_loss(run: LiveRun) -> None:
-    assert run.pids().keys() == {"trainer", "generator-0", "environment-0"}
-    for step in run.objects("metrics.jsonl"):
-        assert step["loss/sdpo"] is None
-        assert step["loss/replay"] is None
-        assert step["loss/total"] == step["loss/policy"]
-    channels = run.summary()["channels"]
-    active = [channels[name]["active_steps"] for name in ("policy", "sdpo", "replay")]
-    assert active == [STEPS, 0, 0]
-    assert run.pairs() == []
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_name_and_its_trace(
@@ -153,3 +107,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_name_and_its_trace(
     assert any(f"({trace.trace_id})" in failed["detail"] for trace in run.traces())
     assert failed["detail"] in run.stderr
     assert run.objects("metrics.jsonl") == []
+
+
+def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache: Path) -> None:
+    settings = {
+        "run.steps": STEPS,
+        "loss.type": "cispo",
+        "advantage.type": "rloo",
+        "sdpo.objective": "taid",
+        "replay.loss": "simpo",
+    }
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.stderr == ""
+    steps = run.objects("metrics.jsonl")
+    assert [step["sdpo/taid_t"] for step in steps] == [0.4, 0.4]
+    for step in steps:
+        assert all(math.isfinite(step[f"loss/{name}"]) for name in ("policy", "sdpo", "replay"))
+        assert step["loss/sdpo"] > 0
+        assert step["loss/replay"] > 0
+        assert "policy/kl_reference" not in step

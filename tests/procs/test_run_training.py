@@ -99,6 +99,26 @@ def test_a_run_says_nothing_that_is_not_its_own(finished: Finished) -> None:
     assert firsts == {"event", "phase", "transport", "evaluation", "step"}
 
 
+def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
+    finished: Finished, tmp_path: Path, policy_cache: Path
+) -> None:
+    """From a folder in Hugging Face format, which is the checkpoint of another run."""
+    folder = finished.run.root / "checkpoints" / f"step-{STEPS}"
+    settings = {"sdpo.alpha": 0, "replay.beta": 0, "policy.path": folder}
+    with launched(tmp_path / "run", policy_cache, settings) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.pids().keys() == {"trainer", "generator-0", "environment-0"}
+    (policy,) = run.events("policy_ready")
+    assert policy["detail"] == str(folder)
+    for step in run.objects("metrics.jsonl"):
+        assert step["loss/sdpo"] is None
+        assert step["loss/replay"] is None
+        assert step["loss/total"] == step["loss/policy"]
+    channels = run.summary()["channels"]
+    assert [channels[name]["active_steps"] for name in ("policy", "sdpo", "replay")] == [3, 0, 0]
+    assert run.pairs() == []
+
+
 def test_a_policy_that_cannot_be_served_is_refused_with_the_reason_before_the_run_starts(
     finished: Finished, tmp_path: Path, policy_cache: Path
 ) -> None:
