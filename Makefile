@@ -49,7 +49,7 @@ vllm: $(STAMPS)/vllm
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/procs -n $(RUN_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/procs -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Runs as jobs of a real Slurm on this machine, which the tests start and end themselves. Takes
 # about ten minutes. Needs the Debian packages slurm-wlm and munge; root gets them installed.

@@ -113,7 +113,9 @@ class ForkServers:
         return self._folder
 
 
-def start(path: Path, modules: Sequence[str], extra: Mapping[str, str]) -> tuple[int, int]:
+def start(
+    path: Path, modules: Sequence[str], extra: Mapping[str, str], program: str = PROGRAM
+) -> tuple[int, int]:
     """Start a server that listens on `path` and ends with this process.
 
     Returns its pid and the descriptor for `wait_until_ready`.
@@ -127,7 +129,7 @@ def start(path: Path, modules: Sequence[str], extra: Mapping[str, str]) -> tuple
         passed = (listening.fileno(), says)
         arguments = [*map(str, passed), str(path.parent), str(os.getpid()), *modules]
         read = {name: value for name, value in extra.items() if is_read_on_import(name)}
-        command = [sys.executable, "-P", "-m", PROGRAM, *arguments]
+        command = [sys.executable, "-P", "-m", program, *arguments]
         pid = programs.beside(command, {**os.environ, **read}, pass_fds=passed)
     os.close(says)
     return pid, said

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,10 +78,12 @@ def is_read_on_import(name: str) -> bool:
     return name.startswith(READ_ON_IMPORT)
 
 
-def send_request(connection: socket.socket, request: ForkRequest) -> None:
-    """Send a request, with this process's standard streams."""
+def send_request(
+    connection: socket.socket, request: ForkRequest, streams: Sequence[int] = STREAMS
+) -> None:
+    """Send a request, with three standard streams: by default those of this process."""
     body = json.dumps(asdict(request)).encode()
-    socket.send_fds(connection, [LENGTH.pack(len(body))], list(STREAMS))
+    socket.send_fds(connection, [LENGTH.pack(len(body))], list(streams))
     connection.sendall(body)
 
 

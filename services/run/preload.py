@@ -11,4 +11,11 @@ PRELOAD = (
     *("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
     *("composer_mesh.configs.schema", "composer_mesh.rollouts.chat"),
     *("composer_mesh.rollouts.packed_batch", "composer_mesh.losses.grpo"),
+    *("composer_mesh.rollouts.step_plan", "composer_mesh.mesh.weights.transports.shm"),
+    *("composer_mesh.mesh.weights.staged", "composer_mesh.actors.learning.policy_channel"),
+    *("composer_mesh.actors.learning.replay_channel", "composer_mesh.actors.checkpoints.writer"),
+    *("composer_mesh.actors.models.trained_model", "composer_mesh.actors.models.export"),
+    *("composer_mesh.actors.models.warm_start", "composer_mesh.actors.engines.choice"),
+    *("composer_mesh.actors.engines.loop", "composer_mesh.actors.hints.hint_service"),
+    "composer_mesh.actors.panel.panel",
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,21 +22,26 @@ os.environ["XDG_STATE_HOME"] = STATE_HOME.name  # where an account keeps its sig
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.
-os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+# Workers take it from their parent: what is forked has to have the one of its server.
+IMPORTED_FROM = os.environ.setdefault(
+    "TESTS_IMPORTED_FROM", os.pathsep.join(path for path in sys.path if path)
+)
+os.environ["PYTHONPATH"] = IMPORTED_FROM
 # As a run's placement has it on a small machine, so that one fork server serves all processes.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Set here, or torch sets it when it is imported, which the parent of workers never does.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests")
 
 import loop_reports  # noqa: E402
+from commands import SERVERS  # noqa: E402
+from warm_servers import warm_servers  # noqa: E402
 
-from composer_mesh.mesh import programs  # noqa: E402
-from composer_mesh.mesh.fork_server import owner  # noqa: E402
-from composer_mesh.mesh.fork_server.protocol import FOLDER, import_signature  # noqa: E402
 from composer_mesh.mesh.processes import is_alive  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
-from composer_mesh.services.run.preload import PRELOAD  # noqa: E402
 
 Events = list[tuple[str, str, str]]
+WHOLE_SESSION = ExitStack()
 LONGEST_FIRST = (
     *("test_trainer_restart.py", "test_sdpo_mesh.py", "test_run_ends.py", "test_run_training.py"),
     *("test_run_replay.py", "test_hosts.py", "test_run_losses.py", "test_healing.py"),
@@ -51,17 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With several workers their parent starts the servers, which all of them share."""
+    if session.config.getoption("numprocesses", None):
+        WHOLE_SESSION.enter_context(warm_servers())
+
+
+def pytest_sessionfinish() -> None:
+    """End the servers that were started for the workers."""
+    WHOLE_SESSION.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One server for all runs and actors of this session, which would start one each."""
-    folder = tmp_path_factory.mktemp("fork-servers")
-    socket = folder / f"{import_signature(os.environ)}.sock"
-    pid, said = owner.start(socket, PRELOAD, {})
-    owner.wait_until_ready(said)
-    os.environ[FOLDER] = str(folder)
-    yield
-    os.kill(pid, signal.SIGKILL)
-    programs.reap(pid)
+def servers() -> Iterator[None]:
+    """Servers for all runs and actors of this session, each of which would start one."""
+    with nullcontext() if SERVERS in os.environ else warm_servers():
+        yield
 
 
 @pytest.fixture

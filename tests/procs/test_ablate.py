@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from live_run import PRESET, RUN_DEADLINE_S, SHORT
+from live_run import PRESET, SHORT, composer_mesh
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,15 +17,8 @@ STEPS = 2
 def ablate(output: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     values = {**SHORT, "run.steps": STEPS, "policy.cache_dir": cache}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "composer_mesh", "ablate", str(PRESET), *overrides]
     choices = ["--arms", "neither,both", "--seeds", "0", "--output", str(output)]
-    return subprocess.run(
-        [*command, *choices],
-        capture_output=True,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        check=False,
-    )
+    return composer_mesh("ablate", str(PRESET), *overrides, *choices)
 
 
 def test_two_arms_are_trained_in_one_process_and_kept(tmp_path: Path, policy_cache: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from finished_work import check_that_finished_work_is_on_disk
 from live_run import (
     END_DEADLINE_S,
     ENDLESS,
@@ -21,16 +24,6 @@ from live_run import (
 pytestmark = pytest.mark.timeout(600)
 
 KINDS = {"trainer", "generator", "sdpo_teacher", "teacher_replay"}
-ROLLOUTS_PER_STEP = 2 * 4
-
-
-def check_that_finished_work_is_on_disk(run: LiveRun) -> None:
-    steps = run.objects("metrics.jsonl")
-    trained = [trace for trace in run.traces() if trace.split == "train"]
-    assert len(trained) >= len(steps) * ROLLOUTS_PER_STEP > 0
-    assert run.summary()["steps"] == len(steps)
-    assert run.summary()["eval"]["initial"]["episodes"] == ENDLESS["eval.episodes"]
-    assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("actor", ["generator-0", "trainer"])
@@ -51,24 +44,34 @@ def test_without_restarts_a_killed_actor_ends_the_run_naming_it(
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that `tree` looked at while it trained, and that Ctrl-C ended."""
+    """A run that `tree` looked at while it trained, that got a late reward and Ctrl-C ended."""
 
     run: LiveRun
     as_json: str
     as_text: str
+    posted: subprocess.CompletedProcess[str]
+    refused: subprocess.CompletedProcess[str]
     status: int
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Watched:
     root = tmp_path_factory.mktemp("watched") / "run"
-    with launched(root, policy_cache, ENDLESS) as run:
+    with launched(root, policy_cache, ENDLESS | {"late_rewards.max_age": 900}) as run:
         run.until_training()
         trees = [composer_mesh("tree", str(root), *how) for how in ([], ["--json"])]
+        first = min(trace.trace_id for trace in run.traces())
+        posted = composer_mesh("reward", str(root), first, "0.123", "--source", "a test")
+        refused = composer_mesh("reward", str(root), "train-nobody", "1")
+        run.until(steps_with_late_rewards, "late reward in a step")
         run.signal_group(signal.SIGINT)
         status = run.wait(END_DEADLINE_S)
     assert [tree.returncode for tree in trees] == [0, 0]
-    return Watched(run, trees[1].stdout, trees[0].stdout, status)
+    return Watched(run, trees[1].stdout, trees[0].stdout, posted, refused, status)
+
+
+def steps_with_late_rewards(run: LiveRun) -> list[dict[str, Any]]:
+    return [step for step in run.objects("metrics.jsonl") if step["late/rewards"]]
 
 
 def test_tree_shows_the_four_kinds_while_it_runs(watched: Watched) -> None:
@@ -94,21 +97,19 @@ def test_ctrl_c_ends_cleanly(watched: Watched) -> None:
     check_that_finished_work_is_on_disk(watched.run)
 
 
+def test_a_late_reward_reaches_a_run_that_goes_on(watched: Watched) -> None:
+    assert (watched.posted.returncode, watched.posted.stderr) == (0, "")
+    assert watched.refused.returncode == 2
+    assert "has no rollout 'train-nobody'" in watched.refused.stderr
+    (step,) = steps_with_late_rewards(watched.run)
+    assert step["late/samples"] > 0
+
+
 def test_tree_says_that_an_ended_run_is_not_there(watched: Watched) -> None:
     tree = composer_mesh("tree", str(watched.run.root))
     assert (tree.returncode, tree.stdout) == (1, "")
     assert str(watched.run.root) in tree.stderr
     assert tree.stderr.count("\n") == 1
-
-
-def test_sigterm_ends_cleanly(tmp_path: Path, policy_cache: Path) -> None:
-    with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
-        run.until_training()
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait(END_DEADLINE_S) == 128 + signal.SIGTERM
-    assert run.stderr == ""
-    assert len(run.events("run_stopped")) == 1
-    check_that_finished_work_is_on_disk(run)
 
 
 MOMENTS: dict[str, Callable[[LiveRun], object]] = {

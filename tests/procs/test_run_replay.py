@@ -1,4 +1,4 @@
-"""Channel 3 in whole runs: paid teachers, a lost replica, late rewards, the same pairs offline."""
+"""Channel 3 in whole runs: paid teachers, a lost replica, the same pairs offline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import FaultProxy, Model
-from live_run import ENDLESS, LiveRun, composer_mesh, launched, wait_until
+from live_run import ENDLESS, LiveRun, composer_mesh, launched
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.rollouts.money import NANO
@@ -135,24 +135,3 @@ def test_a_lost_replica_costs_no_state_and_the_run_goes_on(
     replay = run.summary()["replay"]
     assert replay["failed"] == {}
     assert sum(replay["outcomes"].values()) == replay["states"] > 0
-
-
-def test_a_late_reward_reaches_a_run_that_goes_on(tmp_path: Path, policy_cache: Path) -> None:
-    settings = {**ENDLESS, "late_rewards.max_age": 900, "replay.beta": 0}
-    with launched(tmp_path / "run", policy_cache, settings) as run:
-        run.until_training()
-        first = min(trace.trace_id for trace in run.traces())
-        posted = composer_mesh("reward", str(run.root), first, "0.123", "--source", "a test")
-        assert (posted.returncode, posted.stderr) == (0, "")
-        wait_until(lambda: any(used(run)), "late reward in a step", 120)
-        refused = composer_mesh("reward", str(run.root), "train-nobody", "1")
-        assert refused.returncode == 2
-        assert "has no rollout 'train-nobody'" in refused.stderr
-        run.signal_group(signal.SIGINT)
-        assert run.wait() == 130
-    (step,) = [step for step in run.objects("metrics.jsonl") if step["late/rewards"]]
-    assert step["late/samples"] > 0
-
-
-def used(run: LiveRun) -> list[int]:
-    return [step["late/rewards"] for step in run.objects("metrics.jsonl")]

@@ -37,7 +37,8 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Iterator[Finished]:
-    with launched(tmp_path_factory.mktemp("finished") / "run", policy_cache, {}) as run:
+    root = tmp_path_factory.mktemp("finished") / "run"
+    with launched(root, policy_cache, {}, as_installed=True) as run:
         yield Finished(run, run.wait())
 
 
@@ -134,7 +135,7 @@ def test_a_policy_that_cannot_be_served_is_refused_with_the_reason_before_the_ru
 
 
 def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:
-    """The first of the two makes the warm start, the second finds it."""
+    """The first makes the warm start, the second finds it; another interpreter hashes otherwise."""
     settings = {
         "run.steps": 2,
         "schedule.max_lag": 0,
@@ -143,7 +144,8 @@ def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:
     }
     twice, traces = [], []
     for name in ("first", "second"):
-        with launched(tmp_path / name, tmp_path / "policies", settings) as run:
+        cache, other = tmp_path / "policies", name == "second"
+        with launched(tmp_path / name, cache, settings, as_installed=other) as run:
             assert run.wait() == 0, run.stderr
         assert {"generator-0", "generator-1"} <= run.pids().keys()
         twice.append([untimed(step) for step in run.objects("metrics.jsonl")])

@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from live_run import GONE_DEADLINE_S, LiveRun, launched, untimed, wait_until
+from finished_work import check_that_finished_work_is_on_disk
+from live_run import END_DEADLINE_S, GONE_DEADLINE_S, LiveRun, launched, untimed, wait_until
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.rollouts.traces import Trace
@@ -94,14 +95,17 @@ def test_ranks_of_which_one_is_killed_train_the_same_steps_again(
     assert [step["step"] for step in run.objects("metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
+def test_a_run_that_sigterm_ends_cleanly_and_is_killed_and_goes_on_is_the_undisturbed_run(
     alone: LiveRun, tmp_path: Path, policy_cache: Path
 ) -> None:
     """All three channels are on. Once it is asked to stop, and once every process is killed."""
     with launched(tmp_path / "stopped", policy_cache, SETTINGS) as stopped:
         after_steps(stopped, 1)
         stopped.process.terminate()
-        assert stopped.wait() == 128 + signal.SIGTERM
+        assert stopped.wait(END_DEADLINE_S) == 128 + signal.SIGTERM
+    assert stopped.stderr == ""
+    assert len(stopped.events("run_stopped")) == 1
+    check_that_finished_work_is_on_disk(stopped)
     options = ("--resume",)
     with launched(tmp_path / "stopped", policy_cache, SETTINGS, options=options) as killed:
         after_steps(killed, 3)
@@ -109,7 +113,8 @@ def test_a_run_that_is_stopped_and_killed_and_goes_on_is_the_undisturbed_run(
         killed.process.wait()
         wait_until(lambda: not killed.living(), "end of the last process", GONE_DEADLINE_S)
     changed = {**SETTINGS, "supervision.trainer_restarts": 4}
-    with launched(tmp_path / "stopped", policy_cache, changed, options=options) as run:
+    root = tmp_path / "stopped"
+    with launched(root, policy_cache, changed, options=options, as_installed=True) as run:
         assert run.wait() == 0, run.stderr
     assert len(run.events("run_resumed")) == 2
     (change,) = run.events("config_changed")

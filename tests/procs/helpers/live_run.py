@@ -9,13 +9,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from commands import Process, finished, forked, started
 
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
@@ -64,13 +65,7 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float) -> T:
 
 def composer_mesh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A short command, run to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "composer_mesh", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        check=False,
-    )
+    return finished(arguments, RUN_DEADLINE_S)
 
 
 @dataclass
@@ -78,7 +73,7 @@ class LiveRun:
     """A `train` command and the directory it writes."""
 
     root: Path
-    process: subprocess.Popen[bytes]
+    process: Process
 
     @property
     def stdout(self) -> str:
@@ -165,22 +160,21 @@ def launched(
     folder: Path | None = None,
     options: Sequence[str] = (),
     within: Sequence[str] = (),
+    as_installed: bool = False,
 ) -> Iterator[LiveRun]:
     """Start `train` on the shortened preset, in a working directory or in the tests' own.
 
-    `within` is put before the command. What still lives at the end of the block is killed.
+    `as_installed` starts an interpreter for it as users do, and so does `within`, which is put
+    before the command. What still lives at the end of the block is killed.
     """
     values = {**SHORT, "policy.cache_dir": cache, **settings}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *overrides]
+    command = ["train", str(PRESET), *overrides, "--output", str(root), *options]
     with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
-        process = subprocess.Popen(
-            [*within, *command, "--output", str(root), *options],
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-            cwd=folder,
-        )
+        if within or as_installed:
+            process = started(command, out, err, folder, within)
+        else:
+            process = forked(command, out, err, folder)
     run = LiveRun(root, process)
     try:
         yield run
