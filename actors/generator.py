@@ -12,6 +12,7 @@ from monarch.actor import concurrent_endpoint, context
 
 from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread
+from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.weights.handle import WeightsHandle
@@ -46,16 +47,40 @@ class GeneratorActor(MeshActor):
 
     @concurrent_endpoint
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample one continuation. Waits for its last token; others decode concurrently."""
-        return await self._ask(request)
+        """Sample one continuation. Waits for its last token; others decode concurrently.
+
+        A cancelled call aborts its request. Raises `RequestAborted` if another call did, or sent
+        the same id again, and `DecodingDeadlineExceeded` after the request's own deadline.
+        """
+        return await self._serving_loop().ask(request)
 
     @concurrent_endpoint
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
+    async def generate_many(
+        self, requests: list[GenerationRequest], continues: bool = False
+    ) -> list[GenerationResult | RequestAborted]:
         """Sample a closed batch; all requests are admitted before the first token.
 
-        The same batch on an idle generator gives bit-identical results.
+        The same batch on an idle generator gives bit-identical results. So does the same sequence
+        of batches where each but the first `continues` the one before it, that is, reuses its
+        prefixes. A request that is aborted has its error in place of its result.
         """
-        return await asyncio.gather(*[self._ask(request) for request in requests])
+        answers = self._serving_loop().ask_together(requests, continues=continues)
+        try:
+            await asyncio.gather(*answers, return_exceptions=True)
+        finally:
+            for answer in answers:
+                answer.cancel()
+        return [outcome(answer) for answer in answers]
+
+    @concurrent_endpoint
+    async def abort(self, request_ids: list[str]) -> int:
+        """Abort requests, whose callers get `RequestAborted`; return how many were unanswered.
+
+        Does not wait. Their slots are free after the decode step under way; ids that are unknown or
+        answered are ignored.
+        """
+        loop = self._serving_loop()
+        return sum(loop.abort(request_id, "its caller asked for it") for request_id in request_ids)
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
@@ -73,11 +98,21 @@ class GeneratorActor(MeshActor):
             return staged.version
 
     def details(self) -> dict[str, Any]:
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             return {"outstanding": 0, "tokens": 0}
-        waiting = self._loop.outstanding
+        waiting = loop.outstanding
         activity = f"decoding {waiting} requests" if waiting else "idle"
-        return {"activity": activity, "outstanding": waiting, "tokens": self._loop.tokens}
+        return {
+            "activity": activity,
+            "outstanding": waiting,
+            "decoding": loop.decoding,
+            "tokens": loop.tokens,
+            "aborted": loop.aborted,
+            "prompt_tokens": loop.prompt_tokens.prompt,
+            "cached_tokens": loop.prompt_tokens.cached,
+            "computed_tokens": loop.prompt_tokens.computed,
+        }
 
     async def __cleanup__(self, _: Exception | None) -> None:
         """Close the engine, which may hold processes and shared memory; waits for its step."""
@@ -85,9 +120,6 @@ class GeneratorActor(MeshActor):
             self._serving.cancel()
             closing = asyncio.ensure_future(self._loop.close())
             await asyncio.wait([closing], timeout=CLOSE_S)
-
-    def _ask(self, request: GenerationRequest) -> Answer:
-        return self._serving_loop().ask(request)
 
     def _serving_loop(self) -> EngineLoop:
         if self._loop is None:
@@ -107,3 +139,11 @@ class GeneratorActor(MeshActor):
             why = f"its engine stopped: {type(error).__name__}: {error}"
             context().actor_instance.abort(why)
             raise
+
+
+def outcome(answer: Answer) -> GenerationResult | RequestAborted:
+    """Return the result of a done answer, or the error of one that was aborted."""
+    error = answer.exception()
+    if isinstance(error, RequestAborted):
+        return error
+    return answer.result()

@@ -34,7 +34,7 @@ class Sessions:
 
     def __init__(self, size: Size, *, sharing: bool) -> None:
         self._vocabulary = size.vocabulary
-        self._engine = Engine(model_of(size), ROWS, CONTEXT, sharing=sharing)
+        self._engine = Engine(model_of(size), ROWS, CONTEXT, prefix_tokens=None if sharing else 0)
 
     def serve(self, load: Load, seed: int) -> None:
         """Run all turns of all sessions; each prompt is all before it and an observation."""
