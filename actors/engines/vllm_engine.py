@@ -116,8 +116,8 @@ class VllmEngine:
     def step(self) -> int:
         """Admit requests and decode; return the token count of the requests answered."""
         self._free_aborted()
-        if self._dropping and not self._running:
-            self._llm.reset_prefix_cache()
+        if self._dropping and not self._running and not self._llm.reset_prefix_cache():
+            raise EngineFault("vLLM kept cached keys and values though nothing decodes")
         self._dropping = False
         self._admit()
         sampled = 0

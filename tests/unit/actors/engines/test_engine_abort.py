@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,29 @@ def test_an_engine_whose_requests_are_all_aborted_is_idle_after_a_step(make: Mak
     for name in "abcde":
         engine.abort(name)
     assert (engine.step(), engine.busy, engine.outstanding, engine.decoding) == (0, False, 0, 0)
+
+
+def test_requests_and_aborts_of_another_thread_are_each_heeded_once(make: Make) -> None:
+    engine, answered = make(4), list[str]()
+    names = [f"r{number}" for number in range(60)]
+    submitted = threading.Event()
+
+    def submit_and_abort() -> None:
+        for number, name in enumerate(names):
+            engine.submit(request(name), lambda result: answered.append(result.request_id))
+            if number % 3 == 2:
+                engine.abort(names[number - 1])
+                engine.abort(name)
+        submitted.set()
+
+    thread = threading.Thread(target=submit_and_abort)
+    thread.start()
+    while engine.busy or not submitted.is_set():
+        engine.step()
+    thread.join()
+    assert len(answered) == len(set(answered))
+    assert set(answered) >= {name for number, name in enumerate(names) if number % 3 == 0}
+    assert (engine.outstanding, engine.decoding) == (0, 0)
 
 
 def test_what_an_aborted_request_computed_is_reused(build_model: Any) -> None:

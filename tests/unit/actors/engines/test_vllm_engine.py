@@ -128,6 +128,16 @@ def test_a_cache_that_stays_under_new_weights_is_a_fault() -> None:
     assert served.version == 0
 
 
+def test_an_idle_vllm_that_keeps_prefixes_it_should_drop_is_a_fault() -> None:
+    llm = FakeLlm()
+    llm.resets = False
+    served = engine(llm)
+    served.drop_prefixes()
+    served.submit(request("r"), lambda _: None)
+    with pytest.raises(EngineFault, match="though nothing decodes"):
+        served.step()
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [
