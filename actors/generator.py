@@ -12,6 +12,7 @@ from monarch.actor import concurrent_endpoint, context
 
 from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread
+from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.engines.rounds import Rounds
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
@@ -36,7 +37,7 @@ class GeneratorActor(MeshActor):
         self._thread = EngineThread()
         self._pulls = asyncio.Lock()
         self._loop: EngineLoop | None = None
-        self._rounds = Rounds(self._ask)
+        self._rounds = Rounds(self._ask_together)
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
@@ -48,27 +49,44 @@ class GeneratorActor(MeshActor):
 
     @concurrent_endpoint
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample one continuation. Waits for its last token; others decode concurrently."""
-        return await self._ask(request)
+        """Sample one continuation. Waits for its last token; others decode concurrently.
+
+        A cancelled call aborts its request. Raises `RequestAborted` if another call did, or sent
+        the same id again, and `DecodingDeadlineExceeded` after the request's own deadline.
+        """
+        return await self._serving_loop().ask(request)
 
     @concurrent_endpoint
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
+    async def generate_many(
+        self, requests: list[GenerationRequest], continues: bool = False
+    ) -> list[GenerationResult | RequestAborted]:
         """Sample a closed batch; all requests are admitted before the first token.
 
-        The same batch on an idle generator gives bit-identical results.
+        The same batch on an idle generator gives bit-identical results. So does the same sequence
+        of batches where each but the first `continues` the one before it, that is, reuses its
+        prefixes. A request that is aborted has its error in place of its result.
         """
-        return await asyncio.gather(*[self._ask(request) for request in requests])
+        return await outcomes(self._serving_loop().ask_together(requests, continues=continues))
+
+    @concurrent_endpoint
+    async def abort(self, request_ids: list[str]) -> int:
+        """Abort requests, whose callers get `RequestAborted`; return how many were unanswered.
+
+        Does not wait. Their slots are free after the decode step under way; ids that are unknown or
+        answered are ignored.
+        """
+        loop = self._serving_loop()
+        return sum(loop.abort(request_id, "its caller asked for it") for request_id in request_ids)
 
     @concurrent_endpoint
     async def generate_round(
-        self, number: int, size: int, requests: list[GenerationRequest]
-    ) -> list[GenerationResult]:
+        self, number: int, size: int, requests: list[GenerationRequest], continues: bool
+    ) -> list[GenerationResult | RequestAborted]:
         """Sample one caller's share of a closed batch of `size` requests, as `generate_many` does.
 
         Waits until all shares have arrived, or `close_round`.
         """
-        asked = await self._rounds.share(number, size, requests)
-        return await asyncio.gather(*asked)
+        return await outcomes(await self._rounds.share(number, size, requests, continues))
 
     @concurrent_endpoint
     async def close_round(self, number: int) -> None:
@@ -91,11 +109,21 @@ class GeneratorActor(MeshActor):
             return staged.version
 
     def details(self) -> dict[str, Any]:
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             return {"outstanding": 0, "tokens": 0}
-        waiting = self._loop.outstanding
+        waiting = loop.outstanding
         activity = f"decoding {waiting} requests" if waiting else "idle"
-        return {"activity": activity, "outstanding": waiting, "tokens": self._loop.tokens}
+        return {
+            "activity": activity,
+            "outstanding": waiting,
+            "decoding": loop.decoding,
+            "tokens": loop.tokens,
+            "aborted": loop.aborted,
+            "prompt_tokens": loop.prompt_tokens.prompt,
+            "cached_tokens": loop.prompt_tokens.cached,
+            "computed_tokens": loop.prompt_tokens.computed,
+        }
 
     async def __cleanup__(self, _: Exception | None) -> None:
         """Close the engine, which may hold processes and shared memory; waits for its step."""
@@ -104,8 +132,8 @@ class GeneratorActor(MeshActor):
             closing = asyncio.ensure_future(self._loop.close())
             await asyncio.wait([closing], timeout=CLOSE_S)
 
-    def _ask(self, request: GenerationRequest) -> Answer:
-        return self._serving_loop().ask(request)
+    def _ask_together(self, requests: list[GenerationRequest], continues: bool) -> list[Answer]:
+        return self._serving_loop().ask_together(requests, continues=continues)
 
     def _serving_loop(self) -> EngineLoop:
         if self._loop is None:
@@ -125,3 +153,21 @@ class GeneratorActor(MeshActor):
             why = f"its engine stopped: {type(error).__name__}: {error}"
             context().actor_instance.abort(why)
             raise
+
+
+async def outcomes(answers: list[Answer]) -> list[GenerationResult | RequestAborted]:
+    """Return the outcome of each answer. Waits for all; cancelled, it aborts their requests."""
+    try:
+        await asyncio.gather(*answers, return_exceptions=True)
+    finally:
+        for answer in answers:
+            answer.cancel()
+    return [outcome(answer) for answer in answers]
+
+
+def outcome(answer: Answer) -> GenerationResult | RequestAborted:
+    """Return the result of a done answer, or the error of one that was aborted."""
+    error = answer.exception()
+    if isinstance(error, RequestAborted):
+        return error
+    return answer.result()

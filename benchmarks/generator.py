@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from generator_turns import Load, Sessions
+from generator_sessions import Load, Sessions
 from generator_ways import (
     SMALL,
     TINY,

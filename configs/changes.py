@@ -25,7 +25,7 @@ SAFE = (
     ("environment.replicas", PLACES),
     ("policy.cache_dir", PLACES),
     *((f"generator.{key}", PLACES) for key in ("replicas", "max_concurrent", "threads")),
-    *((f"generator.{key}", NUMERICS) for key in ("engine", "dtype", "vllm.*")),
+    *((f"generator.{key}", NUMERICS) for key in ("engine", "dtype", "prefix_tokens", "vllm.*")),
     *((f"trainer.{key}", NUMERICS) for key in ("ranks", "threads", "sharding", "attention")),
     *((f"trainer.{key}", NUMERICS) for key in ("microbatch_tokens", "packing", "compile")),
     ("trainer.activation_checkpointing", NUMERICS),

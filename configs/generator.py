@@ -4,7 +4,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from composer_mesh.configs.base import Concurrent, Cores, Positive, Processes, Section, Tokens
+from composer_mesh.configs.base import (
+    Concurrent,
+    Cores,
+    CountOrZero,
+    Positive,
+    Processes,
+    Section,
+    Tokens,
+)
 from composer_mesh.configs.vllm import VllmConfig
 
 
@@ -22,6 +30,10 @@ class GeneratorConfig(Section):
 
     max_concurrent: Concurrent = 64
     """Maximum number of requests decoded together: rows of the KV cache."""
+
+    prefix_tokens: CountOrZero | None = None
+    """Maximum number of tokens whose keys and values the embedded engine keeps for later prompts;
+    as many as its rows hold if not set, 0 keeps none."""
 
     max_new_tokens: Tokens = 40
     """Maximum number of tokens sampled in one turn."""

@@ -122,11 +122,13 @@ def _generator(config: Config, sizes: ModelSizes) -> _Model:
     if generator.engine == "vllm":
         return _vllm(config, sizes, arrived)
     rows, context = generator.max_concurrent, config.policy.max_context
+    kept = rows * context if generator.prefix_tokens is None else generator.prefix_tokens
     on_gpu = config.placement.generator.gpus > 0
     tokens = (BATCH_GPU if on_gpu else BATCH_CPU) + context
     device = (
         *weight_parts(sizes, number),
         Part("KV cache", cache_bytes(sizes, number, rows, context)),
+        Part("kept prefixes", cache_bytes(sizes, number, 1, kept)),
         Part("scores", SCORE_BYTES * rows * sizes.vocab_size),
         *forward_parts(sizes, number, tokens, on_gpu),
     )

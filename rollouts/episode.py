@@ -18,12 +18,13 @@ from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of an episode."""
+    """Sampling parameters of an episode; `deadline_s` limits a turn from its admission on."""
 
     temperature: float
     max_new_tokens: int
     max_context: int
     seed: int
+    deadline_s: float | None = None
 
     @classmethod
     def training(cls, config: Config) -> "Sampling":
@@ -33,6 +34,7 @@ class Sampling:
             generator.max_new_tokens,
             config.policy.max_context,
             config.run.seed,
+            config.run.deadline_s,
         )
 
     @classmethod
@@ -43,6 +45,7 @@ class Sampling:
             generator.max_new_tokens,
             config.policy.max_context,
             config.run.seed,
+            config.run.deadline_s,
         )
 
 
@@ -159,6 +162,7 @@ class EpisodePlayer:
             sampling.temperature,
             seed_of(sampling.seed, request_id),
             [self._chat.stop_id],
+            sampling.deadline_s,
         )
 
 

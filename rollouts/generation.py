@@ -10,7 +10,11 @@ from composer_mesh.rollouts.traces import StopReason
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One continuation to sample. `temperature` 0 is greedy; `seed` makes the sample repeatable."""
+    """One continuation to sample. `temperature` 0 is greedy; `seed` makes the sample repeatable.
+
+    `deadline_s` limits the seconds from its admission to the engine to its last token; what it
+    waits before in the engine's queue does not count.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -18,13 +22,15 @@ class GenerationRequest:
     temperature: float
     seed: int
     stop_ids: list[int]
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """Sampled ids with a log-prob (nats) and a policy version for each id.
 
-    The stop token, if sampled, is the last id. `cached_tokens` of the prompt were not computed.
+    The stop token, if sampled, is the last id. For `cached_tokens` of the prompt's tokens keys and
+    values were reused, the others were computed.
     """
 
     request_id: str

@@ -26,4 +26,9 @@ def _embedded(config: Config, folder: Path) -> Engine:
 
     dtype = getattr(torch, config.generator.dtype)
     model = load_model(folder).to(own_device(), dtype)
-    return embedded.Engine(model, config.generator.max_concurrent, config.policy.max_context)
+    return embedded.Engine(
+        model,
+        config.generator.max_concurrent,
+        config.policy.max_context,
+        prefix_tokens=config.generator.prefix_tokens,
+    )

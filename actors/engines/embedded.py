@@ -7,6 +7,7 @@ version it is labelled with. No threads, no messaging.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,16 @@ from composer_mesh.actors.engines.embedded_attention import Packed, Run
 from composer_mesh.actors.engines.embedded_forward import PackedForward
 from composer_mesh.actors.engines.embedded_sampling import sample
 from composer_mesh.actors.engines.kv_cache import RowCache
-from composer_mesh.actors.engines.port import Done, Weights, refuse_too_long
-from composer_mesh.actors.engines.prefix_cache import Ids, PrefixCache
+from composer_mesh.actors.engines.open_requests import OpenRequests
+from composer_mesh.actors.engines.port import (
+    Admitted,
+    Done,
+    PromptTokens,
+    Weights,
+    refuse_too_long,
+)
+from composer_mesh.actors.engines.prefix_cache import PrefixCache
+from composer_mesh.actors.engines.radix_tree import Ids
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
@@ -28,12 +37,15 @@ TOKENS_AT_ONCE = {"cpu": 512}
 TOKENS_AT_ONCE_ELSEWHERE = 8192
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     request: GenerationRequest
     done: Done
+    admitted: Admitted | None
     draws: list[float]
     prompt: Ids
+    cached: int = 0
+    aborted: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -45,8 +57,10 @@ class _Running:
         return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
 
     def answer(self, reason: StopReason) -> None:
-        name = self.request.request_id
-        self.done(GenerationResult(name, self.token_ids, self.logprobs, self.versions, reason))
+        name, cached = self.request.request_id, self.cached
+        self.done(
+            GenerationResult(name, self.token_ids, self.logprobs, self.versions, reason, cached)
+        )
 
 
 @dataclass(slots=True)
@@ -56,30 +70,50 @@ class _Joining:
     runs: list[Run] = field(default_factory=list)
     leaders: list[int] = field(default_factory=list)
     """For each new row the row with the same prompt, its own index where it is computed."""
+    by_prompt: dict[bytes, int] = field(default_factory=dict)
     tokens: int = 0
+
+    def compute(self, run: Run) -> None:
+        self.runs.append(run)
+        self.tokens += run.end - run.start
 
 
 class Engine:
-    """Serves up to `rows` requests at once, of at most `length` tokens each.
+    """Serves up to `rows` requests at once, of at most `length` tokens each. Raises
+    `ModelNotServed`.
 
-    With `sharing`, equal prompts and common prefixes of rows are computed once. A closed batch on
-    an idle engine gives the same bits every time, because the prefixes of finished requests are
-    dropped when nothing runs or waits. Raises `ModelNotServed`.
+    Equal prompts are computed once, and any prompt from where it differs from all that came before
+    and is kept: `prefix_tokens` tokens besides the rows, by default as many as the rows hold; 0
+    shares nothing. What is kept survives idle times; new weights and `drop_prefixes` drop it.
+
+    Reused keys may differ in their last bits from recomputed ones, so that answers depend on what
+    is kept. The same requests submitted together to an idle engine after `drop_prefixes` give the
+    same bits every time, and so does any sequence of such sets in which each follows the answers to
+    the one before, without a drop in between.
     """
 
     def __init__(
-        self, model: Any, rows: int, length: int, version: int = 0, *, sharing: bool = True
+        self,
+        model: Any,
+        rows: int,
+        length: int,
+        version: int = 0,
+        *,
+        prefix_tokens: int | None = None,
     ) -> None:
         self._model, self._rows, self._length = model, rows, length
-        self._sharing = sharing
         self.version = version
+        self.prompt_tokens = PromptTokens()
+        self._open: OpenRequests[_Running] = OpenRequests()
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
+        self._dropping = False
         self._cache = RowCache(model.config.num_hidden_layers, rows, length)
         self._forward = PackedForward(model, self._cache)
         self._device = self._forward.device
         self._budget = TOKENS_AT_ONCE.get(self._device.type, TOKENS_AT_ONCE_ELSEWHERE)
-        self._held = PrefixCache(self._cache, rows, length, sharing=sharing)
+        capacity = rows * length if prefix_tokens is None else prefix_tokens
+        self._held = PrefixCache(self._cache, rows, length, capacity)
 
     @property
     def busy(self) -> bool:
@@ -87,27 +121,53 @@ class Engine:
 
     @property
     def outstanding(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._open)
 
-    def submit(self, request: GenerationRequest, done: Done) -> None:
-        """Queue a request; `done` is called from within a later `step`."""
+    @property
+    def decoding(self) -> int:
+        return len(self._running)
+
+    @property
+    def prefixes_kept(self) -> int:
+        """Number of tokens whose keys are kept for later prompts."""
+        return self._held.tokens
+
+    def submit(
+        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+    ) -> None:
+        """Queue a request; `admitted`, then `done` are called from within later steps."""
         refuse_too_long(request, self._length)
         generator = torch.Generator().manual_seed(request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
         prompt = np.array(request.prompt_ids, dtype=np.int64)
-        self._waiting.append(_Running(request, done, draws.tolist(), prompt))
+        new = _Running(request, done, admitted, draws.tolist(), prompt)
+        self._open.add(request.request_id, new)
+        self._waiting.append(new)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; the next step frees its row, and keeps its prefix."""
+        given_up = self._open.abort(request_id)
+        if given_up is not None:
+            given_up.aborted = True
+
+    def drop_prefixes(self) -> None:
+        """Drop, before the next step, all that is kept for later prompts."""
+        self._dropping = True
 
     @torch.inference_mode()
     def step(self) -> int:
         """Admit requests, sample one token each, retire; return the number of sampled tokens."""
+        self._retire([row for row, running in enumerate(self._running) if running.aborted])
+        if self._dropping:
+            self._dropping = False
+            self._held.drop()
+        self._held.tick()
         decoding = len(self._running)
         joining = self._admit()
         sampled = len(self._running)
         if sampled:
             self._sample(self._logits(decoding, joining))
-            self._retire()
-        if not self.busy:
-            self._held.forget()
+            self._answer()
         return sampled
 
     @torch.inference_mode()
@@ -115,40 +175,74 @@ class Engine:
         """Load new weights and recompute the cache of running requests."""
         weights.apply(self._model)
         self.version = weights.version
-        sequences = [self._held.ids(row).copy() for row in range(len(self._running))]
-        self._held.forget()
-        row = 0
-        while row < len(sequences):
-            first, runs, tokens = row, [], 0
-            while row < len(sequences) and tokens < self._budget:
-                keys = sequences[row][:-1]
-                start = self._held.resume(row, keys)
-                if start < len(keys):
-                    runs.append(Run(row, start, len(keys)))
-                tokens += len(keys) - start
-                row += 1
-            if runs:
-                self._compute(0, runs, sequences, keep=[])
-            for done in range(first, row):
-                self._held.put(done, sequences[done])
+        self._held.drop()
+        sequences = [self._held.ids(row) for row in range(len(self._running))]
+        rows = list(range(len(sequences)))
+        while rows:
+            rows = self._recompute(rows, sequences)
 
     def close(self) -> None:
         """Do nothing: everything is freed with the process."""
 
+    def _recompute(self, rows: Sequence[int], sequences: list[Ids]) -> list[int]:
+        """Compute the keys of rows by one forward; return the rows that are left for the next."""
+        self._held.tick()
+        joining, later = _Joining(), list[int]()
+        for row in rows:
+            keys = sequences[row][:-1]
+            found = self._held.find(keys)
+            if found.pending or joining.tokens >= self._budget:
+                later.append(row)
+                continue
+            start = self._held.begin(row, keys, found)
+            if start < len(keys):
+                joining.compute(Run(row, start, len(keys)))
+        if joining.runs:
+            self._compute(0, joining.runs, sequences, keep=[])
+        for run in joining.runs:
+            self._held.keep(run.row, sequences[run.row][: run.end])
+        self.prompt_tokens.computed += joining.tokens
+        return later
+
     def _admit(self) -> _Joining:
-        """Assign rows to waiting requests, up to the row and token limits of one forward."""
-        joining = _Joining()
-        leaders: dict[bytes, int] = {}
-        while self._waiting and len(self._running) < self._rows and joining.tokens < self._budget:
-            new, row = self._waiting.popleft(), len(self._running)
-            leader = leaders.setdefault(new.prompt.tobytes(), row) if self._sharing else row
-            start = self._held.begin(row, new.prompt[:-1] if leader == row else new.prompt[:0])
-            if leader == row:
-                joining.runs.append(Run(row, start, len(new.prompt)))
-                joining.tokens += len(new.prompt) - start
-            joining.leaders.append(leader)
-            self._running.append(new)
+        """Assign rows to waiting requests, up to the row and token limits of one forward.
+
+        A prompt that begins like one of this forward waits for the next, which can reuse its keys.
+        """
+        joining, later = _Joining(), list[_Running]()
+        while (
+            self._waiting
+            and len(self._running) < self._rows
+            and joining.tokens < self._budget
+            and len(later) < self._rows
+        ):
+            new = self._waiting.popleft()
+            if not (new.aborted or self._join(new, joining)):
+                later.append(new)
+        self._waiting.extendleft(reversed(later))
         return joining
+
+    def _join(self, new: _Running, joining: _Joining) -> bool:
+        """Assign the next row to a request; False if it should wait for another's keys."""
+        row, prompt = len(self._running), new.prompt
+        leader = row
+        if self._held.sharing:
+            leader = joining.by_prompt.get(prompt.tobytes(), row)
+        if leader == row:
+            found = self._held.find(prompt[:-1])
+            if found.pending:
+                return False
+            new.cached = self._held.begin(row, prompt, found)
+            joining.compute(Run(row, new.cached, len(prompt)))
+            joining.by_prompt[prompt.tobytes()] = row
+        else:
+            new.cached = len(prompt)
+        self.prompt_tokens.admit(len(prompt), new.cached)
+        joining.leaders.append(leader)
+        self._running.append(new)
+        if new.admitted is not None:
+            new.admitted()
+        return True
 
     def _logits(self, decoding: int, joining: _Joining) -> Tensor:
         """Run one forward for all rows; return logits `[running, V]`; copy duplicates' keys."""
@@ -160,6 +254,8 @@ class Engine:
             where.append(place - 1)
             ends[run.row] = decoding + number
         logits = self._compute(decoding, joining.runs, prompts, keep=where)
+        for run in joining.runs:
+            self._held.keep(run.row, prompts[run.row])
         for row, leader in enumerate(joining.leaders, start=decoding):
             self._held.put(row, prompts[row])
             if leader != row:
@@ -200,13 +296,23 @@ class Engine:
             running.logprobs.append(logprob)
             running.versions.append(self.version)
 
-    def _retire(self) -> None:
-        """Answer finished requests and close the gaps that they leave in the cache."""
-        for row in reversed(range(len(self._running))):
-            running = self._running[row]
-            reason = running.finished
-            if reason is not None:
-                self._running[row] = self._running[-1]
-                self._running.pop()
-                self._held.retire(row, len(self._running))
+    def _answer(self) -> None:
+        """Retire and answer finished requests."""
+        ended = [
+            (row, running, reason)
+            for row, running in enumerate(self._running)
+            if (reason := running.finished) is not None
+        ]
+        self._retire([row for row, _, _ in ended])
+        for _, running, reason in reversed(ended):
+            if self._open.answer(running.request.request_id, running):
                 running.answer(reason)
+
+    def _retire(self, rows: list[int]) -> None:
+        """Keep the prefixes of running rows, and close the gaps that they leave."""
+        for row in rows:
+            self._held.keep(row, self._held.ids(row)[:-1])
+        for row in reversed(rows):
+            self._held.move(len(self._running) - 1, row)
+            self._running[row] = self._running[-1]
+            self._running.pop()

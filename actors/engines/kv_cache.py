@@ -1,12 +1,21 @@
-"""KV cache of all requests: one row each, `[layers, rows, kv_heads, length, head_dim]`.
+"""KV cache of running requests: one row each, `[layers, rows, kv_heads, length, head_dim]`.
 
-`prefix_cache` assigns rows to requests and tracks their contents.
+`prefix_cache` tracks the contents of the rows, and keeps copies of their keys and values.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+States = tuple[Tensor, ...]
+"""Keys and values of some tokens."""
+
+
+def cut(states: States, start: int, end: int) -> States:
+    """Return a copy of the states of tokens `start` to `end`."""
+    return tuple(one[:, :, start:end].contiguous().clone() for one in states)
 
 
 class RowCache:
@@ -48,12 +57,19 @@ class RowCache:
         for held in self._whole:
             held[:, target, :, :length] = held[:, source, :, :length]
 
-    def exchange(self, one: int, other: int, length: int) -> None:
-        """Swap the first `length` positions of two rows."""
-        for held in self._whole:
-            kept = held[:, one, :, :length].clone()
-            held[:, one, :, :length] = held[:, other, :, :length]
-            held[:, other, :, :length] = kept
+    def read(self, row: int, start: int, end: int) -> States:
+        """Return a copy of a row's keys and values, `[layers, kv_heads, end - start, head_dim]`."""
+        return tuple(
+            held[:, row, :, start:end].clone(memory_format=torch.contiguous_format)
+            for held in self._whole
+        )
+
+    def restore(self, row: int, parts: Sequence[tuple[States, int]]) -> None:
+        """Set the first positions of a row: of each part as many as it says, in order."""
+        length = sum(count for _, count in parts)
+        for number, held in enumerate(self._whole):
+            states = [states[number][:, :, :count] for states, count in parts]
+            torch.cat(states, dim=2, out=held[:, row, :, :length])
 
     def _allocate(self, *like: Tensor) -> None:
         def rows(states: Tensor) -> Any:

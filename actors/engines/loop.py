@@ -7,11 +7,17 @@ Adds only asynchronous waiting to an engine.
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from composer_mesh.actors.engines.port import Engine, Weights
+from composer_mesh.actors.engines.port import (
+    DecodingDeadlineExceeded,
+    Engine,
+    PromptTokens,
+    RequestAborted,
+    Weights,
+)
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Answer = asyncio.Future[GenerationResult]
@@ -35,27 +41,113 @@ class EngineThread:
 
 
 class EngineLoop:
-    """Makes a stepped engine awaitable. `serve` must be running."""
+    """Makes a stepped engine awaitable. `serve` must be running.
+
+    Every answer ends exactly once. One that is cancelled aborts its request; one whose request is
+    aborted for another reason raises `RequestAborted`.
+    """
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self._engine, self._thread = engine, thread
         self._wake = asyncio.Event()
+        self._answers: dict[str, Answer] = {}
         self._finished: list[tuple[Answer, GenerationResult]] = []
         self._staged: tuple[Weights, asyncio.Future[None]] | None = None
         self._closing = False
         self.tokens = 0
+        self.aborted = 0
+        """Number of requests that were aborted, for whatever reason."""
 
     @property
     def outstanding(self) -> int:
         """Number of unanswered requests."""
         return self._engine.outstanding
 
+    @property
+    def decoding(self) -> int:
+        """Number of requests that the engine has admitted."""
+        return self._engine.decoding
+
+    @property
+    def prompt_tokens(self) -> PromptTokens:
+        return self._engine.prompt_tokens
+
     def ask(self, request: GenerationRequest) -> Answer:
-        """Queue a request without waiting; raises ValueError for one that can never be served."""
-        answer: Answer = asyncio.get_running_loop().create_future()
-        self._engine.submit(request, lambda result: self._finished.append((answer, result)))
+        """Queue a request without waiting; raises ValueError for one that can never be served.
+
+        An unanswered request with the same id is aborted: its caller has given it up, or must not
+        get what another one waits for.
+        """
+        self.abort(request.request_id, "a request with the same id was submitted")
+        loop = asyncio.get_running_loop()
+        answer: Answer = loop.create_future()
+        admitted = None
+        if request.deadline_s is not None:
+            start = functools.partial(self._start_deadline, request, answer)
+            admitted = functools.partial(loop.call_soon_threadsafe, start)
+        self._engine.submit(
+            request, lambda result: self._finished.append((answer, result)), admitted
+        )
+        self._answers[request.request_id] = answer
+        answer.add_done_callback(functools.partial(self._ended, request.request_id))
         self._wake.set()
         return answer
+
+    def ask_together(
+        self, requests: Sequence[GenerationRequest], *, continues: bool = False
+    ) -> list[Answer]:
+        """Queue requests before the next step; on an idle engine they are a closed batch.
+
+        The prefixes that the engine keeps are dropped first, unless the batch `continues` the one
+        before.
+        """
+        if not continues:
+            self._engine.drop_prefixes()
+        answers: list[Answer] = []
+        try:
+            answers.extend(map(self.ask, requests))
+        except ValueError:
+            for answer in answers:
+                answer.cancel()
+            raise
+        return answers
+
+    def abort(self, request_id: str, why: str) -> bool:
+        """Abort a request, whose answer raises `RequestAborted`; False if its id is not open."""
+        return self._abort(RequestAborted(request_id, why))
+
+    def _abort(self, error: RequestAborted) -> bool:
+        request_id: str = error.args[0]
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            return False
+        self.aborted += 1
+        self._engine.abort(request_id)
+        if not answer.done():
+            answer.set_exception(error)
+        return True
+
+    def _ended(self, request_id: str, answer: Answer) -> None:
+        """Abort the request of an answer that was cancelled."""
+        if answer.cancelled() and self._answers.get(request_id) is answer:
+            self.abort(request_id, "its caller gave it up")
+
+    def _start_deadline(self, request: GenerationRequest, answer: Answer) -> None:
+        """Start the clock of an admitted request."""
+        if request.deadline_s is not None and not answer.done():
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(request.deadline_s, self._expire, request, answer)
+            answer.add_done_callback(lambda _: timer.cancel())
+
+    def _expire(self, request: GenerationRequest, answer: Answer) -> None:
+        if request.deadline_s is not None and not answer.done():
+            self._abort(DecodingDeadlineExceeded(request.request_id, request.deadline_s))
+
+    def _resolve(self, finished: list[tuple[Answer, GenerationResult]]) -> None:
+        for answer, result in finished:
+            if not answer.done():
+                del self._answers[result.request_id]
+                answer.set_result(result)
 
     async def swap(self, weights: Weights) -> None:
         """Serve other weights. Waits for the running step; one call at a time."""
@@ -102,10 +194,4 @@ class EngineLoop:
             busy = self._engine.busy
             finished, self._finished = self._finished, []
             if finished:
-                loop.call_soon_threadsafe(_resolve, finished)
-
-
-def _resolve(finished: list[tuple[Answer, GenerationResult]]) -> None:
-    for answer, result in finished:
-        if not answer.done():
-            answer.set_result(result)
+                loop.call_soon_threadsafe(self._resolve, finished)

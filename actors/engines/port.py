@@ -1,17 +1,70 @@
 """The engine interface, as the generator actor needs it. Independent of any engine."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Done = Callable[[GenerationResult], None]
+Admitted = Callable[[], object]
 
 
 class RequestTooLong(ValueError):
     """The prompt and its continuation do not fit into a row of the engine's cache."""
+
+
+class DuplicateRequest(ValueError):
+    """A request with the id of one that is not answered yet: its id."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} is under way already: abort it before it is submitted again"
+
+
+class RequestAborted(RuntimeError):
+    """A request that an engine was told to give up: its id, and why."""
+
+    failure_class: ClassVar[str] = "infrastructure"
+
+    def __init__(self, request_id: str, why: str) -> None:
+        super().__init__(request_id, why)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} was aborted: {self.args[1]}"
+
+
+class DecodingDeadlineExceeded(RequestAborted):
+    """A request that was aborted because it decoded for too long; its wait does not count."""
+
+    def __init__(self, request_id: str, seconds: float) -> None:
+        RuntimeError.__init__(self, request_id, seconds)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} was not finished {self.args[1]:g} s after its admission to the engine "
+            "and was aborted: raise its deadline_s, or lower its max_new_tokens"
+        )
+
+
+@dataclass(slots=True)
+class PromptTokens:
+    """Counts of prompt tokens since an engine's start.
+
+    `prompt` sums the lengths of admitted prompts; for `cached` of those tokens keys were reused.
+    `computed` counts tokens run through the model for prompts, and again after a weight update.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    computed: int = 0
+
+    def admit(self, prompt: int, cached: int) -> None:
+        """Count a prompt, the rest of which is computed."""
+        self.prompt += prompt
+        self.cached += cached
+        self.computed += prompt - cached
 
 
 class Weights(Protocol):
@@ -28,9 +81,13 @@ class Weights(Protocol):
 
 
 class Engine(Protocol):
-    """An engine stepped by its caller; one thread at a time calls `step` and `swap`."""
+    """An engine stepped by its caller; one thread at a time calls `step` and `swap`.
+
+    `submit`, `abort` and `drop_prefixes` are thread-safe, also during a step.
+    """
 
     version: int
+    prompt_tokens: PromptTokens
 
     @property
     def busy(self) -> bool:
@@ -38,12 +95,31 @@ class Engine(Protocol):
 
     @property
     def outstanding(self) -> int:
-        """Number of unanswered requests."""
+        """Number of requests that are neither answered nor aborted."""
 
-    def submit(self, request: GenerationRequest, done: Done) -> None:
-        """Queue a request; `done` is called from within a later `step`.
+    @property
+    def decoding(self) -> int:
+        """Number of requests that are admitted; the other outstanding ones wait."""
 
-        Thread-safe, also during a step. Raises ValueError for a request that can never be served.
+    def submit(
+        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+    ) -> None:
+        """Queue a request; `admitted`, then `done` are called from within later steps.
+
+        Raises ValueError for a request that can never be served, `DuplicateRequest` for an id that
+        is neither answered nor aborted.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up: its `done` is never called, and the next step frees its slot.
+
+        Does nothing if the id is unknown or answered.
+        """
+
+    def drop_prefixes(self) -> None:
+        """Forget the prefixes kept for later prompts, before anything submitted later is admitted.
+
+        What then is submitted together on an idle engine is answered bit by bit the same each time.
         """
 
     def step(self) -> int:

@@ -1,36 +1,42 @@
-"""Tracks the contents of the KV cache's rows, and assigns rows to new requests.
+"""The contents of the KV cache's rows, and the keys and values kept for prompts to come.
 
-Rows of running requests come first, without gaps. The others keep the tokens of finished requests
-until their row is needed: a prompt that shares a prefix with any row is computed from there on.
-Cached prefixes are dropped when the weights change.
+Rows of running requests come first, without gaps. What has been computed is copied from the rows to
+a radix tree of `capacity` tokens, least recently used first to go, so that a prompt is computed
+from where it differs from every earlier one, whether those still run or not.
 """
-
-from typing import Any
 
 import numpy as np
 
-from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.engines.kv_cache import RowCache, States, cut
+from composer_mesh.actors.engines.radix_tree import Found, Ids, RadixTree
 
 LEAST_SHARED = 8
 """A shorter common prefix is recomputed: copying it costs more."""
 
-Ids = np.ndarray[Any, np.dtype[np.int64]]
+NOTHING: Found[States] = Found([], 0)
 
 
 class PrefixCache:
-    """The token ids of every row; the KV cache holds all but the last of them."""
+    """The token ids of every running row; the KV cache holds all but the last of them.
 
-    def __init__(self, cache: RowCache, rows: int, length: int, *, sharing: bool) -> None:
-        self._cache, self._sharing = cache, sharing
+    With `capacity` 0 nothing is kept.
+    """
+
+    def __init__(self, cache: RowCache, rows: int, length: int, capacity: int) -> None:
+        self._cache, self.sharing = cache, capacity > 0
         self._ids = np.zeros((rows, length), dtype=np.int64)
         self._known = np.zeros(rows, dtype=np.int64)
-        self._left = np.zeros(rows, dtype=np.int64)
-        self._clock = 0
+        self._tree = RadixTree[States](capacity, cut)
 
     @property
     def known(self) -> Ids:
-        """Number of known ids of each row; 0 for an empty row."""
+        """Number of known ids of each row; meaningless for rows that do not run."""
         return self._known
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are kept."""
+        return self._tree.tokens
 
     def ids(self, row: int) -> Ids:
         return self._ids[row, : self._known[row]]
@@ -50,68 +56,45 @@ class PrefixCache:
         self._ids[rows, self._known[: len(ids)]] = ids
         self._known[: len(ids)] += 1
 
-    def forget(self) -> None:
-        """Empty all rows."""
-        self._known[:] = 0
-        self._left[:] = 0
-        self._clock = 0
-
-    def begin(self, row: int, ids: Ids) -> int:
-        """Free a row for `ids`; return how many of their keys were reused.
-
-        The row's contents move to the least recently finished row, unless `ids` continues them.
-        """
-        source, shared = self.longest(ids)
-        victim = row + int(self._left[row:].argmin())
-        if shared and source >= row and (source == victim or shared == self._known[source] - 1):
-            self.exchange(source, row)
-        else:
-            if victim != row:
-                self._move(row, victim)
-            if shared and source != row:
-                self._cache.copy(source, row, shared)
-        self._known[row] = 0
-        return shared
-
-    def resume(self, row: int, ids: Ids) -> int:
-        """Copy to a running row the keys of `ids` that another row has; return how many."""
-        source, shared = self.longest(ids)
-        if shared:
-            self._cache.copy(source, row, shared)
-        return shared
-
-    def longest(self, ids: Ids) -> tuple[int, int]:
-        """Return the row that shares the longest prefix with `ids`, and its length."""
-        if not self._sharing or len(ids) < LEAST_SHARED:
-            return 0, 0
-        same = self._ids[:, : len(ids)] == ids
-        common = np.where(same.all(1), len(ids), same.argmin(1))
-        common = np.minimum(common, self._known - 1)
-        source = int(common.argmax())
-        shared = int(common[source])
-        return (source, shared) if shared >= LEAST_SHARED else (0, 0)
-
-    def retire(self, row: int, last: int) -> None:
-        """Retire a request: the last running row fills its gap, and its own row is cached."""
-        self.exchange(row, last)
-        self._clock += 1
-        self._left[last] = self._clock
-
-    def exchange(self, one: int, other: int) -> None:
-        """Swap two rows."""
-        if one == other:
-            return
-        self._cache.exchange(one, other, int(max(self._known[one], self._known[other])))
-        pair, swapped = [one, other], [other, one]
-        for held in (self._ids, self._known, self._left):
-            held[pair] = held[swapped]
+    def move(self, source: int, target: int) -> None:
+        """Move a row to another place."""
+        if source != target:
+            self._cache.copy(source, target, int(self._known[source]) - 1)
+            self.put(target, self.ids(source))
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the keys of a duplicate prompt."""
         self._cache.copy(source, target, length)
 
-    def _move(self, source: int, target: int) -> None:
-        if self._known[source]:
-            self._cache.copy(source, target, int(self._known[source]))
-        for held in (self._ids, self._known, self._left):
-            held[target] = held[source]
+    def drop(self) -> None:
+        """Forget what is kept; rows stay as they are."""
+        self._tree.clear()
+
+    def tick(self) -> None:
+        """Begin a step: what earlier steps used may be evicted from now on."""
+        self._tree.tick()
+
+    def find(self, ids: Ids) -> Found[States]:
+        """Return the kept prefix of a sequence, and what the present step is about to compute."""
+        if not self.sharing:
+            return NOTHING
+        found = self._tree.find(ids)
+        pending = found.pending if found.pending >= LEAST_SHARED else 0
+        return Found(found.parts if found.ready >= LEAST_SHARED else [], pending)
+
+    def begin(self, row: int, ids: Ids, found: Found[States]) -> int:
+        """Restore a row's keys, and announce that the present step computes the others of `ids`.
+
+        Returns how many were restored. `keep` follows when they are computed.
+        """
+        if found.parts:
+            self._cache.restore(row, found.parts)
+        if self.sharing:
+            self._tree.add(ids)
+        return found.ready
+
+    def keep(self, row: int, ids: Ids) -> None:
+        """Copy the computed keys of a row's first ids to the tree, as far as it has room."""
+        if self.sharing:
+            self._tree.add(ids)
+            self._tree.fill(ids, lambda start, end: self._cache.read(row, start, end))

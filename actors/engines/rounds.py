@@ -20,27 +20,33 @@ T = TypeVar("T")
 class _Round(Generic[T]):
     """One batch that is not complete; `started` is done when its requests were given away."""
 
+    continues: bool
     started: asyncio.Future[dict[str, T]]
     requests: list[GenerationRequest] = field(default_factory=list)
 
 
 class Rounds(Generic[T]):
-    """The closed batches of one engine; `ask` gives it one request and returns what is awaited."""
+    """The closed batches of one engine; `ask` gives it one and returns what is awaited.
 
-    def __init__(self, ask: Callable[[GenerationRequest], T]) -> None:
+    It is told whether the batch continues the one before it, whose prefixes are then reused.
+    """
+
+    def __init__(self, ask: Callable[[list[GenerationRequest], bool], list[T]]) -> None:
         self._ask = ask
         self._open: dict[int, _Round[T]] = {}
         self._closed = -1
 
-    async def share(self, number: int, size: int, requests: list[GenerationRequest]) -> list[T]:
+    async def share(
+        self, number: int, size: int, requests: list[GenerationRequest], continues: bool
+    ) -> list[T]:
         """Return what `ask` returned for the requests of one share, in order.
 
         Waits until the round has `size` requests. A share of a closed round is asked at once.
         """
         if number <= self._closed:
-            return [self._ask(request) for request in requests]
+            return self._ask(requests, True)
         started = asyncio.get_running_loop().create_future
-        turn = self._open.setdefault(number, _Round(started()))
+        turn = self._open.setdefault(number, _Round(continues, started()))
         turn.requests += requests
         if len(turn.requests) >= size:
             self._start(number)
@@ -57,8 +63,9 @@ class Rounds(Generic[T]):
         turn = self._open.pop(number)
         ordered = sorted(turn.requests, key=lambda request: request.request_id)
         try:
-            asked = {request.request_id: self._ask(request) for request in ordered}
+            asked = self._ask(ordered, turn.continues)
         except Exception as error:  # noqa: BLE001  each share's caller must get it
             turn.started.set_exception(error)
-        else:
-            turn.started.set_result(asked)
+            return
+        names = [request.request_id for request in ordered]
+        turn.started.set_result(dict(zip(names, asked, strict=True)))

@@ -5,14 +5,21 @@ rest works with any object that steps like its `LLMEngine`.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
-from composer_mesh.actors.engines.port import Done, Weights, refuse_too_long
+from composer_mesh.actors.engines.open_requests import OpenRequests
+from composer_mesh.actors.engines.port import (
+    Admitted,
+    Done,
+    PromptTokens,
+    Weights,
+    refuse_too_long,
+)
 from composer_mesh.actors.engines.vllm_settings import engine_arguments, refuse_unknown
 from composer_mesh.actors.engines.vllm_weights import VllmWeights, checkpoint_names
 from composer_mesh.configs.schema import Config
@@ -30,33 +37,58 @@ class EngineFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request: tokens of prompt and answer together, and ids below `vocabulary`."""
+    """Limits of a request: tokens of prompt and answer together, and ids below `vocabulary`.
+
+    `concurrent` requests at most decode together.
+    """
 
     length: int
     vocabulary: int
+    concurrent: int
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    request: GenerationRequest
+    done: Done
+    admitted: Admitted | None
+    aborted: bool = False
 
 
 class VllmEngine:
-    """Serves requests with vLLM's scheduler; every token is labelled with its policy version."""
+    """Serves requests with vLLM's scheduler; every token is labelled with its policy version.
+
+    Requests wait here until vLLM has a free slot, so that its own queue is empty and a request's
+    admission is known. Prefixes are kept by vLLM, in blocks that no request uses.
+    """
 
     def __init__(self, llm: Any, sampling: Sampling, update: Update, limits: Limits) -> None:
         """`llm` steps as vLLM's `LLMEngine`; `sampling` converts a request to its parameters."""
         self._llm, self._sampling, self._update, self._limits = llm, sampling, update, limits
-        self._waiting: SimpleQueue[tuple[GenerationRequest, Done]] = SimpleQueue()
-        self._running: dict[str, tuple[GenerationRequest, Done]] = {}
+        self.prompt_tokens = PromptTokens()
+        self._open: OpenRequests[_Asked] = OpenRequests()
+        self._waiting: deque[_Asked] = deque()
+        self._running: dict[str, _Asked] = {}
         self._names = count()
+        self._dropping = False
         self._label(0)
 
     @property
     def busy(self) -> bool:
-        return bool(self._running) or not self._waiting.empty()
+        return bool(self._running or self._waiting)
 
     @property
     def outstanding(self) -> int:
-        return self._waiting.qsize() + len(self._running)
+        return len(self._open)
 
-    def submit(self, request: GenerationRequest, done: Done) -> None:
-        """Queue a request; `done` is called from within a later `step`."""
+    @property
+    def decoding(self) -> int:
+        return len(self._running)
+
+    def submit(
+        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+    ) -> None:
+        """Queue a request; `admitted`, then `done` are called from within later steps."""
         refuse_too_long(request, self._limits.length)
         ids, largest = request.prompt_ids, self._limits.vocabulary - 1
         if not ids or not 0 <= min(ids) <= max(ids) <= largest:
@@ -64,18 +96,34 @@ class VllmEngine:
                 f"{request.request_id} has {len(ids)} prompt ids but needs at least one, all of "
                 f"them from 0 to {largest}: use the tokenizer of the policy's folder"
             )
-        self._waiting.put((request, done))
+        asked = _Asked(request, done, admitted)
+        self._open.add(request.request_id, asked)
+        self._waiting.append(asked)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; before the next step vLLM frees its blocks, and keeps their keys."""
+        given_up = self._open.abort(request_id)
+        if given_up is not None:
+            given_up.aborted = True
+
+    def drop_prefixes(self) -> None:
+        """Drop vLLM's prefix cache before the next step, if nothing decodes then.
+
+        Blocks of running requests cannot be dropped.
+        """
+        self._dropping = True
 
     def step(self) -> int:
         """Admit requests and decode; return the token count of the requests answered."""
+        self._free_aborted()
+        if self._dropping and not self._running and not self._llm.reset_prefix_cache():
+            raise EngineFault("vLLM kept cached keys and values though nothing decodes")
+        self._dropping = False
         self._admit()
         sampled = 0
-        for output in self._llm.step():
+        for output in self._llm.step() if self._running else ():
             if output.finished:
-                request, done = self._running.pop(output.request_id)
-                result = _result(request, output.outputs[0])
-                sampled += len(result.token_ids)
-                done(result)
+                sampled += self._answer(self._running.pop(output.request_id), output)
         return sampled
 
     def swap(self, weights: Weights) -> None:
@@ -96,16 +144,33 @@ class VllmEngine:
         self.version = version
         self._llm.set_weight_version(str(version))
 
+    def _free_aborted(self) -> None:
+        names = [name for name, asked in self._running.items() if asked.aborted]
+        if names:
+            self._llm.abort_request(names)
+        for name in names:
+            del self._running[name]
+
     def _admit(self) -> None:
-        while True:
-            try:
-                request, done = self._waiting.get_nowait()
-            except Empty:
-                return
+        while self._waiting and len(self._running) < self._limits.concurrent:
+            asked = self._waiting.popleft()
+            if asked.aborted:
+                continue
             name = str(next(self._names))
-            self._running[name] = (request, done)
-            prompt = {"prompt_token_ids": request.prompt_ids}
-            self._llm.add_request(name, prompt, self._sampling(request))
+            self._running[name] = asked
+            prompt = {"prompt_token_ids": asked.request.prompt_ids}
+            self._llm.add_request(name, prompt, self._sampling(asked.request))
+            if asked.admitted is not None:
+                asked.admitted()
+
+    def _answer(self, asked: _Asked, output: Any) -> int:
+        """Answer a finished request that is not aborted; return its token count."""
+        cached = output.num_cached_tokens or 0
+        result = _result(asked.request, output.outputs[0], cached)
+        self.prompt_tokens.admit(len(asked.request.prompt_ids), cached)
+        if self._open.answer(result.request_id, asked):
+            asked.done(result)
+        return len(result.token_ids)
 
 
 def start(config: Config, folder: Path) -> VllmEngine:
@@ -128,7 +193,9 @@ def start(config: Config, folder: Path) -> VllmEngine:
         tied=bool(model.hf_text_config.tie_word_embeddings),
         here=config.generator.vllm.tensor_parallel == 1,
     )
-    limits = Limits(config.policy.max_context, model.get_vocab_size())
+    limits = Limits(
+        config.policy.max_context, model.get_vocab_size(), config.generator.max_concurrent
+    )
     return VllmEngine(llm, sampling_parameters(), weights.update, limits)
 
 
@@ -153,7 +220,7 @@ def sampling_parameters() -> Sampling:
     return sampling
 
 
-def _result(request: GenerationRequest, output: Any) -> GenerationResult:
+def _result(request: GenerationRequest, output: Any, cached: int) -> GenerationResult:
     if output.finish_reason not in ("stop", "length"):
         raise EngineFault(f"vLLM gave {request.request_id} up: {output.finish_reason}")
     ids = list(output.token_ids)
@@ -166,5 +233,5 @@ def _result(request: GenerationRequest, output: Any) -> GenerationResult:
         )
     reason: StopReason = "stop" if ids[-1] in request.stop_ids else "length"
     return GenerationResult(
-        request.request_id, ids, list(output.logprobs.logprobs), versions, reason
+        request.request_id, ids, list(output.logprobs.logprobs), versions, reason, cached
     )

@@ -21,9 +21,13 @@ Waiting = tuple[GenerationRequest, asyncio.Future[GenerationResult]]
 
 @dataclass(frozen=True)
 class Round:
-    """One closed batch: for each generator the names of the requests, of all workers together."""
+    """One closed batch: for each generator the names of the requests, of all workers together.
+
+    One that `continues` follows another of the same episodes.
+    """
 
     number: int
+    continues: bool
     shares: Mapping[str, Sequence[str]]
 
 
@@ -67,17 +71,17 @@ class LockstepGeneration:
                 closing = self._generators.call(generator, "close_round", turn.number)
                 self._rounds.start(f"closing round {turn.number} at {generator}", closing)
             if share:
-                sending = self._send(turn.number, generator, len(names), share)
+                sending = self._send(turn, generator, share)
                 self._rounds.start(f"round {turn.number} at {generator}", sending)
 
     async def close(self) -> None:
         """Stop the rounds under way."""
         await self._rounds.close()
 
-    async def _send(self, number: int, generator: str, size: int, share: list[Waiting]) -> None:
+    async def _send(self, turn: Round, generator: str, share: list[Waiting]) -> None:
         requests = [request for request, _ in share]
         try:
-            results = await self._results(number, generator, size, requests)
+            results = await self._results(turn, generator, requests)
             answered = list(zip(share, results, strict=True))
         except Exception as error:  # noqa: BLE001  every episode of the share must get it
             for _, answer in share:
@@ -86,19 +90,28 @@ class LockstepGeneration:
             return
         for (_, answer), result in answered:
             if not answer.done():
-                answer.set_result(result)
+                settle(answer, result)
 
     async def _results(
-        self, number: int, generator: str, size: int, requests: list[GenerationRequest]
-    ) -> list[GenerationResult]:
+        self, turn: Round, generator: str, requests: list[GenerationRequest]
+    ) -> list[GenerationResult | Exception]:
         """Return results from the share's own generator, or from another where that one failed."""
-        results: list[GenerationResult]
+        results: list[GenerationResult | Exception]
+        size = len(turn.shares[generator])
         try:
             results = await self._generators.call(
-                generator, "generate_round", number, size, requests
+                generator, "generate_round", turn.number, size, requests, turn.continues
             )
         except Exception:  # noqa: BLE001  supervision boundary: sent once more, elsewhere
             names = await self._generators.some_open()
             other = next((name for name in names if name != generator), names[0])
             results = await self._generators.call(other, "generate_many", requests)
         return results
+
+
+def settle(answer: asyncio.Future[GenerationResult], result: GenerationResult | Exception) -> None:
+    """End an answer with its result, or with the error of a request that was aborted."""
+    if isinstance(result, Exception):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)

@@ -28,6 +28,8 @@ class LockstepRounds:
         self._places: dict[str, int] = {}
         self._groups: dict[str, int] = {}
         self._waiting: dict[str, Sequence[str]] = {}
+        self._begun = False
+        """Whether the live episodes have had a round."""
         self.number = -1
         """Number of the last round."""
 
@@ -56,6 +58,7 @@ class LockstepRounds:
         finally:
             self._live -= 1
             if not self._live:
+                self._begun = False
                 self._places.clear()
                 self._groups.clear()
             self._check()
@@ -66,7 +69,9 @@ class LockstepRounds:
         if names and generators and len(names) >= self._live:
             self._waiting.clear()
             self.number += 1
-            self._release(Round(self.number, self._shares(sorted(names), generators)))
+            shares = self._shares(sorted(names), generators)
+            continues, self._begun = self._begun, True
+            self._release(Round(self.number, continues, shares))
 
     def _shares(
         self, names: Sequence[str], generators: Sequence[str]

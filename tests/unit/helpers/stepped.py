@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.port import Done, Weights
+from composer_mesh.actors.engines.open_requests import OpenRequests
+from composer_mesh.actors.engines.port import Admitted, Done, PromptTokens, Weights
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 NEVER: list[int] = []
 
 
 def request(
-    name: str = "r", prompt: list[int] | None = None, new: int = 3, stop: list[int] = NEVER
+    name: str = "r",
+    prompt: list[int] | None = None,
+    new: int = 3,
+    stop: list[int] = NEVER,
+    deadline_s: float | None = None,
 ) -> GenerationRequest:
-    return GenerationRequest(name, prompt or [1, 2], new, 1.0, 7, stop)
+    return GenerationRequest(name, prompt or [1, 2], new, 1.0, 7, stop, deadline_s)
 
 
 @dataclass(frozen=True)
@@ -36,38 +41,81 @@ class Plain:
         yield from self.named.items()
 
 
+@dataclass(eq=False)
+class _Asked:
+    request: GenerationRequest
+    done: Done
+    admitted: Admitted | None
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+
 class SteppedEngine:
     """Samples its version as the one token of a step; a request ends at its own length."""
 
-    def __init__(self, during: Callable[[], None] = lambda: None) -> None:
-        """`during` is called in the middle of each step."""
+    def __init__(self, during: Callable[[], None] = lambda: None, rows: int = 100) -> None:
+        """`during` is called in the middle of each step, after requests are admitted."""
         self.version = 0
+        self.prompt_tokens = PromptTokens()
         self.closed = False
-        self._during = during
-        self._running: list[tuple[GenerationRequest, Done, list[int]]] = []
+        self.dropped = 0
+        self._during, self._rows = during, rows
+        self._open: OpenRequests[_Asked] = OpenRequests()
+        self._waiting: list[_Asked] = []
+        self._running: list[_Asked] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return bool(self._waiting or self._running)
 
     @property
     def outstanding(self) -> int:
+        return len(self._open)
+
+    @property
+    def decoding(self) -> int:
         return len(self._running)
 
-    def submit(self, asked: GenerationRequest, done: Done) -> None:
-        self._running.append((asked, done, []))
+    def submit(
+        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+    ) -> None:
+        if not request.max_new_tokens:
+            raise ValueError("nothing is asked")
+        asked = _Asked(request, done, admitted)
+        self._open.add(request.request_id, asked)
+        self._waiting.append(asked)
+
+    def abort(self, request_id: str) -> None:
+        asked = self._open.abort(request_id)
+        if asked is not None:
+            asked.aborted = True
+
+    def drop_prefixes(self) -> None:
+        self.dropped += 1
 
     def step(self) -> int:
+        self._admit()
         self._during()
-        under_way, self._running = self._running, []
-        for asked, done, versions in under_way:
-            versions.append(self.version)
-            if len(versions) < asked.max_new_tokens:
-                self._running.append((asked, done, versions))
-                continue
-            zeros = [0.0] * len(versions)
-            done(GenerationResult(asked.request_id, versions, zeros, versions, "length"))
-        return len(under_way)
+        for asked in self._running:
+            asked.versions.append(self.version)
+        sampled = len(self._running)
+        for asked in [a for a in self._running if len(a.versions) == a.request.max_new_tokens]:
+            self._running.remove(asked)
+            name, versions = asked.request.request_id, asked.versions
+            if self._open.answer(name, asked):
+                zeros = [0.0] * len(versions)
+                asked.done(GenerationResult(name, versions, zeros, versions, "length"))
+        return sampled
+
+    def _admit(self) -> None:
+        self._running = [asked for asked in self._running if not asked.aborted]
+        while self._waiting and len(self._running) < self._rows:
+            asked = self._waiting.pop(0)
+            if not asked.aborted:
+                self._running.append(asked)
+                self.prompt_tokens.admit(len(asked.request.prompt_ids), 0)
+                if asked.admitted is not None:
+                    asked.admitted()
 
     def swap(self, weights: Weights) -> None:
         self.version = weights.version
@@ -83,21 +131,36 @@ class FakeLlm:
         self.calls: list[str] = []
         self.added: list[tuple[str, Any]] = []
         self.resets = True
+        self.cached: int | None = 0
         self.model_executor = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
-        self._running: dict[str, Any] = {}
+        self._running: dict[str, tuple[Any, int]] = {}
         self._version = "default"
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
         assert name not in self._running
         self.added.append((name, prompt))
-        self._running[name] = params
+        self._running[name] = (params, len(params.token_ids))
+
+    def abort_request(self, names: list[str]) -> None:
+        self.calls.append(f"abort {' '.join(names)}")
+        for name in names:
+            del self._running[name]
 
     def step(self) -> list[Any]:
-        finished, self._running = self._running, {}
-        return [
-            SimpleNamespace(request_id=name, finished=True, outputs=[params])
-            for name, params in finished.items()
-        ]
+        assert self._running
+        under_way, self._running = self._running, {}
+        outputs = []
+        for name, (params, left) in under_way.items():
+            if left > 1:
+                self._running[name] = (params, left - 1)
+            else:
+                outputs.append(self._output(name, params))
+        return outputs
+
+    def _output(self, name: str, params: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            request_id=name, finished=True, outputs=[params], num_cached_tokens=self.cached
+        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.calls.append(f"reset {reset_running_requests}")

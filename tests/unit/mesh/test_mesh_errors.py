@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from composer_mesh.actors.engines.port import DecodingDeadlineExceeded, RequestAborted
 from composer_mesh.mesh.admin import AdminUnreachable
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, reason_of
 from composer_mesh.mesh.transport import TransportError
@@ -31,6 +32,8 @@ from composer_mesh.mesh.weights.errors import (
         TransportUnavailable("shm", "the run has 2 hosts", "set weights.transport to rdma"),
         WeightsMismatch("lm_head.weight is missing"),
         AdminUnreachable("nobody answers"),
+        RequestAborted("train-000001-003-02", "its caller gave it up"),
+        DecodingDeadlineExceeded("train-000001-003-02", 60.0),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -11,6 +11,7 @@ import pytest
 from stepped import Plain, SteppedEngine, request
 
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
+from composer_mesh.actors.engines.port import DecodingDeadlineExceeded, RequestAborted
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 
@@ -110,3 +111,93 @@ async def test_closing_waits_for_the_step_that_is_under_way() -> None:
     assert engine.closed
     assert engine.busy
     assert not closed_early
+
+
+async def test_a_cancelled_answer_aborts_its_request_and_no_other() -> None:
+    engine = SteppedEngine(rows=1)
+    async with serving(engine) as loop:
+        given_up, other = loop.ask(request("given up", new=10**9)), loop.ask(request("other"))
+        given_up.cancel()
+        assert (await other).request_id == "other"
+    assert (loop.aborted, engine.outstanding) == (1, 0)
+
+
+async def test_a_request_that_is_sent_again_ends_the_older_one() -> None:
+    async with serving(SteppedEngine()) as loop:
+        older, newer = loop.ask(request("r", new=10**9)), loop.ask(request("r", new=2))
+        with pytest.raises(RequestAborted, match="r was aborted: a request with the same id"):
+            await older
+        assert len((await newer).token_ids) == 2
+        assert (await loop.ask(request("r", new=1))).token_ids == [0]
+    assert loop.aborted == 1
+
+
+async def test_aborting_what_is_unknown_or_answered_is_not_counted() -> None:
+    async with serving(SteppedEngine()) as loop:
+        await loop.ask(request("r"))
+        assert not loop.abort("r", "late")
+        assert not loop.abort("never", "early")
+    assert loop.aborted == 0
+
+
+async def test_a_request_aborted_in_its_last_step_is_not_answered() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def during() -> None:
+        reached.set()
+        go_on.wait()
+
+    async with serving(SteppedEngine(during)) as loop:
+        older = loop.ask(request("r", new=1))
+        await asyncio.to_thread(reached.wait)
+        newer = loop.ask(request("r", new=3))
+        go_on.set()
+        with pytest.raises(RequestAborted):
+            await older
+        assert len((await newer).token_ids) == 3
+
+
+async def test_a_deadline_runs_from_admission_and_not_while_a_request_waits() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def during() -> None:
+        reached.set()
+        go_on.wait()
+
+    async with serving(SteppedEngine(during, rows=1)) as loop:
+        first = loop.ask(request("first", new=1))
+        waiting = loop.ask(request("late", new=10**9, deadline_s=1e-9))
+        await asyncio.to_thread(reached.wait)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        assert loop.outstanding - loop.decoding == 1
+        go_on.set()
+        await first
+        with pytest.raises(DecodingDeadlineExceeded, match="1e-09 s after its admission"):
+            await waiting
+    assert loop.aborted == 1
+
+
+async def test_a_request_within_its_deadline_is_answered() -> None:
+    async with serving(SteppedEngine()) as loop:
+        assert (await loop.ask(request("r", deadline_s=10**6))).request_id == "r"
+    assert loop.aborted == 0
+
+
+async def test_a_closed_batch_drops_prefixes_unless_it_continues_another() -> None:
+    engine = SteppedEngine()
+    async with serving(engine) as loop:
+        await asyncio.gather(*loop.ask_together([request("a"), request("b")]))
+        assert engine.dropped == 1
+        await asyncio.gather(*loop.ask_together([request("a")], continues=True))
+        assert engine.dropped == 1
+
+
+async def test_a_closed_batch_with_a_request_that_cannot_be_served_leaves_none_behind() -> None:
+    engine = SteppedEngine()
+    async with serving(engine) as loop:
+        with pytest.raises(ValueError, match="nothing is asked"):
+            loop.ask_together([request("a", new=10**9), request("b", new=0)])
+        await loop.ask(request("c"))
+        assert engine.outstanding == 0

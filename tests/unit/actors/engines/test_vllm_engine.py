@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from stepped import FakeLlm, Plain, completion, request
 
-from composer_mesh.actors.engines.port import RequestTooLong
+from composer_mesh.actors.engines.port import PromptTokens, RequestTooLong
 from composer_mesh.actors.engines.vllm_engine import EngineFault, Limits, VllmEngine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-LIMITS = Limits(length=16, vocabulary=100)
+LIMITS = Limits(length=16, vocabulary=100, concurrent=2)
 
 
 def engine(llm: FakeLlm, **outputs: Any) -> VllmEngine:
@@ -47,11 +47,50 @@ def test_a_stop_token_at_the_last_place_counts_as_a_stop() -> None:
     assert serve(served, request("r", new=2, stop=[8]))[0].stop_reason == "stop"
 
 
-def test_the_same_request_may_be_under_way_twice() -> None:
+def test_requests_wait_here_until_vllm_has_a_free_slot() -> None:
+    llm = FakeLlm()
+    served = engine(llm, **{name: completion([9], [("0", 0, 1)]) for name in "abc"})
+    results: list[GenerationResult] = []
+    for name in "abc":
+        served.submit(request(name), results.append)
+    served.step()
+    assert (len(llm.added), served.outstanding) == (2, 1)
+    served.step()
+    assert [one.request_id for one in results] == ["a", "b", "c"]
+
+
+def test_the_tokens_that_vllm_had_cached_are_reported() -> None:
     llm = FakeLlm()
     served = engine(llm, r=completion([9], [("0", 0, 1)]))
-    assert [one.request_id for one in serve(served, request("r"), request("r"))] == ["r", "r"]
-    assert len({name for name, _ in llm.added}) == 2
+    llm.cached = 4
+    assert serve(served, request("r", [5] * 6))[0].cached_tokens == 4
+    llm.cached = None
+    assert serve(served, request("r", [5] * 6))[0].cached_tokens == 0
+    assert served.prompt_tokens == PromptTokens(prompt=12, cached=4, computed=8)
+
+
+def test_an_aborted_request_is_aborted_in_vllm_before_its_next_step() -> None:
+    llm = FakeLlm()
+    served = engine(llm, r=completion([9, 8, 7], [("0", 0, 3)]))
+    served.submit(request("r"), lambda _: None)
+    served.step()
+    served.abort("r")
+    assert served.step() == 0
+    assert llm.calls[-1] == f"abort {llm.added[0][0]}"
+    assert not served.busy
+
+
+def test_prefixes_are_dropped_before_what_comes_next_unless_something_decodes() -> None:
+    llm = FakeLlm()
+    served = engine(llm, r=completion([9, 8], [("0", 0, 2)]), s=completion([9], [("0", 0, 1)]))
+    served.drop_prefixes()
+    served.submit(request("r"), lambda _: None)
+    served.step()
+    assert llm.calls == ["label 0", "reset False"]
+    served.drop_prefixes()
+    served.submit(request("s"), lambda _: None)
+    served.step()
+    assert llm.calls == ["label 0", "reset False"]
 
 
 def test_what_comes_during_a_step_is_admitted_by_the_next() -> None:
@@ -87,6 +126,16 @@ def test_a_cache_that_stays_under_new_weights_is_a_fault() -> None:
     with pytest.raises(EngineFault, match="version 0 under the weights of version 5"):
         served.swap(Plain(5))
     assert served.version == 0
+
+
+def test_an_idle_vllm_that_keeps_prefixes_it_should_drop_is_a_fault() -> None:
+    llm = FakeLlm()
+    llm.resets = False
+    served = engine(llm)
+    served.drop_prefixes()
+    served.submit(request("r"), lambda _: None)
+    with pytest.raises(EngineFault, match="though nothing decodes"):
+        served.step()
 
 
 @pytest.mark.parametrize(
