@@ -24,6 +24,7 @@ def test_the_quickstart_has_every_kind_of_actor() -> None:
         "trainer",
         "generator",
         "environment",
+        "rollouts",
         "sdpo_teacher",
         "teacher_replay",
         "reference",
@@ -34,7 +35,9 @@ def test_the_quickstart_has_every_kind_of_actor() -> None:
 
 def test_a_channel_of_weight_zero_has_no_actors() -> None:
     assert "sdpo_teacher" not in kinds("sdpo.alpha=0")
-    assert kinds("replay.beta=0") == ["trainer", "generator", "environment", "sdpo_teacher"]
+    assert kinds("replay.beta=0") == [
+        *("trainer", "generator", "environment", "rollouts", "sdpo_teacher")
+    ]
 
 
 def test_a_channel_of_weight_zero_has_no_transport() -> None:
