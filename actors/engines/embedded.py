@@ -200,7 +200,7 @@ class Engine:
         if joining.runs:
             self._compute(0, joining.runs, sequences, keep=[])
         for run in joining.runs:
-            self._held.keep(run.row, sequences[run.row][: run.end])
+            self._held.computed(run.row, sequences[run.row][: run.end])
         self.prompt_tokens.computed += joining.tokens
         return later
 
@@ -255,7 +255,7 @@ class Engine:
             ends[run.row] = decoding + number
         logits = self._compute(decoding, joining.runs, prompts, keep=where)
         for run in joining.runs:
-            self._held.keep(run.row, prompts[run.row])
+            self._held.computed(run.row, prompts[run.row])
         for row, leader in enumerate(joining.leaders, start=decoding):
             self._held.put(row, prompts[row])
             if leader != row:
@@ -311,7 +311,7 @@ class Engine:
     def _retire(self, rows: list[int]) -> None:
         """Keep the prefixes of running rows, and close the gaps that they leave."""
         for row in rows:
-            self._held.keep(row, self._held.ids(row)[:-1])
+            self._held.keep(row)
         for row in reversed(rows):
             self._held.move(len(self._running) - 1, row)
             self._running[row] = self._running[-1]

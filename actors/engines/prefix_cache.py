@@ -5,6 +5,8 @@ a radix tree of `capacity` tokens, least recently used first to go, so that a pr
 from where it differs from every earlier one, whether those still run or not.
 """
 
+from functools import partial
+
 import numpy as np
 
 from composer_mesh.actors.engines.kv_cache import RowCache, States, cut
@@ -85,7 +87,7 @@ class PrefixCache:
     def begin(self, row: int, ids: Ids, found: Found[States]) -> int:
         """Restore a row's keys, and announce that the present step computes the others of `ids`.
 
-        Returns how many were restored. `keep` follows when they are computed.
+        Returns how many were restored. `computed` follows once they are there.
         """
         if found.parts:
             self._cache.restore(row, found.parts)
@@ -93,8 +95,12 @@ class PrefixCache:
             self._tree.add(ids)
         return found.ready
 
-    def keep(self, row: int, ids: Ids) -> None:
-        """Copy the computed keys of a row's first ids to the tree, as far as it has room."""
+    def computed(self, row: int, ids: Ids) -> None:
+        """Copy to the tree what was announced and is computed now."""
         if self.sharing:
-            self._tree.add(ids)
-            self._tree.fill(ids, lambda start, end: self._cache.read(row, start, end))
+            self._tree.fill(ids, partial(self._cache.read, row))
+
+    def keep(self, row: int) -> None:
+        """Copy the keys of a row to the tree, as far as it has room."""
+        if self.sharing:
+            self._tree.add(self.ids(row)[:-1], partial(self._cache.read, row))

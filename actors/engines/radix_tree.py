@@ -22,7 +22,7 @@ class _Node(Generic[V]):
     parent: "_Node[V] | None"
     used: int
     value: V | None = None
-    """None until `fill` sets it."""
+    """None while it is pending."""
     children: "dict[int, _Node[V]]" = field(default_factory=dict)
 
 
@@ -72,8 +72,11 @@ class RadixTree(Generic[V]):
                 parts.append((node.value, common))
         return Found(parts, pending)
 
-    def add(self, ids: Ids) -> None:
-        """Make place for a sequence, or for as much of it as fits; `fill` sets the values."""
+    def add(self, ids: Ids, read: Callable[[int, int], V] | None = None) -> None:
+        """Store what a sequence adds, or as much of it as fits; `read(start, end)` returns values.
+
+        Without `read` the values are pending until `fill`.
+        """
         node, length = self._root, 0
         for found, common in self._path(ids):
             node = found if common == len(found.ids) else self._split(found, common)
@@ -81,12 +84,14 @@ class RadixTree(Generic[V]):
         rest = ids[length : length + self._make_place(len(ids) - length)]
         if len(rest):
             new = _Node(rest.copy(), node, self._period)
+            if read is not None:
+                new.value = read(length, length + len(rest))
             node.children[int(rest[0])] = new
             self.tokens += len(rest)
             self._queue(new)
 
     def fill(self, ids: Ids, read: Callable[[int, int], V]) -> None:
-        """Set the values that a sequence lacks; `read(start, end)` returns those of a part."""
+        """Set the values of a sequence that are pending."""
         at = 0
         for node, common in self._path(ids):
             if node.value is None and common == len(node.ids):

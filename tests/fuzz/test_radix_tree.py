@@ -21,10 +21,20 @@ def prefixes(ids: list[int]) -> Value:
     return [tuple(ids[: at + 1]) for at in range(len(ids))]
 
 
-def put(tree: RadixTree[Value], ids: list[int]) -> None:
+def put(tree: RadixTree[Value], ids: list[int], rng: random.Random) -> None:
+    """Store a sequence, at once or first without its values."""
     array = np.array(ids, dtype=np.int64)
+
+    def read(start: int, end: int) -> Value:
+        return prefixes(ids)[start:end]
+
+    if rng.random() < 0.5:
+        tree.add(array, read)
+        return
     tree.add(array)
-    tree.fill(array, lambda start, end: prefixes(ids)[start:end])
+    found = tree.find(array)
+    assert found.ready + found.pending <= len(ids)
+    tree.fill(array, read)
 
 
 def stored(tree: RadixTree[Value], ids: list[int]) -> Value:
@@ -55,7 +65,7 @@ def test_an_unbounded_tree_finds_every_prefix_ever_stored(
             ids = sequence(rng, known)
             longest = max(at for at in range(len(ids) + 1) if tuple(ids[:at]) in all_prefixes)
             assert len(stored(tree, ids)) == longest
-            put(tree, ids)
+            put(tree, ids, rng)
             known.append(ids)
             all_prefixes.update(prefixes(ids))
             assert tree.tokens == len(all_prefixes) - 1
@@ -72,7 +82,7 @@ def test_a_bounded_tree_keeps_what_was_used_last_and_nothing_wrong(
             tree.tick()
             ids = sequence(rng, known)
             before = len(stored(tree, ids))
-            put(tree, ids)
+            put(tree, ids, rng)
             known.append(ids)
             assert tree.tokens <= capacity
             kept = len(stored(tree, ids))
