@@ -159,7 +159,9 @@ class StreamServer:
             self._answers[caller] = MessageBatcher(partial(self._answer, caller, send))
         for number, kind, contents in items:
             if kind == CALL:
-                running[number] = asyncio.create_task(self._run(caller, number, contents))
+                task = asyncio.create_task(self._run(caller, number, contents))
+                running[number] = task
+                task.add_done_callback(partial(_forget, running, number))
             elif number in running:
                 running[number].cancel()
 
@@ -186,10 +188,14 @@ class StreamServer:
             kind = RESULT
         except Exception as error:  # noqa: BLE001  every error is its caller's
             found, kind = _packed(error), ERROR
-        finally:
-            self._running.get(caller, {}).pop(number, None)
+        self._running.get(caller, {}).pop(number, None)
         if (answers := self._answers.get(caller)) is not None:
             answers.add((number, kind, found))
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
+    """Drop an ended call; one that was cancelled before its first step has run no code of its own."""
+    running.pop(number, None)
 
 
 def _packed(error: Exception) -> bytes:
