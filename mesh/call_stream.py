@@ -194,7 +194,7 @@ class StreamServer:
 
 
 def _forget(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
-    """Drop an ended call; one that was cancelled before its first step has run no code of its own."""
+    """Drop an ended call; one that is cancelled before its first step runs no code itself."""
     running.pop(number, None)
 
 
