@@ -1,7 +1,7 @@
 """Plays many episodes of a run's task together, turn by turn, with any batch sampling function.
 
 Both sides of `vs_trl` are judged by it, and TRL's rollouts are made by it. Inputs, the end of an
-episode and the limits of a turn are as in `services.episodes.rollout`; tests compare the two.
+episode and the limits of a turn are as in `rollouts.episode`; tests compare the two.
 """
 
 from collections.abc import Callable, Sequence

@@ -184,6 +184,17 @@ class StreamServer:
         reading.add_done_callback(heard)
         return calls
 
+    def take(self, caller: str, items: list[Item]) -> None:
+        """Start the calls of one message and cancel what it says."""
+        running = self._running[caller]
+        for number, kind, contents in items:
+            if kind == CALL:
+                task = asyncio.create_task(self._run(caller, number, contents))
+                running[number] = task
+                task.add_done_callback(partial(_forget, running, number))
+            elif number in running:
+                running[number].cancel()
+
     @property
     def running(self) -> int:
         """Number of calls that are not answered yet."""
@@ -198,13 +209,8 @@ class StreamServer:
             answers.close()
 
     async def _read(self, caller: str, receiver: PortReceiver[list[Item]]) -> None:
-        running = self._running[caller]
         while True:
-            for number, kind, contents in await receiver.recv():
-                if kind == CALL:
-                    running[number] = asyncio.create_task(self._run(caller, number, contents))
-                elif number in running:
-                    running[number].cancel()
+            self.take(caller, await receiver.recv())
             await asyncio.sleep(0)  # many messages may be there already
 
     def _answer(self, caller: str, send: Callable[[list[Item]], None], items: list[Item]) -> None:
@@ -219,10 +225,14 @@ class StreamServer:
             kind = RESULT
         except Exception as error:  # noqa: BLE001  every error is its caller's
             found, kind = _packed(error), ERROR
-        finally:
-            self._running.get(caller, {}).pop(number, None)
+        self._running.get(caller, {}).pop(number, None)
         if (answers := self._answers.get(caller)) is not None:
             answers.add((number, kind, found))
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
+    """Drop an ended call; one that is cancelled before its first step runs no code itself."""
+    running.pop(number, None)
 
 
 def _packed(error: Exception) -> bytes:

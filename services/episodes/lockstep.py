@@ -9,6 +9,7 @@ plays what: a run repeats bit for bit with any number of rollout workers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -24,7 +25,7 @@ class LockstepRounds:
     ) -> None:
         """`generators` returns the names of those that serve, in the order of their slots."""
         self._generators, self._release = generators, release
-        self._live = 0
+        self._live: Counter[str] = Counter()
         self._places: dict[str, int] = {}
         self._groups: dict[str, int] = {}
         self._waiting: dict[str, Sequence[str]] = {}
@@ -35,11 +36,11 @@ class LockstepRounds:
 
     def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]:
         """Count samples as live from now on, until their contexts are left."""
-        self._live += len(samples)
         for sample in samples:
+            self._live[sample.trace_id] += 1
             self._places[sample.trace_id] = len(self._places)
             self._groups.setdefault(sample.group, len(self._groups))
-        return [self._counted() for _ in samples]
+        return [self._counted(sample.trace_id) for sample in samples]
 
     def wait(self, worker: str, names: Sequence[str]) -> None:
         """Note all requests that wait at a worker, in place of those noted before."""
@@ -52,11 +53,11 @@ class LockstepRounds:
         self._check()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, trace_id: str) -> Iterator[None]:
         try:
             yield
         finally:
-            self._live -= 1
+            self._live -= Counter([trace_id])
             if not self._live:
                 self._begun = False
                 self._places.clear()
@@ -64,9 +65,10 @@ class LockstepRounds:
             self._check()
 
     def _check(self) -> None:
-        names = [name for waiting in self._waiting.values() for name in waiting]
+        noted = [name for waiting in self._waiting.values() for name in waiting]
+        names = [name for name in noted if _episode(name) in self._live]  # others were cancelled
         generators = self._generators()
-        if names and generators and len(names) >= self._live:
+        if names and generators and len(names) >= self._live.total():
             self._waiting.clear()
             self.number += 1
             shares = self._shares(sorted(names), generators)
@@ -82,9 +84,14 @@ class LockstepRounds:
         """
         shares: dict[str, list[str]] = {}
         for name in names:
-            episode = name.rpartition("-")[0]
+            episode = _episode(name)
             place = self._places[episode]
             if len(self._groups) >= len(generators):
                 place = self._groups[episode.rpartition("-")[0]]
             shares.setdefault(generators[place % len(generators)], []).append(name)
         return shares
+
+
+def _episode(request: str) -> str:
+    """Return the trace id of a request's episode."""
+    return request.rpartition("-")[0]

@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 import pytest
-from controller_world import World, rollouts_of
+from controller_world import World, trace_of
 
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.episodes.rollout import Sample, Sampling
 
 episodes_of: Any = importlib.import_module("vs_trl_episodes")
 runs: Any = importlib.import_module("vs_trl_run")
@@ -25,10 +25,10 @@ async def test_episodes_played_at_once_are_those_of_a_run(
     )
     chat = ChatFormat(tokenizer, toolbox.tools)
     world = World(toolbox, chat, seed=1, error_rate=0.5)
-    rollouts, sampling = rollouts_of(world, config), Sampling.training(config)
+    sampling = Sampling.training(config)
     episodes = [toolbox.episode("train", index) for index in range(12)]
     traces = [
-        await rollouts.run(sample := Sample(episode, place, 0, sampling), sample.trace_id)
+        await trace_of(world, Sample(episode, place, 0, sampling))
         for place, episode in enumerate(episodes)
     ]
     answers = {

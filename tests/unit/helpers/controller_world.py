@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fake_store import Broken, FakeStore
+from in_process_player import InProcessPlayer
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import Sample
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tasks import Episode, Session, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.rollouts.traces import Message, StopReason
+from composer_mesh.rollouts.traces import Message, StopReason, Trace
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import Retries
@@ -36,7 +37,7 @@ from composer_mesh.services.schedule.resume_state import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.ports import Generation, MayTrain
+from composer_mesh.services.steps.ports import MayTrain, Player
 
 CHANNELS = {
     "sdpo": {"alpha": 0.5},
@@ -126,10 +127,7 @@ class World(FakeStore):
             if one in self.sessions:
                 self.ghosts[one] = self.sessions.pop(one)
 
-    def episode(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, _group: str = "") -> GenerationResult:
         session_id = self.current[request.request_id.rpartition("-")[0]]
         versions: list[int] = []
         ids = self.chat.action(
@@ -247,9 +245,15 @@ class World(FakeStore):
 MakeWorld = Callable[..., World]
 
 
-def rollouts_of(world: World, config: Config, generation: Generation | None = None) -> Rollouts:
+def rollouts_of(world: World, config: Config, player: Player | None = None) -> Rollouts:
     retries = Retries(config.supervision, world.add_poisoned, world.event)
-    return Rollouts(generation or world, world, world.chat, retries)
+    return Rollouts(player or InProcessPlayer(world, world, world.chat), retries)
+
+
+async def trace_of(world: World, sample: Sample) -> Trace:
+    """Play one attempt."""
+    played = await InProcessPlayer(world, world, world.chat).play(sample, sample.trace_id)
+    return played.trace
 
 
 async def without_a_thread(work: Callable[[], Any]) -> Any:

@@ -10,7 +10,6 @@ import pytest
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.supervision import Supervisor
-from composer_mesh.services.episodes.generation import LockstepGeneration
 
 
 class Told:
@@ -76,23 +75,3 @@ async def test_what_a_run_cannot_do_without_ends_it_with_the_cause() -> None:
     with pytest.raises(OSError, match="no more descriptors"):
         await guarded
     assert left == ["in order"]
-
-
-class ShortOfResults:
-    """A generator that answers fewer requests than it was asked."""
-
-    replicas = ("generator-0",)
-
-    def __len__(self) -> int:
-        return 1
-
-    async def on(self, *_: Any) -> list[Any]:
-        return []
-
-
-async def test_a_batch_with_too_few_results_fails_each_of_its_episodes_and_hangs_none() -> None:
-    pool: Any = ShortOfResults()
-    generation = LockstepGeneration(pool)
-    request: Any = type("Request", (), {"request_id": "a"})()
-    with generation.episode(), pytest.raises(ValueError, match="zip"):
-        await generation.generate(request)

@@ -15,17 +15,17 @@ from controller_world import (
     controller_of,
     finished,
     others,
-    rollouts_of,
+    trace_of,
 )
 from fake_store import Broken
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import PromptTooLong, Sample, Sampling
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import RolloutsFail
-from composer_mesh.services.episodes.rollout import PromptTooLong, Sample, Sampling
 from composer_mesh.services.schedule.step_builder import StepBuilder
 
 
@@ -293,11 +293,11 @@ def sample_of(world: World, max_context: int, answer: int = 64) -> Sample:
 
 
 async def test_an_episode_fills_its_context_and_ends_there_without_success(
-    make_world: MakeWorld, config: Config
+    make_world: MakeWorld,
 ) -> None:
     """Whatever the context is, no request and no trace is longer, and no answer is lost for it."""
     endless = sample_of(make_world(seed=13), 10_000)
-    whole = await rollouts_of(make_world(seed=13), config).run(endless, endless.trace_id)
+    whole = await trace_of(make_world(seed=13), endless)
     opening, needed = len(whole.prompt_ids(0)), len(whole.token_ids())
     assert (len(whole.turns) > 1, whole.success) == (True, True)
     answer = max(len(turn.action_ids) for turn in whole.turns)
@@ -307,7 +307,7 @@ async def test_an_episode_fills_its_context_and_ends_there_without_success(
     ):  # whoever lacks only the stop token has said all
         world = make_world(seed=13)
         sample = sample_of(world, room, answer)
-        trace = await rollouts_of(world, config).run(sample, sample.trace_id)
+        trace = await trace_of(world, sample)
         assert len(trace.token_ids()) <= opening + room
         assert trace.token_ids() == whole.token_ids()[: len(trace.token_ids())]
         assert (trace.success, trace.reward) == (False, 0.0)
@@ -320,11 +320,11 @@ async def test_an_episode_fills_its_context_and_ends_there_without_success(
 
 
 async def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused_with_the_repair(
-    make_world: MakeWorld, config: Config
+    make_world: MakeWorld,
 ) -> None:
     world = make_world(seed=13)
     sample = sample_of(world, 63)
     message = r"train-000000-000 begins with \d+ tokens .* raise policy\.max_context"
     with pytest.raises(PromptTooLong, match=message):
-        await rollouts_of(world, config).run(sample, sample.trace_id)
+        await trace_of(world, sample)
     assert world.sessions == {}

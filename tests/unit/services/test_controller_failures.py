@@ -19,15 +19,14 @@ from controller_world import (
     rollouts_of,
 )
 from fake_store import Broken
+from in_process_player import InProcessGenerator, LockstepPlayer
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.generation import LockstepGeneration
 from composer_mesh.services.episodes.retries import RolloutsFail
-from composer_mesh.services.episodes.rollout import Sampling
 from composer_mesh.services.pool.errors import ServiceClosed
 
 PATIENT = {"rollout_retries": 200}
@@ -219,30 +218,18 @@ async def test_a_held_out_episode_that_cannot_be_run_is_left_out_and_not_asked_a
     assert resume_state["heldout-000001-000"] == 2
 
 
-@dataclass
-class ScriptedReplica:
-    """A generator that answers what a world's policy says."""
-
-    world: World
-    batches: list[list[str]]
-
-    def __len__(self) -> int:
-        return 1
-
-    async def on(self, index: int, endpoint: str, requests: list[GenerationRequest]) -> Any:
-        return await self.generate_many(requests)
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
-        self.batches.append([request.request_id for request in requests])
-        return [await self.world.generate(request) for request in requests]
+def in_lockstep(world: World) -> tuple[LockstepPlayer, InProcessGenerator]:
+    """A player with one generator that answers what a world's policy says."""
+    generator = InProcessGenerator(world.generate)
+    return LockstepPlayer({"generator-0": generator}, world, world.chat), generator
 
 
 async def test_in_lockstep_a_sample_that_is_given_up_holds_up_nobody(
     make_world: MakeWorld, build: Any
 ) -> None:
     world = make_world(seed=12, faults=Always(("train-000000-001",)))
-    replica: Any = ScriptedReplica(world, [])
-    rollouts = rollouts_of(world, build(), LockstepGeneration(replica))
+    player, generator = in_lockstep(world)
+    rollouts = rollouts_of(world, build(), player)
     sampling = Sampling(1.0, 64, 512, 3)
     episodes = [world.task.episode("train", index) for index in range(2)]
     started = [rollouts.start(episode, n, 3, sampling) for n, episode in enumerate(episodes)]
@@ -251,7 +238,8 @@ async def test_in_lockstep_a_sample_that_is_given_up_holds_up_nobody(
         [True, False, True],
         [True, True, True],
     ]
-    assert sorted(replica.batches[0]) == sorted(f"{name}-00" for name in trace_ids(2))
+    assert generator.batches[0] == sorted(f"{name}-00" for name in trace_ids(2))
+    await rollouts.close()
     assert others() == set()
 
 
@@ -262,11 +250,11 @@ async def test_in_lockstep_rollouts_that_are_run_again_keep_their_seeds(
     found = []
     for faults in (None, RandomFaults(13, rate=0.1)):
         world = make_world(seed=13, faults=faults)
-        replica: Any = ScriptedReplica(world, [])
-        rollouts = rollouts_of(world, build(**PATIENT), LockstepGeneration(replica))
+        rollouts = rollouts_of(world, build(**PATIENT), in_lockstep(world)[0])
         found.append(
             await asyncio.gather(*rollouts.start(episode, 0, 8, Sampling(1.0, 64, 512, 3)))
         )
+        await rollouts.close()
     assert found[0] == found[1]
 
 

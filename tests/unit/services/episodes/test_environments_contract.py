@@ -1,4 +1,4 @@
-"""Every implementation of the port `Environments` keeps its contract: the fake, and the mesh's."""
+"""Every implementation of the port `Environments` keeps its contract: the fake, and a worker's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from composer_mesh.services.episodes.environments import MeshEnvironments
 from controller_world import World
-from in_process_host import InProcessHost
+from in_process_calls import peers, update
 
 from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
+from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode_ports import Environments
 from composer_mesh.rollouts.tasks import Session
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.steps.ports import Environments
 
 A, B = "train-000000-000", "train-000000-001"
 
@@ -44,21 +45,23 @@ def of_the_controller(task: ToolboxTask, tokenizer: Any, _: Any) -> Harness:
 
 
 async def over_actors(task: ToolboxTask, _: Any, build_config: Any) -> Harness:
-    host, config = InProcessHost(), build_config()
-    pool = await host.serve(EnvironmentActor, 2, attempts=2)
-    await pool.load(config)
-    port = MeshEnvironments(pool, lambda *_, **__: None)
+    actors = {f"environment-{n}": EnvironmentActor() for n in range(2)}
+    for actor in actors.values():
+        await own_endpoint(actor, "load")(build_config())
+    connections = peers(actors)
+    port = PeerEnvironments(connections, 120.0)
 
     def kill(_: str) -> None:
-        (home,) = [line["name"] for line in pool.status() if line["sessions"]]
-        host.actors[home].die()
+        home = next((name for name, one in actors.items() if one.in_use()), "environment-0")
+        del actors[home]
+        update(connections, actors)
 
     return Harness(port, task, kill)
 
 
-@pytest.fixture(params=["of the controller's world", "MeshEnvironments"])
+@pytest.fixture(params=["of the controller's world", "PeerEnvironments"])
 async def harness(request: Any, tokenizer: Any, toolbox: ToolboxTask, build_config: Any) -> Harness:
-    if request.param == "MeshEnvironments":
+    if request.param == "PeerEnvironments":
         return await over_actors(toolbox, tokenizer, build_config)
     return of_the_controller(toolbox, tokenizer, build_config)
 

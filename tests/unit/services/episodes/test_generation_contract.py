@@ -1,22 +1,26 @@
-"""Every implementation of the port `Generation` keeps its contract: the fake, and the mesh's."""
+"""Every implementation of the port `Generation` keeps its contract: the fake, and a worker's."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from controller_world import World
-from in_process_host import InProcessHost
+from in_process_calls import peers
 
 from composer_mesh.actors.generator import GeneratorActor
+from composer_mesh.actors.rollout_workers.generation import PooledGeneration
+from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
+from composer_mesh.mesh.actor import own_endpoint
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode_ports import Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.services.episodes.generation import LockstepGeneration, PooledGeneration
-from composer_mesh.services.steps.ports import Generation
 
 PROMPT = [5, 6, 7]
 LONGEST = 4
@@ -28,6 +32,7 @@ class Harness:
 
     def __init__(self, port: Generation, begin: Begin) -> None:
         self.port, self._begin = port, begin
+        self.playing: set[str] = set()
 
     async def requests(self, count: int) -> list[GenerationRequest]:
         for number in range(count):
@@ -38,15 +43,17 @@ class Harness:
         ]
 
     def start(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Task[GenerationResult]]:
-        """Announce all episodes, then make their requests beside each other."""
-        announced = [self.port.episode() for _ in requests]
+        """Make requests beside each other."""
+        self.playing.update(request.request_id for request in requests)
+        return [asyncio.create_task(self._play(request)) for request in requests]
 
-        async def play(episode: Any, request: GenerationRequest) -> GenerationResult:
-            with episode:
-                return await self.port.generate(request)
-
-        pairs = zip(announced, requests, strict=True)
-        return [asyncio.create_task(play(episode, request)) for episode, request in pairs]
+    async def _play(self, request: GenerationRequest) -> GenerationResult:
+        try:
+            return await self.port.generate(request, "train-000000")
+        finally:
+            self.playing.discard(request.request_id)
+            if isinstance(self.port, LockstepGeneration):
+                self.port.changed()
 
 
 def session(number: int) -> str:
@@ -81,13 +88,30 @@ async def harness(
     if request.param == "of the controller's world":
         yield of_the_controller(toolbox, tokenizer)
         return
-    host, port = InProcessHost(), {"PooledGeneration": PooledGeneration}.get(request.param)
-    pool = await host.serve(GeneratorActor, 2, attempts=2)
-    await pool.load(build_config(), policy)
-    yield Harness((port or LockstepGeneration)(pool), nothing)
-    for one in host.actors.values():
-        assert isinstance(one.actor, GeneratorActor)
-        await one.actor.__cleanup__(None)
+    actors = {f"generator-{n}": GeneratorActor() for n in range(2)}
+    for actor in actors.values():
+        await own_endpoint(actor, "load")(build_config(), policy)
+    if request.param == "PooledGeneration":
+        yield Harness(PooledGeneration(peers(actors), 2), nothing)
+    else:
+        playing: set[str] = set()
+        port = LockstepGeneration(peers(actors), lambda: len(playing))
+        harness = Harness(port, nothing)
+        harness.playing = playing
+        releasing = asyncio.create_task(release_all(port))
+        yield harness
+        await cancel_and_wait([releasing])
+        await port.close()
+    for actor in actors.values():
+        await actor.__cleanup__(None)
+
+
+async def release_all(port: LockstepGeneration) -> None:
+    """Release every round, divided among two generators."""
+    for number in count():
+        names = await port.waiting()
+        shares = {f"generator-{n}": names[n::2] for n in range(2) if names[n::2]}
+        port.release(Round(number, shares))
 
 
 async def test_a_result_has_a_log_prob_and_a_version_for_each_id(harness: Harness) -> None:

@@ -1,180 +1,162 @@
-"""Lockstep: a batch is closed by the episodes under way, never by time."""
+"""Lockstep: the batches depend on the announced episodes, never on workers, time or order."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any, cast
+from collections.abc import Sequence
+from itertools import chain
 
-import pytest
-from hypothesis import given
+from fake_host import turns as turns_of_the_loop
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process_calls import peers
 
-from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.services.episodes.generation import LockstepGeneration
-from composer_mesh.services.service import Service
+from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
+from composer_mesh.rollouts.episode import Sample, Sampling
+from composer_mesh.rollouts.generation import GenerationRequest
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.services.episodes.lockstep import LockstepRounds
 
-
-class FakeGenerators:
-    """Replicas that keep what they were sent; each answers with the request's own prompt.
-
-    The replica at `broken` is gone; with `hopeless` none can stand in for it.
-    """
-
-    def __init__(
-        self, replicas: int = 1, broken: int | None = None, hopeless: bool = False
-    ) -> None:
-        self.replicas, self.broken, self.hopeless = replicas, broken, hopeless
-        self.batches: list[tuple[int, list[str]]] = []
-        self.elsewhere: list[list[str]] = []
-
-    def __len__(self) -> int:
-        return self.replicas
-
-    async def on(self, index: int, endpoint: str, requests: list[GenerationRequest]) -> Any:
-        assert endpoint == "generate_many"
-        self.batches.append((index, [request.request_id for request in requests]))
-        await asyncio.sleep(0)
-        if index == self.broken:
-            raise ActorDied(f"generator-{index}", "gone")
-        return self.answers(requests)
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
-        self.elsewhere.append([request.request_id for request in requests])
-        await asyncio.sleep(0)
-        if self.hopeless:
-            raise ActorDied("generator-1", "none is left")
-        return self.answers(requests)
-
-    def answers(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
-        return [GenerationResult(r.request_id, r.prompt_ids, [0.0], [0], "stop") for r in requests]
+SAMPLING = Sampling(1.0, 4, 100, 0)
+GENERATORS = ["generator-0", "generator-1"]
 
 
-def lockstep(generators: FakeGenerators) -> LockstepGeneration:
-    return LockstepGeneration(cast(Service, generators))
+def group(number: int, size: int) -> list[Sample]:
+    episode = Episode("toolbox", "train", number, {})
+    return [Sample(episode, number, place, SAMPLING) for place in range(size)]
 
 
-def request(name: str) -> GenerationRequest:
-    return GenerationRequest(name, [int(name.split("-")[0])], 4, 1.0, 0, [])
+class Workers:
+    """Rollout workers that only say which requests wait."""
+
+    def __init__(self, generators: Sequence[str] = GENERATORS) -> None:
+        self.released: list[Round] = []
+        self.rounds = LockstepRounds(lambda: generators, self.released.append)
+
+    @property
+    def shares(self) -> list[dict[str, Sequence[str]]]:
+        return [dict(sorted(one.shares.items())) for one in self.released]
 
 
-async def episode(generation: LockstepGeneration, live: Any, name: int, turns: int) -> list[str]:
-    """An episode of several turns that dawdles between them."""
-    rng, answers = random.Random(name), []
+def played(lengths: list[list[int]], workers: int, seed: int) -> list[dict[str, Sequence[str]]]:
+    """Play groups of episodes of so many turns, dealt out to workers at random."""
+    made, rng = Workers(), random.Random(seed)
+    samples = [one for number, sizes in enumerate(lengths) for one in group(number, len(sizes))]
+    left = dict(zip((one.trace_id for one in samples), chain(*lengths), strict=True))
+    lives = dict(zip(left, made.rounds.announce(samples), strict=True))
+    home = {name: rng.randrange(workers) for name in left}
+    turn = 0
+    for live in lives.values():
+        live.__enter__()
+    while lives:
+        for ended in [name for name in lives if left[name] == turn]:
+            lives.pop(ended).__exit__(None, None, None)
+        order = list(range(workers))
+        rng.shuffle(order)
+        for worker in order:
+            waiting = [f"{name}-{turn:02d}" for name in lives if home[name] == worker]
+            if waiting:
+                made.rounds.wait(f"rollouts-{worker}", waiting)
+        turn += 1
+    return made.shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(0, 1000),
+)
+def test_the_shares_are_the_same_however_episodes_are_split_over_workers(
+    lengths: list[list[int]], seed: int
+) -> None:
+    alone = played(lengths, 1, 0)
+    assert len(alone) == max(max(sizes) for sizes in lengths)
+    assert played(lengths, 2, seed) == alone
+    assert played(lengths, 3, seed) == alone
+
+
+def test_a_group_has_one_generator_and_few_groups_are_divided_singly() -> None:
+    assert played([[1, 1], [1, 1]], 1, 0) == [
+        {
+            "generator-0": ["train-000000-000-00", "train-000000-001-00"],
+            "generator-1": ["train-000001-000-00", "train-000001-001-00"],
+        }
+    ]
+    assert played([[1, 1]], 1, 0) == [
+        {"generator-0": ["train-000000-000-00"], "generator-1": ["train-000000-001-00"]}
+    ]
+
+
+def test_no_round_leaves_out_an_announced_episode_that_has_not_asked() -> None:
+    made = Workers()
+    one, two = made.rounds.announce(group(0, 2))
+    with one:
+        made.rounds.wait("rollouts-0", ["train-000000-000-00"])
+        assert made.released == []
+        with two:
+            pass  # given up
+        assert [len(shares) for shares in made.shares] == [1]
+
+
+def test_what_waited_at_a_worker_that_died_is_asked_again_elsewhere() -> None:
+    made = Workers()
+    lives = made.rounds.announce(group(0, 2))
+    for live in lives:
+        live.__enter__()
+    made.rounds.wait("rollouts-0", ["train-000000-000-00"])
+    made.rounds.lose("rollouts-0")
+    made.rounds.wait("rollouts-1", ["train-000000-001-00"])
+    assert made.released == []
+    made.rounds.wait("rollouts-1", ["train-000000-000-00", "train-000000-001-00"])
+    assert [sum(map(len, shares.values())) for shares in made.shares] == [2]
+
+
+def test_a_request_of_a_cancelled_episode_takes_nobodys_place_in_a_round() -> None:
+    made = Workers()
+    lives = made.rounds.announce(group(0, 3))
+    for live in lives:
+        live.__enter__()
+    made.rounds.wait("rollouts-0", ["train-000000-000-00"])
+    made.rounds.wait("rollouts-1", ["train-000000-001-00"])
+    lives[0].__exit__(None, None, None)
+    assert made.released == []  # the third has not asked
+    made.rounds.wait("rollouts-2", ["train-000000-002-00"])
+    assert sorted(chain(*made.shares[0].values())) == [
+        "train-000000-001-00",
+        "train-000000-002-00",
+    ]
+
+
+def test_requests_that_are_told_after_their_episodes_were_cancelled_start_no_round() -> None:
+    made = Workers()
+    (live,) = made.rounds.announce(group(0, 1))
     with live:
-        for turn in range(turns):
-            for _ in range(rng.randrange(6)):
-                await asyncio.sleep(0)
-            result = await generation.generate(request(f"{name:02d}-{turn}"))
-            assert result.token_ids == [name]
-            answers.append(result.request_id)
-    return answers
-
-
-async def play(generators: FakeGenerators, turns: list[int]) -> list[list[str]]:
-    generation = lockstep(generators)
-    announced = [generation.episode() for _ in turns]
-    return await asyncio.gather(
-        *(episode(generation, live, n, turns[n]) for n, live in enumerate(announced))
-    )
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_each_batch_holds_every_episode_under_way_in_the_order_of_ids(turns: list[int]) -> None:
-    generators = FakeGenerators()
-    answers = asyncio.run(play(generators, turns))
-    expected = [
-        [f"{name:02d}-{turn}" for name, count in enumerate(turns) if turn < count]
-        for turn in range(max(turns))
-    ]
-    assert [batch for _, batch in generators.batches] == expected
-    assert [len(answer) for answer in answers] == turns
-
-
-async def test_a_batch_stays_open_while_an_announced_episode_has_not_asked() -> None:
-    generators = FakeGenerators()
-    generation = lockstep(generators)
-    first, second = generation.episode(), generation.episode()
-    early = asyncio.create_task(episode(generation, first, 1, 1))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert generators.batches == []
-    await asyncio.gather(early, episode(generation, second, 2, 1))
-    assert generators.batches == [(0, ["01-0", "02-0"])]
-
-
-async def test_an_episode_that_ends_without_asking_lets_the_others_go_on() -> None:
-    generators = FakeGenerators()
-    generation = lockstep(generators)
-    first, second = generation.episode(), generation.episode()
-    waiting = asyncio.create_task(episode(generation, first, 1, 2))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    with second:
         pass
-    assert await waiting == ["01-0", "01-1"]
+    made.rounds.wait("rollouts-0", ["train-000000-000-00"])
+    assert made.released == []
 
 
-async def test_an_episode_that_fails_lets_the_others_go_on() -> None:
-    generators = FakeGenerators()
-    generation = lockstep(generators)
-    first, second = generation.episode(), generation.episode()
+class ShortOfResults:
+    """A generator that answers fewer requests than it was asked."""
 
-    async def fail() -> None:
-        with second:
-            raise OSError("the environment is gone")
-
-    answers, failure = await asyncio.gather(
-        episode(generation, first, 1, 2), fail(), return_exceptions=True
-    )
-    assert answers == ["01-0", "01-1"]
-    assert isinstance(failure, OSError)
+    async def generate_round(self, *_: object) -> list[object]:
+        return []
 
 
-async def test_a_batch_is_dealt_out_over_the_replicas_in_turn() -> None:
-    generators = FakeGenerators(replicas=3)
-    await play(generators, [1] * 7)
-    assert sorted(generators.batches) == [
-        (0, ["00-0", "03-0", "06-0"]),
-        (1, ["01-0", "04-0"]),
-        (2, ["02-0", "05-0"]),
-    ]
+async def test_a_batch_with_too_few_results_fails_each_of_its_episodes_and_hangs_none() -> None:
+    request = GenerationRequest("a-00", [1], 4, 1.0, 0, [])
+    generation = LockstepGeneration(peers({"generator-0": ShortOfResults()}), lambda: 1)
+    asking = asyncio.ensure_future(generation.generate(request, "a"))
+    names = await generation.waiting()
+    generation.release(Round(0, {"generator-0": names}))
+    (found,) = await asyncio.gather(asking, return_exceptions=True)
+    assert isinstance(found, ValueError)
 
 
-async def test_a_replica_without_a_share_is_not_called() -> None:
-    generators = FakeGenerators(replicas=3)
-    await play(generators, [1])
-    assert generators.batches == [(0, ["00-0"])]
-
-
-async def test_the_share_of_a_dead_generator_is_asked_again_anywhere() -> None:
-    generators = FakeGenerators(replicas=2, broken=1)
-    assert await play(generators, [1] * 4) == [[f"{n:02d}-0"] for n in range(4)]
-    assert generators.elsewhere == [["01-0", "03-0"]]
-
-
-async def test_an_error_of_the_last_generator_reaches_every_episode_of_its_share() -> None:
-    generators = FakeGenerators(replicas=2, broken=1, hopeless=True)
-    generation = lockstep(generators)
-    lives = [generation.episode() for _ in range(4)]
-    ended = await asyncio.gather(
-        *(episode(generation, live, n, 1) for n, live in enumerate(lives)), return_exceptions=True
-    )
-    assert ended[0::2] == [["00-0"], ["02-0"]]
-    for failure in ended[1::2]:
-        assert isinstance(failure, ActorDied)
-        assert failure.reason == "none is left"
-
-
-async def test_an_episode_that_was_cancelled_does_not_hold_up_the_answers_of_others() -> None:
-    generators = FakeGenerators()
-    generation = lockstep(generators)
-    first, second = generation.episode(), generation.episode()
-    cancelled = asyncio.create_task(episode(generation, first, 1, 2))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    assert await episode(generation, second, 2, 3) == ["02-0", "02-1", "02-2"]
+async def test_without_generators_no_round_is_released_until_one_serves() -> None:
+    made = Workers([])
+    with made.rounds.announce(group(0, 1))[0]:
+        made.rounds.wait("rollouts-0", ["train-000000-000-00"])
+        await turns_of_the_loop()
+        assert made.released == []

@@ -69,9 +69,7 @@ def lost_idle(session: str) -> Exception:
 
 
 def lost_under_way(session: str) -> Exception:
-    lost = SessionLost(session, "environment-0", "Killed(sig=9)")
-    lost.__cause__ = ActorDied("environment-0", "Killed(sig=9)")
-    return lost
+    return SessionLost(session, "environment-0", "Killed(sig=9)", True)
 
 
 async def test_an_attempt_that_only_stood_by_while_a_process_died_counts_for_nothing() -> None:

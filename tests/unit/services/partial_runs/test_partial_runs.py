@@ -302,7 +302,7 @@ class Hanging(World):
 
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, group: str = "") -> GenerationResult:
         self.begun.set()
         await asyncio.Event().wait()
         raise AssertionError

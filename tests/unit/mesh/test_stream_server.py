@@ -1,0 +1,134 @@
+"""Calls that arrive at an actor in batches: each is answered once, and none outlives its caller."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fake_host import turns
+
+from composer_mesh.mesh.batches import Item
+from composer_mesh.mesh.call_stream import CALL, CANCEL, ERROR, LOAD, RESULT, StreamServer
+from composer_mesh.mesh.call_stream import current_caller as caller_of_call
+
+
+class Foreign(Exception):
+    """An exception that cannot be rebuilt from its arguments."""
+
+    def __init__(self, one: str, *, two: str) -> None:
+        super().__init__(one)
+        self.two = two
+
+
+class Actor:
+    """Endpoints by name; `ended` are the calls of `hang` that were cancelled."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = 0, 0
+
+    def __call__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        found: Callable[..., Awaitable[Any]] = getattr(self, name)
+        return found
+
+    async def add(self, one: int, two: int) -> int:
+        return one + two
+
+    async def caller(self) -> str:
+        return caller_of_call.get()
+
+    async def hang(self) -> None:
+        self.started += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended += 1
+
+    async def fail(self) -> None:
+        raise KeyError("no such row")
+
+    async def fail_foreign(self) -> None:
+        raise Foreign("one", two="two")
+
+    async def unsendable(self) -> Any:
+        return lambda: None
+
+
+def call(number: int, endpoint: str, *args: Any) -> Item:
+    return (number, CALL, pickle.dumps((endpoint, args)))
+
+
+def cancel(number: int) -> Item:
+    return (number, CANCEL, b"")
+
+
+async def answered(*items: Item) -> dict[int, tuple[str, Any]]:
+    """Return the answers to one message."""
+    sent: list[Item] = []
+    StreamServer(Actor()).take("caller", list(items), sent.extend)
+    await turns()
+    return {n: (kind, pickle.loads(found)) for n, kind, found in sent if kind != LOAD}
+
+
+async def test_each_call_is_answered_under_its_number() -> None:
+    found = await answered(call(3, "add", 1, 2), call(4, "add", 5, 6), call(5, "caller"))
+    assert found == {3: (RESULT, 3), 4: (RESULT, 11), 5: (RESULT, "caller")}
+
+
+async def test_an_exception_travels_with_its_traceback() -> None:
+    ((kind, (raised, text)),) = (await answered(call(0, "fail"))).values()
+    assert (kind, repr(raised)) == (ERROR, "KeyError('no such row')")
+    assert "in fail" in text
+
+
+async def test_an_exception_that_cannot_be_rebuilt_arrives_as_its_traceback() -> None:
+    ((kind, (raised, text)),) = (await answered(call(0, "fail_foreign"))).values()
+    assert (kind, raised) == (ERROR, None)
+    assert "Foreign: one" in text
+
+
+async def test_a_result_that_cannot_be_sent_and_an_unknown_endpoint_are_errors() -> None:
+    found = await answered(call(0, "unsendable"), call(1, "nothing"))
+    assert [kind for kind, _ in found.values()] == [ERROR, ERROR]
+
+
+async def test_a_cancelled_call_is_cancelled_here_and_never_answered() -> None:
+    actor, sent = Actor(), list[Item]()
+    server = StreamServer(actor)
+    server.take("a", [call(0, "hang")], sent.extend)
+    await turns()
+    assert (actor.started, server.running) == (1, 1)
+    server.take("a", [cancel(0)], sent.extend)
+    await turns()
+    assert (actor.ended, server.running, sent) == (1, 0, [])
+
+
+async def test_a_call_that_is_cancelled_in_its_own_message_counts_as_running_no_more() -> None:
+    actor, sent = Actor(), list[Item]()
+    server = StreamServer(actor)
+    server.take("a", [call(0, "hang"), cancel(0)], sent.extend)
+    await turns()
+    assert (actor.started, server.running, sent) == (0, 0, [])
+
+
+async def test_the_calls_of_a_dead_caller_end_and_those_of_others_go_on() -> None:
+    actor = Actor()
+    server = StreamServer(actor)
+    for caller in ("a", "b"):
+        server.take(caller, [call(0, "hang"), call(1, "hang")], lambda _: None)
+    await turns()
+    await server.hang_up("a")
+    await server.hang_up("unknown")
+    assert (actor.ended, server.running) == (2, 2)
+    await server.hang_up("b")
+
+
+async def test_every_message_says_how_many_calls_of_others_are_unanswered() -> None:
+    server, sent = StreamServer(Actor()), list[Item]()
+    server.take("other", [call(0, "hang"), call(1, "hang")], lambda _: None)
+    server.take("a", [call(0, "add", 1, 1), call(1, "hang")], sent.extend)
+    await turns()
+    assert sent[0] == (2, LOAD, b"")
+    await server.hang_up("a")
+    await server.hang_up("other")
