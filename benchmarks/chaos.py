@@ -42,6 +42,7 @@ from report import Report, arguments  # noqa: E402
 SETTINGS: dict[str, Any] = {
     "generator.replicas": 2,
     "environment.replicas": 2,
+    "rollouts.workers": 2,
     "sdpo.hints.writer": "llm",
     "sdpo.hints.llm": '{kind="builtin"}',
     "trainer.checkpoint_every": 5,
@@ -78,7 +79,7 @@ def main() -> int:
         if given.hosts:
             return _on_hosts(given, folder, settings)
         peace = judge(_on_this_machine(folder / "peace", settings, [], given.step_bound))
-        plan = schedule(given.seed, given.faults or (16 if given.quick else 60))
+        plan = schedule(given.seed, given.faults or (16 if given.quick else 66))
         chaos = judge(_on_this_machine(folder / "chaos", settings, plan, given.step_bound))
         write_outcomes(chaos, folder / "faults.jsonl")
         print_tables(report, peace, chaos)
@@ -100,7 +101,7 @@ def _on_hosts(given: argparse.Namespace, folder: Path, settings: dict[str, Any])
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of runs and faults")
-    parser.add_argument("--faults", type=int, metavar="N", help="on actors: 60, --quick 16")
+    parser.add_argument("--faults", type=int, metavar="N", help="on actors: 66, --quick 16")
     parser.add_argument("--hosts", action="store_true", help="on two hosts, which die too")
     parser.add_argument("--host-faults", type=int, metavar="N", help="6, or 3 with --quick")
     parser.add_argument("--steps", type=int, metavar="N", help="70, or 24 with --quick")
