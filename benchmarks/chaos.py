@@ -1,6 +1,7 @@
 """A run under injected faults: detection and recovery times, and whether anything is lost.
 
-    python benchmarks/chaos.py [--quick] [--seed N] [--faults N] [--kinds KIND ...] [--json FILE]
+    python benchmarks/chaos.py [--quick] [--seed N] [--faults N] [--output DIR] [--json FILE]
+    python benchmarks/chaos.py --kinds rollouts [--quick] [--seed N] [--faults N] [--json FILE]
     python benchmarks/chaos.py --hosts [--quick] [--seed N] [--faults N] [--json FILE]
     python benchmarks/chaos.py --controller 10 [--json FILE]
 
@@ -8,6 +9,7 @@ Two quickstart runs of the same seed, one without faults and one under a seeded 
 on every kind of actor: SIGKILL, SIGSTOP, an exception in an endpoint, os._exit, a memory limit, cut
 connections; alone, in bursts, and during weight syncs. Both are judged by their files: what was
 lost, which tokens contradict their recorded version, how long the run stalled, how well it learned.
+With --kinds, only actors of these kinds are struck.
 With --hosts, the same on two hosts, each in its own network namespace: from time to time one is
 killed, hangs, or is cut off, and another joins. With --controller, SIGKILL of the controller at
 random moments of as many runs: what is left after 10 s. The exit status is 1 where a claim fails.

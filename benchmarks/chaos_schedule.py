@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-FIRST, LAST, CALM = 0.02, 0.75, 0.92
+FIRST, LAST, CALM = 0.02, 0.75, 0.85
 """Shares of a run: faults are due from the first to the last one, and those whose process was not
-there in time still take effect before the third; the steps after it show that the run recovered."""
+there in time still take effect before the third; the steps after it show that the run recovered,
+and are long enough for a stopped process to count as hung."""
 BURST_SIZE = 4
 BURST_S = 0.5
 """The faults of a burst fall within this time."""
