@@ -167,7 +167,7 @@ def hooking(decorate: Any, faults: Faults) -> Any:
             faults.enter(method.__name__)
             return await method(*args, **kwargs)
 
-        del endpoint.__wrapped__  # type: ignore[attr-defined]
+        del endpoint.__wrapped__
         endpoint.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         return decorate(endpoint, **options)
 

@@ -74,9 +74,13 @@ def workers_of(events: Events, *workers: Worker) -> RolloutWorkers:
     mine = Pool([Member(name) for name in by_name])
     others = [Pool([Member("generator-0")]), Pool([Member("environment-0")])]
     pools = RolloutPools(*(cast(Service, pool) for pool in (mine, *others)))
+
+    def record(kind: str, _: str, detail: str, /, **__: Any) -> None:
+        events.put_nowait(f"{kind} {detail}")
+
     return RolloutWorkers(
         pools,
-        lambda kind, actor, detail, **_: events.put_nowait(f"{kind} {detail}"),
+        record,
         lockstep=False,
         open_stream=lambda name, _: by_name[name],
     )
