@@ -24,7 +24,7 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.batches import PAUSE_S, Item, MessageBatcher, messages_of
-from composer_mesh.mesh.supervision import ActorDied, MeshError, RemoteError, call, heard
+from composer_mesh.mesh.supervision import ActorDied, MeshError, RemoteError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
@@ -163,11 +163,14 @@ Endpoint = Callable[..., Awaitable[Any]]
 class StreamServer:
     """Runs the calls that arrive at one actor; `endpoint` returns the coroutine function of a name.
 
-    A caller is one `CallStream` of another process.
+    A caller is one `CallStream` of another process. `failed` is called where calls can no longer be
+    read or answered, for want of memory: their callers would wait forever.
     """
 
-    def __init__(self, endpoint: Callable[[str], Endpoint]) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self, endpoint: Callable[[str], Endpoint], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._endpoint, self._failed = endpoint, failed
         self._running: dict[str, dict[int, asyncio.Task[None]]] = {}
         self._answers: dict[str, MessageBatcher] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
@@ -181,7 +184,7 @@ class StreamServer:
         self._answers[caller] = MessageBatcher(partial(self._answer, caller, answers.send), pause_s)
         reading = asyncio.create_task(self._read(caller, receiver))
         self._reading[caller] = reading
-        reading.add_done_callback(heard)
+        reading.add_done_callback(self._ended)
         return calls
 
     @property
@@ -202,10 +205,16 @@ class StreamServer:
         while True:
             for number, kind, contents in await receiver.recv():
                 if kind == CALL:
-                    running[number] = asyncio.create_task(self._run(caller, number, contents))
+                    task = asyncio.create_task(self._run(caller, number, contents))
+                    task.add_done_callback(self._ended)
+                    running[number] = task
                 elif number in running:
                     running[number].cancel()
             await asyncio.sleep(0)  # many messages may be there already
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
 
     def _answer(self, caller: str, send: Callable[[list[Item]], None], items: list[Item]) -> None:
         others = self.running - len(self._running.get(caller, {}))
