@@ -19,7 +19,7 @@ from composer_mesh.actors.rollout_workers.generation import PooledGeneration
 from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
 from composer_mesh.actors.rollout_workers.peers import Neighbours, OpenStream, Peers
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
@@ -52,7 +52,9 @@ class RolloutActor(MeshActor):
         The controller repeats it with every change. Calls to actors that are gone end at once.
         """
         if self._player is None:
-            self._player = self._connected(partial(CallStream, name), self._chat)
+            self._player = self._connected(
+                partial(CallStream, name, failed=end_this_process), self._chat
+            )
         self._generators.update(neighbours.generators, neighbours.gone)
         self._environments.update(neighbours.environments, neighbours.gone)
 

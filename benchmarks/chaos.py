@@ -1,6 +1,7 @@
 """A run under injected faults: detection and recovery times, and whether anything is lost.
 
     python benchmarks/chaos.py [--quick] [--seed N] [--faults N] [--output DIR] [--json FILE]
+    python benchmarks/chaos.py --kinds rollouts [--quick] [--seed N] [--faults N] [--json FILE]
     python benchmarks/chaos.py --hosts [--quick] [--seed N] [--faults N] [--json FILE]
     python benchmarks/chaos.py --controller 10 [--json FILE]
 
@@ -8,6 +9,7 @@ Two quickstart runs of the same seed, one without faults and one under a seeded 
 on every kind of actor: SIGKILL, SIGSTOP, an exception in an endpoint, os._exit, a memory limit, cut
 connections; alone, in bursts, and during weight syncs. Both are judged by their files: what was
 lost, which tokens contradict their recorded version, how long the run stalled, how well it learned.
+With --kinds, only actors of these kinds are struck.
 With --hosts, the same on two hosts, each in its own network namespace: from time to time one is
 killed, hangs, or is cut off, and another joins. With --controller, SIGKILL of the controller at
 random moments of as many runs: what is left after 10 s. The exit status is 1 where a claim fails.
@@ -34,7 +36,7 @@ from chaos_inject import Injector  # noqa: E402
 from chaos_judge import Ended, judge, write_outcomes  # noqa: E402
 from chaos_report import fill_report, holds, print_tables  # noqa: E402
 from chaos_run import launched  # noqa: E402
-from chaos_schedule import Planned, schedule  # noqa: E402
+from chaos_schedule import KINDS, Planned, schedule  # noqa: E402
 from chaos_through import run_through  # noqa: E402
 from cut_net import NotPermitted  # noqa: E402
 from report import Report, arguments  # noqa: E402
@@ -42,6 +44,7 @@ from report import Report, arguments  # noqa: E402
 SETTINGS: dict[str, Any] = {
     "generator.replicas": 2,
     "environment.replicas": 2,
+    "rollouts.workers": 2,
     "sdpo.hints.writer": "llm",
     "sdpo.hints.llm": '{kind="builtin"}',
     "trainer.checkpoint_every": 5,
@@ -78,7 +81,7 @@ def main() -> int:
         if given.hosts:
             return _on_hosts(given, folder, settings)
         peace = judge(_on_this_machine(folder / "peace", settings, [], given.step_bound))
-        plan = schedule(given.seed, given.faults or (16 if given.quick else 60))
+        plan = schedule(given.seed, given.faults or (16 if given.quick else 66), given.kinds)
         chaos = judge(_on_this_machine(folder / "chaos", settings, plan, given.step_bound))
         write_outcomes(chaos, folder / "faults.jsonl")
         print_tables(report, peace, chaos)
@@ -100,7 +103,15 @@ def _on_hosts(given: argparse.Namespace, folder: Path, settings: dict[str, Any])
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of runs and faults")
-    parser.add_argument("--faults", type=int, metavar="N", help="on actors: 60, --quick 16")
+    parser.add_argument("--faults", type=int, metavar="N", help="on actors: 66, --quick 16")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help="of actors to strike",
+    )
     parser.add_argument("--hosts", action="store_true", help="on two hosts, which die too")
     parser.add_argument("--host-faults", type=int, metavar="N", help="6, or 3 with --quick")
     parser.add_argument("--steps", type=int, metavar="N", help="70, or 24 with --quick")

@@ -50,7 +50,7 @@ class OnHosts:
 
 def hosts_struck(given: argparse.Namespace, folder: Path, settings: dict[str, Any]) -> Report:
     """Do both runs and print their tables. Raises `NotPermitted` where hosts cannot be made."""
-    plan = schedule(given.seed, given.faults or (10 if given.quick else 30))
+    plan = schedule(given.seed, given.faults or (10 if given.quick else 30), given.kinds)
     hosts = host_schedule(given.seed, given.host_faults or (3 if given.quick else 6))
     report = Report("chaos_hosts")
     peace = _run(folder / "peace", settings, [], [], given.step_bound)

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from chaos_run import Actor, LiveRun, Tail
-from chaos_schedule import ENDS_THE_PROCESS, LAST, Fault, Planned
+from chaos_schedule import CALM, ENDS_THE_PROCESS, Fault, Planned
+
+from composer_mesh.mesh.processes import is_alive
 
 ARMED_S = 45.0
 """How long a fault waits for its endpoint to be called."""
@@ -68,10 +70,11 @@ class Injector:
 
     def step(self) -> None:
         """Inject the faults that are due, and record those that took effect."""
+        ended = {n for n, armed in self._armed.items() if not is_alive(armed.actor.pid)}
         self._read_ledger()
-        self._rearm()
+        self._rearm(ended)
         share = len(self.run.metrics) / self.steps
-        if not self.run.metrics or share > LAST + 0.03:
+        if not self.run.metrics or share > CALM:
             return
         now, actors = time.monotonic(), self.run.actors()
         for planned in [one for one in self._waiting if one.at <= share]:
@@ -131,11 +134,14 @@ class Injector:
                     Applied(armed.planned, struck, armed.actor.name, armed.actor.pid, endpoint)
                 )
 
-    def _rearm(self) -> None:
-        """Reschedule faults whose process ended first, or whose endpoint was not called."""
+    def _rearm(self, ended: set[int]) -> None:
+        """Reschedule faults whose process ended first, or whose endpoint was not called.
+
+        `ended` was found before the ledger was read, so that a fault that ended its process counts.
+        """
         now = time.monotonic()
         for number, armed in list(self._armed.items()):
-            if now > armed.until:
+            if number in ended or now > armed.until:
                 del self._armed[number]
                 self._waiting.append(replace(armed.planned, delay_s=0.0))
                 self._due.pop(number)

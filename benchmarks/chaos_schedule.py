@@ -5,12 +5,15 @@ progresses. The injector selects the process.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-FIRST, LAST = 0.02, 0.92
-"""The share of a run in which faults fall; its last steps show that it recovered."""
+FIRST, LAST, CALM = 0.02, 0.75, 0.85
+"""Shares of a run: faults are due from the first to the last one, and those whose process was not
+there in time still take effect before the third; the steps after it show that the run recovered,
+and are long enough for a stopped process to count as hung."""
 BURST_SIZE = 4
 BURST_S = 0.5
 """The faults of a burst fall within this time."""
@@ -36,6 +39,7 @@ KINDS = (
     "trainer",
     "generator",
     "environment",
+    "rollouts",
     "sdpo_teacher",
     "teacher_replay",
     "reference",
@@ -143,8 +147,14 @@ def _sync_strikes(rng: random.Random, kinds: list[str], count: int) -> list[_Str
 
 
 def _every_generator(plain: list[_Strike]) -> list[_Strike]:
-    """Return simultaneous kills of two generators, in exchange for two other faults on them."""
-    for strike in [one for one in plain if one.kind == "generator"][:2]:
+    """Return simultaneous kills of two generators, in exchange for two other faults.
+
+    Those are faults on generators, or else on a kind that is met twice.
+    """
+    own = [one for one in plain if one.kind == "generator"]
+    met = Counter(one.kind for one in plain)
+    spare = [one for one in plain if one not in own and met[one.kind] > 1]
+    for strike in (own + spare)[:2]:
         plain.remove(strike)
     return [_Strike("generator", Fault.KILL, place) for place in (0, 1)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from functools import partial
 from typing import Any, ClassVar
@@ -59,7 +60,7 @@ class MeshActor(Actor):
     ) -> Port[list[Item]]:
         """Return the port for the calls of a `CallStream`; they are answered to `answers`."""
         if self._streams is None:
-            self._streams = StreamServer(partial(own_endpoint, self))
+            self._streams = StreamServer(partial(own_endpoint, self), end_this_process)
         return self._streams.open(caller, answers, pause_s)
 
     @concurrent_endpoint
@@ -79,6 +80,13 @@ class MeshActor(Actor):
     def details(self) -> dict[str, Any]:
         """Return a subclass's additions to `describe`: JSON-serializable values."""
         return {}
+
+
+def end_this_process(error: BaseException) -> None:
+    """End at once, so that the owner learns of it and replaces this process."""
+    sys.stderr.write(f"composer-mesh: calls can no longer be served: {error!r}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def own_endpoint(actor: MeshActor, name: str) -> Endpoint:

@@ -24,7 +24,7 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.batches import PAUSE_S, Item, MessageBatcher, messages_of
-from composer_mesh.mesh.supervision import ActorDied, MeshError, RemoteError, call, heard
+from composer_mesh.mesh.supervision import ActorDied, MeshError, RemoteError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
@@ -52,12 +52,20 @@ class Calls(Protocol):
 class CallStream:
     """Calls to one actor, on one event loop of an actor or of the controller."""
 
-    def __init__(self, caller: str, actor: str, ref: Any, pause_s: float = PAUSE_S) -> None:
+    def __init__(
+        self,
+        caller: str,
+        actor: str,
+        ref: Any,
+        pause_s: float = PAUSE_S,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
         """`ref` is the Monarch reference of a `MeshActor`; both names are those in the run.
 
         A caller has one stream to an actor; `pause_s` is the least time between two messages in
-        either direction.
+        either direction. `failed` is called where answers can no longer be read.
         """
+        self._failed = failed
         self.caller, self.actor = caller, actor
         self._others = 0
         self._calls: Port[list[Item]] | None = None
@@ -153,8 +161,12 @@ class CallStream:
 
     def _connection_failed(self, name: str, error: BaseException) -> None:
         self.lose(ActorDied(self.actor, f"the connection to it failed: {error}"))
-        if not isinstance(error, MeshError):
+        if isinstance(error, MeshError):
+            return  # the actor is dead or hangs, which its owner finds out too
+        if self._failed is None:
             told_to_loop(name, error)
+        else:
+            self._failed(error)
 
 
 Endpoint = Callable[..., Awaitable[Any]]
@@ -163,11 +175,14 @@ Endpoint = Callable[..., Awaitable[Any]]
 class StreamServer:
     """Runs the calls that arrive at one actor; `endpoint` returns the coroutine function of a name.
 
-    A caller is one `CallStream` of another process.
+    A caller is one `CallStream` of another process. `failed` is called where calls can no longer be
+    read or answered, for want of memory: their callers would wait forever.
     """
 
-    def __init__(self, endpoint: Callable[[str], Endpoint]) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self, endpoint: Callable[[str], Endpoint], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._endpoint, self._failed = endpoint, failed
         self._running: dict[str, dict[int, asyncio.Task[None]]] = {}
         self._answers: dict[str, MessageBatcher] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
@@ -177,12 +192,17 @@ class StreamServer:
     ) -> Port[list[Item]]:
         """Return the port that a caller sends its calls to; they are answered to `answers`."""
         calls, receiver = Channel[list[Item]].open()
-        self._running[caller] = {}
-        self._answers[caller] = MessageBatcher(partial(self._answer, caller, answers.send), pause_s)
-        reading = asyncio.create_task(self._read(caller, receiver))
-        self._reading[caller] = reading
-        reading.add_done_callback(heard)
+        self.answer_to(caller, answers.send, pause_s)
+        self._reading[caller] = asyncio.create_task(self._read(caller, receiver))
+        self._reading[caller].add_done_callback(self._ended)
         return calls
+
+    def answer_to(
+        self, caller: str, send: Callable[[list[Item]], None], pause_s: float = PAUSE_S
+    ) -> None:
+        """Answer a caller's calls in messages to `send`."""
+        self._running[caller] = {}
+        self._answers[caller] = MessageBatcher(partial(self._answer, caller, send), pause_s)
 
     def take(self, caller: str, items: list[Item]) -> None:
         """Start the calls of one message and cancel what it says."""
@@ -191,7 +211,7 @@ class StreamServer:
             if kind == CALL:
                 task = asyncio.create_task(self._run(caller, number, contents))
                 running[number] = task
-                task.add_done_callback(partial(_forget, running, number))
+                task.add_done_callback(partial(self._call_ended, running, number))
             elif number in running:
                 running[number].cancel()
 
@@ -213,6 +233,17 @@ class StreamServer:
             self.take(caller, await receiver.recv())
             await asyncio.sleep(0)  # many messages may be there already
 
+    def _call_ended(
+        self, running: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]
+    ) -> None:
+        """Forget a call; one that is cancelled before its first step runs no code itself."""
+        running.pop(number, None)
+        self._ended(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
+
     def _answer(self, caller: str, send: Callable[[list[Item]], None], items: list[Item]) -> None:
         others = self.running - len(self._running.get(caller, {}))
         send([(others, LOAD, b""), *items])
@@ -228,11 +259,6 @@ class StreamServer:
         self._running.get(caller, {}).pop(number, None)
         if (answers := self._answers.get(caller)) is not None:
             answers.add((number, kind, found))
-
-
-def _forget(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
-    """Drop an ended call; one that is cancelled before its first step runs no code itself."""
-    running.pop(number, None)
 
 
 def _packed(error: Exception) -> bytes:

@@ -1,12 +1,14 @@
 """Fault injection inside actor processes for chaos runs, without any hook in the package.
 
 Python imports this module at start wherever its folder is on PYTHONPATH; only `chaos.py` puts it
-there. In a process of the mesh it listens on a socket for faults. In any other it does nothing.
+there. A process of the mesh listens on a socket for faults from its import of Monarch on, which a
+fork does after its fork. Any other process does nothing.
 """
 
 import contextlib
 import functools
 import importlib.util
+import inspect
 import json
 import mmap
 import os
@@ -20,7 +22,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-CHILD = "composer_mesh.mesh.bootstrap"
+CHILD, FORK_SERVER = "composer_mesh.mesh.bootstrap", "composer_mesh.mesh.fork_server.server"
 ENDPOINTS = "monarch.actor"
 FOLDER_ENV = "COMPOSER_MESH_CHAOS_FOLDER"
 EXIT_STATUS = 7
@@ -130,28 +132,31 @@ class _WhenImported(MetaPathFinder):
     An endpoint is hooked before Monarch wraps it: an exception then reaches its caller unmodified.
     """
 
-    def __init__(self, faults: Faults) -> None:
-        self._faults = faults
-
     def find_spec(self, name: str, *_: Any) -> Any:
-        if name != ENDPOINTS:
+        if name != ENDPOINTS or not os.environ.get(FOLDER_ENV):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.loader is not None
         run = spec.loader.exec_module
+        faults = Faults(sys.argv[1], Path(os.environ[FOLDER_ENV]))
+        faults.listen()
 
         def exec_module(module: Any) -> None:
             run(module)
-            module.concurrent_endpoint = hooking(module.concurrent_endpoint, self._faults)
+            module.concurrent_endpoint = hooking(module.concurrent_endpoint, faults)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def hooking(decorate: Any, faults: Faults) -> Any:
-    """Return the endpoint decorator with a check for faults before each call."""
+    """Return the endpoint decorator with a check for faults before each call.
+
+    The hooked endpoint has no `__wrapped__`, so that calls in batches, which undo Monarch's own
+    wrapper with `inspect.unwrap`, find the check too.
+    """
 
     def hooked(method: Any = None, **options: Any) -> Any:
         if method is None:
@@ -162,13 +167,12 @@ def hooking(decorate: Any, faults: Faults) -> Any:
             faults.enter(method.__name__)
             return await method(*args, **kwargs)
 
+        del endpoint.__wrapped__
+        endpoint.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         return decorate(endpoint, **options)
 
     return hooked
 
 
-if CHILD in sys.orig_argv and os.environ.get(FOLDER_ENV):
-    _actor = sys.orig_argv[sys.orig_argv.index(CHILD) + 1]
-    _faults = Faults(_actor, Path(os.environ[FOLDER_ENV]))
-    _faults.listen()
-    sys.meta_path.insert(0, _WhenImported(_faults))
+if {CHILD, FORK_SERVER}.intersection(sys.orig_argv):
+    sys.meta_path.insert(0, _WhenImported())

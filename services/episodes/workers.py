@@ -4,7 +4,7 @@
     pools -- members change --> RolloutWorkers --> every worker: the generators and environments
 
 An attempt is lost with its worker, and is then made again like any other that failed. The other
-actors drop what a dead worker asked of them.
+actors drop what a dead worker asked of them. A worker plays once it was told whom to call.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class RolloutWorkers:
         self._pools, self._open_stream = pools, open_stream or ours
         self._calls: dict[str, Calls] = {}
         self._open: list[str] = []
+        self._connected: set[str] = set()
         self._playing: Counter[str] = Counter()
         self._groups: dict[str, str] = {}
         self._members: Counter[str] = Counter()
@@ -137,11 +138,18 @@ class RolloutWorkers:
             self._lose(name)
         for name in workers.keys() - self._calls.keys():
             self._begin(workers[name])
-        self._open = [name for name, one in workers.items() if one.open]
+        self._find_open()
         self._tell_workers()
         for pool in (pools.workers, pools.generators, pools.environments):
             if not pool.hopeful:
                 self._give_up(pool.last_death())
+        self._wake()
+
+    def _find_open(self) -> None:
+        workers = self._pools.workers.members()
+        self._open = [one.name for one in workers if one.open and one.name in self._connected]
+
+    def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -150,12 +158,10 @@ class RolloutWorkers:
         self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref)
         if self._known is not None:
             self._connect(worker.name, self._known)
-        if self._rounds is not None:
-            waiting = self._hear_of_waiting(worker.name, self._rounds)
-            self._tasks.start(f"rounds of {worker.name}", waiting)
 
     def _lose(self, worker: str) -> None:
         calls = self._calls.pop(worker)
+        self._connected.discard(worker)
         calls.lose(ActorDied(worker, self._pools.workers.reason(worker)))
         self._tasks.start(f"closing the calls to {worker}", calls.close())
         self._tasks.start(f"ending the calls of {worker}", self._hang_up(worker))
@@ -189,8 +195,25 @@ class RolloutWorkers:
                 self._gone[peer.name] = pool.reason(peer.name)
 
     def _connect(self, worker: str, known: Neighbours) -> None:
-        connecting = self._until_gone(worker, "connect", worker, known)
-        self._tasks.start(f"connecting {worker}", connecting)
+        self._tasks.start(f"connecting {worker}", self._until_connected(worker, known))
+
+    async def _until_connected(self, worker: str, known: Neighbours) -> None:
+        """Tell a worker whom it may call, again where that fails; then it may play.
+
+        A second error is recorded, and raised by each sample that the worker cannot play.
+        """
+        try:
+            await self._until_gone(worker, "connect", worker, known)
+        except Exception:  # noqa: BLE001  supervision boundary: the second error is recorded
+            await self._until_gone(worker, "connect", worker, self._known or known)
+        finally:
+            if worker in self._calls and worker not in self._connected:
+                self._connected.add(worker)
+                if self._rounds is not None:
+                    waiting = self._hear_of_waiting(worker, self._rounds)
+                    self._tasks.start(f"rounds of {worker}", waiting)
+                self._find_open()
+                self._wake()
 
     async def _until_gone(self, worker: str, endpoint: str, *args: Any) -> None:
         """Call a worker; nothing is left to do where it dies of it."""

@@ -8,7 +8,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ import pytest
 from chaos_schedule import Fault, Planned
 from echo_actors import EchoActor
 
+from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.processes import is_alive, kill, wait_gone
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, MeshError
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, MeshError, Supervisor
 
 DEADLINE_S = 30.0
 SILENCE_S = 1.0
+LIGHT = ("json",)
+"""What the fork server of these tests imports: nothing that takes time."""
 
 
 @pytest.fixture
@@ -53,12 +56,23 @@ class Driver:
         return injector
 
 
-@pytest.fixture
-async def driver(host: MeshHost, tmp_path: Path, folder: Path) -> Driver:
+async def driver_of(host: MeshHost, root: Path, folder: Path) -> Driver:
     path = os.pathsep.join([str(chaos_run.HOOK), os.environ["PYTHONPATH"]])
     env = {"PYTHONPATH": path, chaos_run.FOLDER_ENV: str(folder)}
     actor = await host.spawn("echo", EchoActor, env=env, policy=FaultPolicy.OWNER)
-    return Driver(tmp_path, folder, actor)
+    return Driver(root, folder, actor)
+
+
+@pytest.fixture
+async def driver(host: MeshHost, tmp_path: Path, folder: Path) -> Driver:
+    return await driver_of(host, tmp_path, folder)
+
+
+@pytest.fixture
+async def forked(supervisor: Supervisor, tmp_path: Path, folder: Path) -> AsyncIterator[Driver]:
+    """A driver of an actor that a fork server started, as in a run."""
+    async with MeshHost(supervisor, stop_deadline_s=5.0, preload=LIGHT) as host:
+        yield await driver_of(host, tmp_path, folder)
 
 
 async def says(driver: Driver) -> str:
@@ -68,8 +82,16 @@ async def says(driver: Driver) -> str:
 
 async def call_until_it_fails(driver: Driver, endpoint: str, *args: str) -> None:
     """Call again and again: a fault needs a moment to reach the process."""
-    while True:
-        await driver.actor.call(endpoint, *args, deadline_s=DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            await driver.actor.call(endpoint, *args, deadline_s=DEADLINE_S)
+
+
+async def stream_until_it_fails(calls: CallStream) -> None:
+    """The same by a stream."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            await calls.call("say", "hello")
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
@@ -107,6 +129,26 @@ async def test_an_exception_strikes_in_an_endpoint_once(driver: Driver) -> None:
         await call_until_it_fails(driver, "say", "hello")
     assert (await until_struck(injector)).endpoint == "say"
     assert await says(driver) == "echo hello"
+
+
+async def test_a_fault_strikes_in_a_forked_process_under_its_name_and_pid(forked: Driver) -> None:
+    injector = forked.arm(Fault.RAISE)
+    with pytest.raises(RuntimeError, match="injected fault 5: in say"):
+        await call_until_it_fails(forked, "say", "hello")
+    struck = await until_struck(injector)
+    assert (struck.actor, struck.pid) == ("echo", forked.actor.pid)
+
+
+async def test_an_exception_strikes_in_a_call_that_came_by_a_stream(driver: Driver) -> None:
+    calls = CallStream("caller", "echo", driver.actor.ref)
+    injector = driver.arm(Fault.RAISE, "say")
+    try:
+        with pytest.raises(RuntimeError, match="injected fault 5: in say"):
+            await stream_until_it_fails(calls)
+        assert (await until_struck(injector)).endpoint == "say"
+        assert await calls.call("say", "hello") == "echo hello"
+    finally:
+        await calls.close()
 
 
 async def test_a_fault_waits_for_the_endpoint_that_it_names(driver: Driver) -> None:

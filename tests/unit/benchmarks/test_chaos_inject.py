@@ -123,6 +123,42 @@ def test_an_exception_goes_to_the_process_and_counts_when_it_struck(
     assert (struck.time, struck.actor, struck.endpoint) == (123.0, "generator-0", "pull")
 
 
+@pytest.fixture
+def armed(folder: Path, sleeper: Any, listening: socket.socket) -> Any:
+    """An injector whose fault waits in the sleeper; after its end our own process would serve."""
+    (folder / f"{sleeper.pid}.sock").symlink_to(folder / f"{os.getpid()}.sock")
+    run = FakeRun([actor(sleeper.pid)])
+    run.advance(6)
+    injector = inject.Injector(run, [planned(Fault.EXIT, endpoint="pull")], STEPS, folder)
+    injector.step()
+    assert json.loads(listening.recv(4096))["endpoint"] == "pull"
+    run.serving = [actor(os.getpid(), "generator-0.2")]
+    sleeper.kill()
+    sleeper.wait()
+    return injector
+
+
+def test_a_fault_whose_process_ended_first_goes_to_its_successor_at_once(
+    armed: Any, listening: socket.socket
+) -> None:
+    armed.step()
+    assert json.loads(listening.recv(4096))["number"] == 0
+    assert (armed.applied, len(armed.left)) == ([], 1)
+
+
+def test_a_fault_that_ended_its_process_counts_once(
+    armed: Any, folder: Path, sleeper: Any, listening: socket.socket
+) -> None:
+    line = {"number": 0, "time": 123.0, "pid": sleeper.pid, "endpoint": "pull"}
+    (folder / "applied.jsonl").write_text(json.dumps(line) + "\n")
+    for _ in range(2):
+        armed.step()
+    assert ([one.pid for one in armed.applied], armed.left) == ([sleeper.pid], [])
+    listening.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listening.recv(4096)
+
+
 def test_an_exception_strikes_the_expert_server_where_it_has_an_endpoint(
     folder: Path, listening: socket.socket
 ) -> None:

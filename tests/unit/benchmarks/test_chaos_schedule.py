@@ -11,7 +11,7 @@ import pytest
 
 chaos: Any = importlib.import_module("chaos_schedule")
 
-FULL, SEEDS = 60, range(8)
+FULL, SEEDS = 66, range(8)
 
 
 @pytest.fixture(params=SEEDS)
@@ -34,6 +34,7 @@ def test_it_has_as_many_faults_as_asked_for(plan: list[Any]) -> None:
 @pytest.mark.parametrize("count", [10, 16, FULL])
 def test_every_kind_and_every_fault_is_met(seed: int, count: int) -> None:
     plan = chaos.schedule(seed, count)
+    assert len(plan) == count
     assert {one.kind for one in plan} == set(chaos.KINDS)
     assert {one.fault for one in plan} == set(chaos.Fault)
 

@@ -63,10 +63,27 @@ def cancel(number: int) -> Item:
     return (number, CANCEL, b"")
 
 
+def serving(actor: Actor, **callers: Callable[[list[Item]], None]) -> StreamServer:
+    """A server that answers callers by functions; it fails the test where it cannot answer."""
+
+    def failed(error: BaseException) -> None:
+        raise error
+
+    server = StreamServer(actor, failed)
+    for caller, send in callers.items():
+        server.answer_to(caller, send)
+    return server
+
+
+def nowhere(_: list[Item]) -> None:
+    """Answers that nobody looks at."""
+
+
 async def answered(*items: Item) -> dict[int, tuple[str, Any]]:
     """Return the answers to one message."""
     sent: list[Item] = []
-    StreamServer(Actor()).take("caller", list(items), sent.extend)
+    server = serving(Actor(), caller=sent.extend)
+    server.take("caller", list(items))
     await turns()
     return {n: (kind, pickle.loads(found)) for n, kind, found in sent if kind != LOAD}
 
@@ -95,28 +112,28 @@ async def test_a_result_that_cannot_be_sent_and_an_unknown_endpoint_are_errors()
 
 async def test_a_cancelled_call_is_cancelled_here_and_never_answered() -> None:
     actor, sent = Actor(), list[Item]()
-    server = StreamServer(actor)
-    server.take("a", [call(0, "hang")], sent.extend)
+    server = serving(actor, a=sent.extend)
+    server.take("a", [call(0, "hang")])
     await turns()
     assert (actor.started, server.running) == (1, 1)
-    server.take("a", [cancel(0)], sent.extend)
+    server.take("a", [cancel(0)])
     await turns()
     assert (actor.ended, server.running, sent) == (1, 0, [])
 
 
 async def test_a_call_that_is_cancelled_in_its_own_message_counts_as_running_no_more() -> None:
     actor, sent = Actor(), list[Item]()
-    server = StreamServer(actor)
-    server.take("a", [call(0, "hang"), cancel(0)], sent.extend)
+    server = serving(actor, a=sent.extend)
+    server.take("a", [call(0, "hang"), cancel(0)])
     await turns()
     assert (actor.started, server.running, sent) == (0, 0, [])
 
 
 async def test_the_calls_of_a_dead_caller_end_and_those_of_others_go_on() -> None:
     actor = Actor()
-    server = StreamServer(actor)
+    server = serving(actor, a=nowhere, b=nowhere)
     for caller in ("a", "b"):
-        server.take(caller, [call(0, "hang"), call(1, "hang")], lambda _: None)
+        server.take(caller, [call(0, "hang"), call(1, "hang")])
     await turns()
     await server.hang_up("a")
     await server.hang_up("unknown")
@@ -125,9 +142,10 @@ async def test_the_calls_of_a_dead_caller_end_and_those_of_others_go_on() -> Non
 
 
 async def test_every_message_says_how_many_calls_of_others_are_unanswered() -> None:
-    server, sent = StreamServer(Actor()), list[Item]()
-    server.take("other", [call(0, "hang"), call(1, "hang")], lambda _: None)
-    server.take("a", [call(0, "add", 1, 1), call(1, "hang")], sent.extend)
+    sent = list[Item]()
+    server = serving(Actor(), other=nowhere, a=sent.extend)
+    server.take("other", [call(0, "hang"), call(1, "hang")])
+    server.take("a", [call(0, "add", 1, 1), call(1, "hang")])
     await turns()
     assert sent[0] == (2, LOAD, b"")
     await server.hang_up("a")
