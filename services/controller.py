@@ -201,8 +201,8 @@ class Controller:
             return planned
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
-        figures = {**self.ports.rollouts.retries.figures(), **self._groups.figures()}
-        figures |= groups.figures()
+        counts = self.ports.rollouts.retries.figures() | self._groups.figures()
+        figures = {**counts, **groups.figures()}
         dropped = [group.group_id for group in groups.dropped]
         # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
         compose = partial(self.step_builder.compose, step, groups.kept, taken, figures, dropped)
