@@ -167,6 +167,20 @@ async def test_groups_that_no_step_took_come_in_their_order_with_their_pairs(
         assert [pair.trace_id for pair in taken.pairs] == [f"train-{n:06d}-000" for n in groups]
 
 
+async def test_dynamic_sampling_leaves_out_stored_groups_whose_rewards_are_all_equal(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask, chat: ChatFormat
+) -> None:
+    scripts = [["quits", "quits"], ["stumbles", "right"], ["quits", "right"], ["right", "right"]]
+    groups = [group_of(toolbox, chat, index, names) for index, names in enumerate(scripts)]
+    schedule = {"prompts_per_step": 2, "dynamic_sampling": True}
+    config = build_config(**SHORT, schedule=schedule)
+    await write_run(tmp_path, config, groups)
+    with RunReader(tmp_path) as reader:
+        found = list(StoredSteps(reader, config, composer_of(config, toolbox, chat)))
+    (step,) = found
+    assert {trace.group_id for trace in step.composed.traces} == {1, 2}
+
+
 async def test_pairs_without_the_scores_that_the_loss_needs_are_left_out(
     sampled: Path, config: Config, build_config: Any, toolbox: ToolboxTask, chat: ChatFormat
 ) -> None:
