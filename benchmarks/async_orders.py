@@ -14,6 +14,7 @@ from typing import ClassVar
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.schedule.step_builder import Group
+from composer_mesh.services.schedule.step_groups import StepGroups
 
 
 class NarrowWindow(Window):
@@ -23,7 +24,7 @@ class NarrowWindow(Window):
 
     def may_enter(self) -> bool:
         limit = (self._version + self._lag + 1) * self._size - self.overtakers
-        return self._entered < min(limit, self._total)
+        return self._entered < min(limit, self._steps * self._size)
 
 
 class Windowed(Controller):
@@ -55,7 +56,7 @@ class Windowed(Controller):
             self._ids.append(self._next_id)
             self._next_id += 1
 
-    async def _collect(self, _: int) -> list[Group]:
+    async def _collect(self, step: int) -> StepGroups:
         taken: list[Group] = []
         running = self._groups.running
         while len(taken) < self.config.schedule.prompts_per_step:
@@ -67,7 +68,7 @@ class Windowed(Controller):
             else:
                 waiting = [running[place] for place in within]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        return taken
+        return StepGroups(self.config.schedule, step, taken)
 
 
 def windowed(span: int, keeps_the_bound: bool = True) -> type[Windowed]:

@@ -31,6 +31,7 @@ SAFE = (
     ("trainer.activation_checkpointing", NUMERICS),
     ("trainer.checkpoint*", MEASURED),
     ("weights.*", PLACES),
+    ("logprob_mismatch.all_tokens", NUMERICS),
     ("logprob_mismatch.*", MEASURED),
     *((f"sdpo.{key}", PLACES) for key in ("replicas", "threads")),
     ("sdpo.when_lost", PATIENCE),

@@ -23,6 +23,10 @@ class LogprobMismatchConfig(Section):
     alarm_lagged_mean: Positive = 0.5
     """Alarm: largest mean difference of all tokens, including the effect of policy updates."""
 
+    all_tokens: bool = False
+    """Whether to measure also the rollouts whose advantage is 0 and that nothing else needs, which
+    costs their forward in the trainer."""
+
     on_alarm: Literal["warn", "stop"] = "warn"
     """"warn": an event and a log line; "stop": the run ends, after a checkpoint."""
 

@@ -18,12 +18,25 @@ class Loss(Section):
         """Whether it reads the log-probs of the frozen initial policy."""
         return False
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient."""
+        return True
+
 
 class BuiltInLoss(Loss):
     """Options of all losses but a custom one."""
 
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus, the mean entropy of the step's sampled tokens in nats."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient: by a term beside its advantage's.
+
+        `needs_reference` is such a term.
+        """
+        return self.entropy_coef > 0 or self.needs_reference
 
 
 class CorrectedLoss(BuiltInLoss):

@@ -168,6 +168,11 @@ class PrimeRlLoss(BuiltInLoss):
         """Whether it reads the log-probs of the frozen initial policy."""
         return self.teacher_tau > 0
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
+        return super().trains_zero_advantages or self.kl_tau > 0
+
 
 class PrimeRlIpoLoss(BuiltInLoss):
     """PRIME-RL's loss type ipo: masks tokens whose probability moved too far either way."""
@@ -183,6 +188,11 @@ class PrimeRlIpoLoss(BuiltInLoss):
 
     kl_tau: NotNegative = 1e-3
     """Weight of the squared log-ratio."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
+        return super().trains_zero_advantages or self.kl_tau > 0
 
 
 class DppoLoss(BuiltInLoss):

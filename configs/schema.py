@@ -27,6 +27,7 @@ from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.rollouts import EPISODES_PER_WORKER, MOST_WORKERS, RolloutsConfig
+from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.configs.trainer import TrainerConfig
@@ -100,19 +101,6 @@ class EnvironmentConfig(Section):
 
     tool_error_penalty: Share = 0.0
     """Reward penalty for each failed tool call; the reward never falls below 0."""
-
-
-class ScheduleConfig(Section):
-    """Rollouts per step and their maximum policy lag."""
-
-    prompts_per_step: Annotated[int, Field(ge=1, le=100_000)] = 8
-    """Number of prompt groups per optimizer step."""
-
-    group_size: Annotated[int, Field(ge=2, le=10_000)] = 8
-    """Number of rollouts per prompt; the group is its own baseline."""
-
-    max_lag: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Maximum lag in policy versions of a rollout when it is trained; 0 is synchronous."""
 
 
 class LateRewardsConfig(Section):
@@ -206,7 +194,7 @@ class Config(Section):
         if self.rollouts.workers is not None:
             return self.rollouts.workers
         schedule = self.schedule
-        training = schedule.prompts_per_step * schedule.group_size * (schedule.max_lag + 1)
+        training = schedule.prompts_per_step * schedule.samples_per_group * (schedule.max_lag + 1)
         in_flight = max(training, self.eval.episodes)
         return min(MOST_WORKERS, -(-in_flight // EPISODES_PER_WORKER))
 
@@ -227,6 +215,16 @@ class Config(Section):
         """Whether the run itself serves a teacher or the hint writer."""
         builtin_writer = self.sdpo.on and self.sdpo.hints.has_builtin_writer
         return builtin_writer or (self.replay.on and self.replay.has_builtin_teachers)
+
+    @model_validator(mode="after")
+    def _rewards_are_known_when_groups_finish(self) -> Self:
+        if self.schedule.dynamic_sampling and self.late_rewards.on:
+            raise ValueError(
+                "schedule.dynamic_sampling is true but late_rewards.max_age is "
+                f"{self.late_rewards.max_age}, and a group is dropped by the rewards with which it "
+                "finishes: set dynamic_sampling to false or late_rewards.max_age to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _conversations_fit(self) -> Self:

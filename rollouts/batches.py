@@ -47,10 +47,22 @@ class PairSample:
 
 
 @dataclass(frozen=True, slots=True)
+class Skipped:
+    """Samples that are left out of a batch because their loss is 0, but count in its normalizer.
+
+    `tokens` counts sampled ones.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Data of one optimizer step. `views` belong to samples of the same batch, in a fixed order.
 
-    `hints` counts the outcomes of the hints; it is None if the SDPO channel is off.
+    `hints` counts the outcomes of the hints; it is None if the SDPO channel is off. `sequences` and
+    `action_tokens` count the skipped samples too.
     """
 
     step: int
@@ -58,6 +70,7 @@ class StepBatch:
     views: list[HintedView]
     pairs: list[PairSample]
     hints: HintCounts | None = None
+    skipped: Skipped = Skipped()
 
     @property
     def version(self) -> int:
@@ -70,8 +83,12 @@ class StepBatch:
         return self.hints.refused + self.hints.too_long if self.hints else 0
 
     @property
+    def sequences(self) -> int:
+        return len(self.samples) + self.skipped.sequences
+
+    @property
     def action_tokens(self) -> int:
-        return sum(sum(sample.mask) for sample in self.samples)
+        return sum(sum(sample.mask) for sample in self.samples) + self.skipped.tokens
 
     @property
     def sdpo_tokens(self) -> int:
@@ -93,6 +110,16 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
         advantage,
         versions,
     )
+
+
+def without_zero_advantages(
+    samples: Sequence[PolicySample], views: Sequence[HintedView]
+) -> tuple[list[PolicySample], Skipped]:
+    """Leave out the samples with advantage 0 that no view belongs to, and count them."""
+    viewed = {view.trace_id for view in views}
+    skipped = [one for one in samples if one.advantage == 0 and one.trace_id not in viewed]
+    kept = [one for one in samples if one.advantage != 0 or one.trace_id in viewed]
+    return kept, Skipped(len(skipped), sum(sum(sample.mask) for sample in skipped))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Token ids are authoritative. The text (`messages`) is stored for people and for 
 never tokenized again.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -123,6 +124,11 @@ class Trace:
         """Return all ids that the policy had read when it acted at `turn`."""
         before = [i for past in self.turns[:turn] for i in (*past.context_ids, *past.action_ids)]
         return before + self.turns[turn].context_ids
+
+
+def equal_rewards(group: Iterable[Trace]) -> bool:
+    """Whether no two rollouts of a group differ in reward, so that it has no policy gradient."""
+    return len({trace.reward for trace in group}) <= 1
 
 
 _ADAPTER = TypeAdapter(Trace)

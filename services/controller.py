@@ -1,7 +1,8 @@
 """The controller: schedules a run's rollouts, training steps, weight syncs and evaluations.
 
 Rollouts, teacher replay and training run concurrently. The rollout window bounds how far ahead
-rollouts may be; steps take groups in order of entry. Everything external is behind a port.
+rollouts may be; steps take groups in order of entry, and with dynamic sampling more of them for
+those that they drop. Everything external is behind a port.
 
     evaluate -> [ groups -> traces stored ] -> step planned -> train -> sync -> ... -> evaluate
                   as far ahead as the window    ^              one step at a time
@@ -35,7 +36,8 @@ from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.schedule.resume_state import ResumeState
-from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
+from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder
+from composer_mesh.services.schedule.step_groups import StepGroups
 from composer_mesh.services.schedule.stopping import StopAsked, Stopping
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
@@ -84,7 +86,7 @@ class Controller:
     def __post_init__(self) -> None:
         schedule, resume_state = self.config.schedule, self.resume_state
         self.step, self.evaluations = resume_state.steps, list(resume_state.evaluations)
-        self._planned = resume_state.planned
+        self._planned, self._taken = resume_state.planned, resume_state.next_group
         self._saved = 0 if resume_state.checkpoint is None else resume_state.checkpoint.step
         self._window = Window(
             schedule.prompts_per_step,
@@ -92,6 +94,8 @@ class Controller:
             self.config.run.steps,
             resume_state.steps,
             planned=resume_state.planned is not None,
+            taken=resume_state.next_group,
+            groups_per_step=schedule.groups_per_step,
         )
         self._syncs = AsyncWeightSync(self.ports.weights, self._pulled)
         ports = self.ports
@@ -104,6 +108,7 @@ class Controller:
             ports.hints,
             resume_state.groups,
             self.heldout,
+            self._replace,
         )
 
     async def run(self) -> None:
@@ -197,9 +202,11 @@ class Controller:
             return planned
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
-        figures = self.ports.rollouts.figures()
+        counts = self.ports.rollouts.figures() | self._groups.figures()
+        figures = {**counts, **groups.figures()}
+        dropped = [group.group_id for group in groups.dropped]
         # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
-        compose = partial(self.step_builder.compose, step, groups, taken, figures)
+        compose = partial(self.step_builder.compose, step, groups.kept, taken, figures, dropped)
         composed, manifest = await self.ports.in_thread(compose)
         await self.ports.store.plan_step(
             step,
@@ -211,13 +218,31 @@ class Controller:
         )
         return composed
 
-    async def _collect(self, step: int) -> list[Group]:
-        """Return the step's groups. Waits for the slowest of them."""
-        collecting = self._groups.collect(self.config.schedule.prompts_per_step)
-        groups = await self.stopping.unless(collecting)
-        sizes, wanted = [len(group.traces) for group in groups], self.config.schedule.group_size
-        self.ports.rollouts.retries.check_step(step + 1, sizes, wanted)
+    async def _collect(self, step: int) -> StepGroups:
+        """Return the step's groups, with others for those that it drops. Waits for the slowest."""
+        groups = StepGroups(self.config.schedule, step)
+        while wanted := groups.wanted:
+            groups.take(await self.stopping.unless(self._groups.collect(wanted)))
+            for group in groups.dropped:
+                self._window.drop(group.group_id)
+            self._fill_window()
+        self._window.took(groups.taken)
+        self._taken += groups.taken
+        self.ports.rollouts.retries.check_step(
+            step + 1, groups.sizes, self.config.schedule.group_size
+        )
+        if groups.missing:
+            self.ports.store.add_event("groups_missing", "", groups.shortage())
         return groups
+
+    def _replace(self, group_id: int) -> None:
+        """Start another group for one that will be dropped, where rollouts may run ahead.
+
+        The closed batches of a synchronous run are refilled once all of their groups are finished.
+        """
+        if self.config.schedule.max_lag:
+            self._window.drop(group_id)
+            self._fill_window()
 
     async def _serve(self, steps: int) -> None:
         """Sync the new version: concurrently with the next step, or before it where required."""
@@ -235,7 +260,7 @@ class Controller:
     async def _take_pairs(self, step: int) -> Taken | None:
         if self.ports.replay is None:
             return None
-        return await self.stopping.unless(self.ports.replay.take(step))
+        return await self.stopping.unless(self.ports.replay.take(step, self._taken))
 
     async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
         """Save where it is due. An alarm that ends the run is raised here, after a checkpoint."""

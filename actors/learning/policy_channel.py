@@ -172,7 +172,7 @@ class PolicyChannel:
         kind: Aggregation = getattr(self._loss, "aggregation", "dapo")
         count = aggregation_normalizer(
             kind,
-            sequences=len(batch.samples),
+            sequences=batch.sequences,
             tokens=batch.action_tokens,
             max_completion_length=self._longest,
         )

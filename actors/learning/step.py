@@ -139,7 +139,18 @@ class ThreeChannelStep:
                 self._train_pairs(group, one)
             for _ in range(rounds.pairs - len(groups)):
                 self._model.dummy_forward().backward()
+        if batch.skipped.sequences:
+            self._count_skipped(rounds, one)
         return one
+
+    def _count_skipped(self, rounds: Rounds, one: _Pass) -> None:
+        """Add what the skipped samples would: a loss of 0, and gradients of 0 where none exist.
+
+        An optimizer moves a weight whose gradient is 0, by its momentum, but none without gradient.
+        """
+        one.sums.losses.setdefault("policy", 0.0)
+        if not (rounds.microbatches or rounds.pairs):
+            self._model.dummy_forward().backward()
 
     def _metrics(
         self, batch: StepBatch, sums: StepSums, norm: float, rate: float
@@ -151,6 +162,7 @@ class ThreeChannelStep:
             "policy/grad_norm": norm,
             "policy/lr": rate,
             "tokens/trained": batch.action_tokens,
+            "tokens/skipped": batch.skipped.tokens,
         }
 
     def _train_traces(self, index: int, microbatch: Microbatch, one: _Pass) -> None:

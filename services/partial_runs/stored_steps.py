@@ -1,7 +1,8 @@
 """Training steps built from a run's store: stored steps first, then the remaining groups.
 
     a step with a manifest  rebuilt from its groups, pairs and late rewards
-    groups without a step   `prompts_per_step` at a time in order, with their pairs
+    groups without a step   `prompts_per_step` at a time in order, with their pairs; with dynamic
+                            sampling without those whose rewards are all equal
 
 A run that only sampled has no manifests.
 """
@@ -23,7 +24,7 @@ from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
-from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
+from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState, Where
 from composer_mesh.services.traces.turns import acted
 
 READABLE = (GroupState.FINISHED, GroupState.TRAINED)
@@ -87,11 +88,11 @@ class StoredSteps:
         used: set[int] = set()
         while step < self._config.run.steps and (row := manifests.get(step)) is not None:
             manifest = manifest_from_json(step, row.manifest)
-            used.update(manifest.groups)
+            used.update(manifest.groups, manifest.dropped)
             yield StoredStep(self._again(manifest, pairs), row.metrics)
             step += 1
         left = [row for row in self._reader.groups() if row.group_id not in used]
-        for rows in self._chunks([row for row in left if row.state in READABLE and row.traces]):
+        for rows in self._chunks([row for row in left if self._trains(row)]):
             if step >= self._config.run.steps:
                 return
             yield StoredStep(self._composed(step, rows, pairs), None)
@@ -110,6 +111,13 @@ class StoredSteps:
         usable = [pair for pair in pairs.values() if pair.trace_id in own]
         taken = Taken(usable, ReplayOutcome()) if self._config.replay.on else None
         return self._step_builder.compose(step, groups, taken, {})[0]
+
+    def _trains(self, row: GroupRow) -> bool:
+        if row.state not in READABLE or not row.traces:
+            return False
+        if not self._config.schedule.dynamic_sampling:
+            return True
+        return len({one.reward for one in self._reader.rows(Where(group_id=row.group_id))}) > 1
 
     def _chunks(self, rows: Sequence[GroupRow]) -> Iterator[Sequence[GroupRow]]:
         size = self._config.schedule.prompts_per_step

@@ -88,7 +88,6 @@ class PairStream:
         self._replay, self._refining = replay, refining
         self._store, self._waiting = store, waiting
         self._config, self._waits = config.replay, config.pairs_wait
-        self._prompts = config.schedule.prompts_per_step
         self._finished: dict[int, Sequence[Trace]] = {}
         self._next = self._refined = 0
         self._asking: deque[_Asking] = deque()
@@ -137,12 +136,13 @@ class PairStream:
         if not self._waits and self._worker is None:
             self._worker = asyncio.create_task(self._work())
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int, groups: int) -> Taken:
         """Return the step's pairs. Waits for those of its own groups, unless pairs may be late.
 
-        The returned pairs count as taken once the step is planned.
+        The steps up to this one have taken the first `groups` groups of the run. The returned pairs
+        count as taken once the step is planned.
         """
-        while self._waits and self._refined < (step + 1) * self._prompts:
+        while self._waits and self._refined < groups:
             await self._refine()
         self._raise_failure()
         # Late pairs may arrive in a burst: the excess waits, so that no step consists of pairs

@@ -51,7 +51,7 @@ class Past:
     rewards may still correct. `groups` are those of all these steps and of the `planned` one;
     `waiting` are those that no step has taken. `taken` counts groups whose teacher queries are
     settled. `sizes` are those of the last step's groups, `words_spent` requests and dollars of the
-    hint writer.
+    hint writer. `next_group` is the first group that no step has taken.
     """
 
     checkpoint: Checkpoint | None = None
@@ -67,6 +67,7 @@ class Past:
     words_spent: tuple[int, float] = (0, 0.0)
     evaluations: list[Evaluation] = field(default_factory=list)
     poisoned: list[dict[str, Any]] = field(default_factory=list)
+    next_group: int = 0
 
     def groups_of(self, manifest: StepManifest) -> list[Group]:
         """Return the groups that a step was built from."""
@@ -117,7 +118,13 @@ def resume_state_of(past: Past, step_builder: StepBuilder) -> ResumeState:
     if (one := past.planned) is not None:
         planned = step_builder.again(one, past.groups_of(one), past.pairs_of(one))
     return ResumeState(
-        past.steps, past.checkpoint, again, planned, past.waiting, list(past.evaluations)
+        past.steps,
+        past.checkpoint,
+        again,
+        planned,
+        past.waiting,
+        list(past.evaluations),
+        past.next_group,
     )
 
 
@@ -145,10 +152,14 @@ def trained_steps(
 
 
 def restore_teacher_queries(past: Past, stream: PairStream, reader: RunReader, first: int) -> None:
-    """Restore a stream's query records, and query unqueried groups before `first`."""
+    """Restore a stream's query records, and query unqueried groups before `first`.
+
+    Groups before `past.next_group` count as well; those that a step has dropped are not queried.
+    """
     asked = (query_record_from_json(row.group_id, row.body, past.pairs) for row in reader.asked())
-    for group_id in range(stream.restore(asked, past.taken), first):
-        if traces := _traces(reader, group_id):
+    dropped = {row.group_id for row in reader.groups(GroupState.FINISHED)}
+    for group_id in range(stream.restore(asked, past.taken), max(first, past.next_group)):
+        if group_id not in dropped and (traces := _traces(reader, group_id)):
             stream.begin(traces)
         else:
             stream.skip(group_id)
@@ -173,8 +184,8 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
     manifests = [*(manifest for manifest, _ in again), *([planned] if planned else [])]
     groups = _needed(reader, stored, manifests)
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
-    last = rows[-1] if rows else None
-    taken = _manifest(last).taken if last else None
+    last = _manifest(rows[-1]) if rows else None
+    next_group = last.next_group if last else 0
     return Past(
         checkpoint,
         len(done),
@@ -182,13 +193,18 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
         known,
         planned,
         groups,
-        {n: _waiting(reader, row) for n, row in stored.items() if row.state == "finished"},
+        {
+            n: _waiting(reader, row)
+            for n, row in stored.items()
+            if row.state == GroupState.FINISHED and n >= next_group
+        },
         _pairs(reader) if config.replay.on else {},
-        taken.asked if taken else 0,
-        [stored[group_id].traces for group_id in _manifest(last).groups] if last else [],
+        last.taken.asked if last and last.taken else 0,
+        [stored[n].traces for n in (*last.groups, *last.dropped)] if last else [],
         _words_spent(reader, stored) if config.asks_for_hints else (0, 0.0),
         reader.evaluations(),
         reader.poisoned(),
+        next_group,
     )
 
 

@@ -3,19 +3,20 @@
     enter -> samples -> stored -> teachers queried concurrently -> hint texts stored -> collect
 
 A group that an earlier process of the run has stored is reused unmodified. How far ahead groups may
-enter is decided by the rollout window, what they are used for by the controller.
+enter is decided by the rollout window, what they are used for by the controller. With dynamic
+sampling a group whose rewards are all equal is stored, and nothing else is done with it.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.tasks import Task
-from composer_mesh.rollouts.traces import Split, Trace
+from composer_mesh.rollouts.traces import Split, Trace, equal_rewards
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.schedule.resume_state import StoredGroup
@@ -30,7 +31,8 @@ class Groups:
     """The rollout groups of one run, on one event loop.
 
     `replay` and `hints` are None where their channel is off. `heldout` are the indices of an
-    evaluation's episodes (`heldout_indices`; they take long to find in a large task).
+    evaluation's episodes (`heldout_indices`; they take long to find in a large task). `on_drop` is
+    called with each finished group that dynamic sampling will drop.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class Groups:
         hints: HintWriting | None,
         stored: Mapping[int, StoredGroup],
         heldout: Sequence[int] = (),
+        on_drop: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._config, self._task, self._rollouts, self._store = config, task, rollouts, store
         self._replay, self._hints, self._stored = replay, hints, dict(stored)
-        self._heldout = heldout
+        self._heldout, self._on_drop = heldout, on_drop
+        self._cancelled = 0
         self.running: deque[asyncio.Task[Group]] = deque()
         """Groups that entered and are not collected yet, in order of entry."""
         self._samples: set[Sampled] = set()
@@ -73,6 +77,11 @@ class Groups:
             self.running.popleft()
         return groups
 
+    def figures(self) -> dict[str, int]:
+        """Return the count of over-provisioned rollouts that were cancelled since the last call."""
+        cancelled, self._cancelled = self._cancelled, 0
+        return {"rollouts/cancelled": cancelled} if self._config.schedule.overprovision else {}
+
     async def evaluate(self) -> list[Trace]:
         """Run held-out episodes; return the traces of those that could be run. Waits for all."""
         sampling = Sampling.evaluation(self._config)
@@ -94,15 +103,29 @@ class Groups:
         """
         traces = before.traces
         if samples is not None:
-            finished = await gather_or_cancel(samples)
-            traces = await self._store.add_group(group_id, finished)
+            traces = await self._store.add_group(group_id, await self._finished(samples))
+        dropped = self._config.schedule.dynamic_sampling and equal_rewards(traces)
+        self._query_teachers(group_id, [] if dropped else traces)
+        if dropped:
+            self._on_drop(group_id)
+            return Group(group_id, traces, before.worded or WordedHints())
+        if before.worded is not None:
+            return Group(group_id, traces, before.worded)
+        return Group(group_id, traces, await self._words_for(group_id, traces))
+
+    async def _finished(self, samples: list[Sampled]) -> list[Trace]:
+        """Return a group's traces; over-provisioned samples that are not needed are cancelled."""
+        if not self._config.schedule.overprovision:
+            return await gather_or_cancel(samples)
+        traces, cancelled = await first_to_finish(samples, self._config.schedule.group_size)
+        self._cancelled += cancelled
+        return traces
+
+    def _query_teachers(self, group_id: int, traces: list[Trace]) -> None:
         if self._replay is not None and traces:
             self._replay.begin(traces)
         elif self._replay is not None:
             self._replay.skip(group_id)
-        if before.worded is not None:
-            return Group(group_id, traces, before.worded)
-        return Group(group_id, traces, await self._words_for(group_id, traces))
 
     async def _words_for(self, group_id: int, traces: Sequence[Trace]) -> WordedHints:
         """Return the hint writer's texts for a group, after storing them. Waits for the writer."""
@@ -113,7 +136,7 @@ class Groups:
         return worded
 
     def _start(self, split: Split, index: int, sampling: Sampling) -> list[Sampled]:
-        size = self._config.schedule.group_size if split == "train" else 1
+        size = self._config.schedule.samples_per_group if split == "train" else 1
         episode = self._task.episode(split, index)
         samples = self._rollouts.start(episode, index, size, sampling)
         self._samples.update(samples)
@@ -132,3 +155,31 @@ async def gather_or_cancel(tasks: list[Sampled]) -> list[Trace]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def first_to_finish(tasks: list[Sampled], count: int) -> tuple[list[Trace], int]:
+    """Return the first `count` traces to finish, by sample, and the number of unused samples.
+
+    Samples that were given up count as neither. When a sample fails permanently or the wait is
+    cancelled, the others are cancelled, as they are at the end.
+    """
+    found: list[Trace] = []
+    unused = len(tasks)
+    try:
+        for finished in asyncio.as_completed(tasks):
+            trace = await finished
+            unused -= 1
+            found += [trace] if trace is not None else []
+            if len(found) == count:
+                break
+        return sorted(found, key=lambda trace: trace.sample), unused
+    finally:
+        for task in tasks:
+            task.cancel()
+            task.add_done_callback(_retrieve)
+
+
+def _retrieve(task: Sampled) -> None:
+    """Retrieve the error of an unused sample, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()

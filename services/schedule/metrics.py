@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.batches import StepBatch, by_group
+from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
@@ -95,14 +95,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _flat_groups(traces: Sequence[Trace]) -> int:
-    """Count the groups whose rewards are all equal; they have no policy gradient."""
-    rewards: dict[int, set[float]] = {}
-    for trace in traces:
-        rewards.setdefault(trace.group_id, set()).add(trace.reward)
-    return sum(len(values) == 1 for values in rewards.values())
+    """Count the groups whose rewards are all equal."""
+    return sum(map(equal_rewards, by_group(traces).values()))
 
 
-def prefix_hit(figures: Mapping[str, int]) -> dict[str, float]:
+def prefix_hit(figures: Mapping[str, float]) -> dict[str, float]:
     """Return the share of prompt tokens that generators did not compute again, if any were sent."""
     tokens = figures.get("generator/prompt_tokens", 0)
     if not tokens:

@@ -27,7 +27,7 @@ class ResumeState:
 
     `past` are the done steps after the checkpoint, which are recomputed; `planned` is the next step
     where its manifest was written but its training did not finish. `groups` are the stored groups
-    that no step has used.
+    that no step has taken, and `next_group` is the first group, stored or not, that none has taken.
     """
 
     steps: int = 0
@@ -36,3 +36,4 @@ class ResumeState:
     planned: PlannedStep | None = None
     groups: dict[int, StoredGroup] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
+    next_group: int = 0

@@ -47,7 +47,7 @@ class PlannedStep:
     traces: list[Trace]
     taken: Taken | None
     corrections: Corrections
-    figures: Mapping[str, int] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self, trained: dict[str, Any]) -> dict[str, Any]:
         """Return the step's metrics, except its durations."""
@@ -67,9 +67,17 @@ class StepBuilder:
     late: LateRewards | None = None
 
     def compose(
-        self, step: int, groups: Sequence[Group], taken: Taken | None, figures: Mapping[str, int]
+        self,
+        step: int,
+        groups: Sequence[Group],
+        taken: Taken | None,
+        figures: Mapping[str, float],
+        dropped: Sequence[int] = (),
     ) -> tuple[PlannedStep, StepManifest]:
-        """Build a step from what is available now; return it with its manifest."""
+        """Build a step from what is available now; return it with its manifest.
+
+        `dropped` are the groups that the step has taken without training them.
+        """
         by_prompt, corrections = self._with_rewards(step, [group.traces for group in groups])
         pairs = taken.pairs if taken else []
         batch = self.batcher.batch(step, by_prompt, pairs, sum_worded(groups), corrections.samples)
@@ -83,6 +91,7 @@ class StepBuilder:
             dict(corrections.counts),
             self._patience(corrections),
             dict(figures),
+            tuple(dropped),
         )
         return PlannedStep(batch, _flat(by_prompt), taken, corrections, figures), manifest
 

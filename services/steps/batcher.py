@@ -1,6 +1,7 @@
 """Builds one step's batch from finished groups: advantages, hinted views, pairs.
 
-Pure; the order of everything in a batch depends only on its groups.
+A sample with advantage 0 is left out where nothing but its policy loss, which is 0, would need its
+forward. Pure; the order of everything in a batch depends only on its groups.
 """
 
 from collections.abc import Sequence
@@ -9,13 +10,16 @@ from functools import partial
 from itertools import zip_longest
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import (
     HintedSites,
     PolicySample,
+    Skipped,
     StepBatch,
     hinted_sites,
     pair_samples,
     policy_sample,
+    without_zero_advantages,
 )
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
@@ -46,12 +50,20 @@ class Batcher:
 
         A channel that is off gets no samples. `corrections` are samples of earlier steps' rollouts.
         """
-        samples = [*self._samples(groups), *corrections]
         packed = pair_samples(pairs, self.chat, self.config.policy.max_context)
-        if not self.config.sdpo.on:
-            return StepBatch(step, samples, [], packed)
-        sites = self._sites(groups, worded or WordedHints())
-        return StepBatch(step, samples, sites.views, packed, sites.counts)
+        sites = self._sites(groups, worded or WordedHints()) if self.config.sdpo.on else None
+        views, counts = (sites.views, sites.counts) if sites else ([], None)
+        samples, skipped = self._needed([*self._samples(groups), *corrections], views)
+        return StepBatch(step, samples, views, packed, counts, skipped)
+
+    def _needed(
+        self, samples: list[PolicySample], views: Sequence[HintedView]
+    ) -> tuple[list[PolicySample], Skipped]:
+        """Return the samples that the trainer computes, and the count of the others."""
+        config = self.config
+        if config.loss.trains_zero_advantages or config.logprob_mismatch.all_tokens:
+            return samples, Skipped()
+        return without_zero_advantages(samples, views)
 
     def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
         # Iterates sample by sample over the groups, so that each prompt gets its share of the

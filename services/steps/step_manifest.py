@@ -54,7 +54,7 @@ class StepManifest:
     `rewards` are late rewards by trace, which hold from this step on; `corrections` are the
     resulting changes of the advantages of earlier steps' rollouts. `patience` holds, for each
     reward whose rollout is unknown, the step at which it was first seen. `figures` are those of
-    rollout retries.
+    rollouts. `dropped` are the groups that the step took and does not train.
     """
 
     step: int
@@ -65,7 +65,13 @@ class StepManifest:
     corrections: tuple[tuple[str, float], ...] = ()
     late: dict[str, int] = field(default_factory=dict)
     patience: dict[int, int] = field(default_factory=dict)
-    figures: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, int | float] = field(default_factory=dict)
+    dropped: tuple[int, ...] = ()
+
+    @property
+    def next_group(self) -> int:
+        """The first group, in order of entry, that neither this step nor an earlier one took."""
+        return max((*self.groups, *self.dropped), default=-1) + 1
 
 
 _RECIPE = TypeAdapter(StepManifest)

@@ -28,7 +28,7 @@ LEFT_OUT = "…"
 MARKS = {True: ("✓", "green"), False: ("✗", "red")}
 STATES = {
     GroupState.IN_FLIGHT: "in flight",
-    GroupState.FINISHED: "not trained yet",
+    GroupState.FINISHED: "not trained",
     GroupState.DAMAGED: "damaged",
 }
 

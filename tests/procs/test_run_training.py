@@ -102,9 +102,11 @@ def test_a_run_says_nothing_that_is_not_its_own(finished: Finished) -> None:
 def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
     finished: Finished, tmp_path: Path, policy_cache: Path
 ) -> None:
-    """From a folder in Hugging Face format, which is the checkpoint of another run."""
+    """From a folder in Hugging Face format, which is the checkpoint of another run; its groups are
+    over-provisioned."""
     folder = finished.run.root / "checkpoints" / f"step-{STEPS}"
     settings = {"sdpo.alpha": 0, "replay.beta": 0, "policy.path": folder}
+    settings["schedule.overprovision"] = 2
     with launched(tmp_path / "run", policy_cache, settings) as run:
         assert run.wait() == 0, run.stderr
     assert run.pids().keys() == {"trainer", "generator-0", "environment-0"}
@@ -117,6 +119,10 @@ def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
     channels = run.summary()["channels"]
     assert [channels[name]["active_steps"] for name in ("policy", "sdpo", "replay")] == [3, 0, 0]
     assert run.pairs() == []
+    steps = run.objects("metrics.jsonl")
+    assert [step["rollouts/count"] for step in steps] == [ROLLOUTS] * STEPS
+    prompts = SHORT["schedule.prompts_per_step"]
+    assert sum(step["rollouts/cancelled"] for step in steps) == 2 * prompts * STEPS
 
 
 def test_a_policy_that_cannot_be_served_is_refused_with_the_reason_before_the_run_starts(
@@ -135,16 +141,22 @@ def test_a_policy_that_cannot_be_served_is_refused_with_the_reason_before_the_ru
 
 
 def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:
-    """The first makes the warm start, the second finds it; another interpreter hashes otherwise."""
+    """With the groups that they drop; the first makes the warm start, the second finds it.
+
+    The second has another number of rollout workers, and an interpreter that hashes otherwise.
+    """
     settings = {
         "run.steps": 2,
         "schedule.max_lag": 0,
+        "schedule.dynamic_sampling": "true",
         "generator.replicas": 2,
         "environment.replicas": 2,
+        "rollouts.workers": 1,
     }
     twice, traces = [], []
     for name in ("first", "second"):
         cache, other = tmp_path / "policies", name == "second"
+        settings["rollouts.workers"] = 3 if other else 1
         with launched(tmp_path / name, cache, settings, as_installed=other) as run:
             assert run.wait() == 0, run.stderr
         assert {"generator-0", "generator-1"} <= run.pids().keys()
@@ -153,3 +165,4 @@ def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:
     assert json.dumps(twice[0]) == json.dumps(twice[1])
     assert traces[0] == traces[1]
     assert [step["lag/max"] for step in twice[0]] == [0, 0]
+    assert sum(step["rollouts/dropped_groups"] for step in twice[0]) > 0

@@ -130,6 +130,22 @@ BROKEN = {
     "zero temperature": (["generator.temperature=0"], ["temperature = 0", "above 0", "raise it"]),
     "not a number": (["trainer.lr=nan"], ["trainer.lr = NaN", "finite", "ordinary number"]),
     "group of one": (["schedule.group_size=1"], ["group_size = 1", "at least 2", "raise it to 2"]),
+    "oversampling of nothing": (
+        ["schedule.oversampling=2"],
+        ["oversampling is 2", "dynamic_sampling is false", "set dynamic_sampling to true"],
+    ),
+    "less than no oversampling": (
+        ["schedule.dynamic_sampling=true", "schedule.oversampling=0.5"],
+        ["oversampling = 0.5", "at least 1", "raise it to 1"],
+    ),
+    "overprovision in lockstep": (
+        ["schedule.overprovision=2", "schedule.max_lag=0"],
+        ["overprovision is 2", "max_lag is 0", "repeats bit for bit", "set max_lag to 1"],
+    ),
+    "dropped before its rewards": (
+        ["schedule.dynamic_sampling=true", "late_rewards.max_age=2"],
+        ["schedule.dynamic_sampling is true", "late_rewards.max_age is 2", "max_age to 0"],
+    ),
     "unknown choice": (
         ["trainer.lr_schedule=cosin"],
         ['lr_schedule = "cosin"', "'constant', 'linear' or 'cosine'", "write one of these"],

@@ -106,5 +106,8 @@ class FakeStore:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         self.done.append(("measured", evaluation.step))
 
+    def add_event(self, kind: str, actor: str = "", detail: str = "") -> None:
+        self.done.append((kind, (actor, detail)))
+
     def add_poisoned(self, poisoned: PoisonedInput) -> None:
         self.done.append(("poisoned", poisoned))

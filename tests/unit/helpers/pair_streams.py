@@ -140,7 +140,7 @@ class Running:
 
     async def take(self, step: int) -> Taken:
         """The pairs of a step that is planned with them."""
-        return self.store.plan(await self.stream.take(step))
+        return self.store.plan(await self.stream.take(step, (step + 1) * PROMPTS))
 
 
 @asynccontextmanager

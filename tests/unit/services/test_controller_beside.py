@@ -69,6 +69,7 @@ def build(build_config: Any) -> Any:
             run={"name": "unit", "seed": 3, "steps": STEPS},
             schedule={"prompts_per_step": 2, "group_size": 3, "max_lag": max_lag},
             trainer={"checkpoint_every": checkpoint_every},
+            logprob_mismatch={"all_tokens": True},
             eval={"episodes": 2, "every": every},
         )
 

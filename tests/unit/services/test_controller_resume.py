@@ -39,7 +39,10 @@ def world(tokenizer: Any, toolbox: ToolboxTask) -> World:
 async def resumed(
     world: World, config: Config, evaluations: tuple[Evaluation, ...] = (), start: int = START
 ) -> Controller:
-    resume_state = ResumeState(start, Checkpoint(start, Path()), evaluations=list(evaluations))
+    taken = start * config.schedule.prompts_per_step
+    resume_state = ResumeState(
+        start, Checkpoint(start, Path()), evaluations=list(evaluations), next_group=taken
+    )
     controller = controller_of(world, config, resume_state)
     if (stream := controller.ports.replay) is not None:
         groups = range(start * config.schedule.prompts_per_step)

@@ -47,9 +47,16 @@ SHORT = {"run": {"name": "unit", "seed": 3, "steps": STEPS}}
 
 
 @pytest.fixture
-def config(build_config: Any) -> Config:
+def config(request: pytest.FixtureRequest, build_config: Any) -> Config:
+    """A test may give more keys of the schedule as this fixture's parameter."""
     schedule = {"prompts_per_step": 2, "group_size": 3, "max_lag": 1}
+    schedule |= getattr(request, "param", {})
     return build_config(**SHORT, schedule=schedule, **CHANNELS)
+
+
+def with_and_without_dynamic_sampling(test: Any) -> Any:
+    kinds = [{}, {"dynamic_sampling": True}, {"overprovision": 1}]
+    return pytest.mark.parametrize("config", kinds, indirect=True, ids=str)(test)
 
 
 @pytest.fixture
@@ -78,6 +85,7 @@ async def run_on(world: World, config: Config, root: Path) -> None:
         await Controller(config, world.task, step_builder, ports, heldout).run()
 
 
+@with_and_without_dynamic_sampling
 async def test_stored_steps_are_the_batches_that_a_run_has_trained(
     world: World, config: Config, tmp_path: Path
 ) -> None:
@@ -111,6 +119,7 @@ async def test_a_trainer_that_lost_a_checkpoint_gets_the_steps_that_it_has_train
         assert [one.metrics for one in steps] == metrics[1:]
 
 
+@with_and_without_dynamic_sampling
 async def test_groups_of_trained_steps_are_not_trained_twice(
     world: World, config: Config, build_config: Any, tmp_path: Path
 ) -> None:
@@ -156,6 +165,20 @@ async def test_groups_that_no_step_took_come_in_their_order_with_their_pairs(
         taken = step.composed.taken
         assert taken is not None
         assert [pair.trace_id for pair in taken.pairs] == [f"train-{n:06d}-000" for n in groups]
+
+
+async def test_dynamic_sampling_leaves_out_stored_groups_whose_rewards_are_all_equal(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask, chat: ChatFormat
+) -> None:
+    scripts = [["quits", "quits"], ["stumbles", "right"], ["quits", "right"], ["right", "right"]]
+    groups = [group_of(toolbox, chat, index, names) for index, names in enumerate(scripts)]
+    schedule = {"prompts_per_step": 2, "dynamic_sampling": True}
+    config = build_config(**SHORT, schedule=schedule)
+    await write_run(tmp_path, config, groups)
+    with RunReader(tmp_path) as reader:
+        found = list(StoredSteps(reader, config, composer_of(config, toolbox, chat)))
+    (step,) = found
+    assert {trace.group_id for trace in step.composed.traces} == {1, 2}
 
 
 async def test_pairs_without_the_scores_that_the_loss_needs_are_left_out(

@@ -27,6 +27,7 @@ from composer_mesh.services.run.resume_loader import (
     Past,
     load_resume_state,
     restore_teacher_queries,
+    resume_state_of,
     trained_steps,
 )
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep
@@ -219,6 +220,68 @@ async def test_teachers_are_asked_about_trained_groups_that_they_were_not_asked_
         restore_teacher_queries(Past(), stream, store.reading, DONE * PROMPTS)
     assert stream.asked == [0, 1]
     assert stream.entered == [("begin", 2), ("begin", 3), ("skip", 4), ("begin", 5)]
+
+
+async def filled_with_drops(store: RunStore) -> None:
+    """Two steps that took three groups each and trained two; two groups more are finished."""
+    for group in range(8):
+        store.enter(group, 0)
+        await store.add_group(group, group_of(group, 0))
+    for step, dropped in enumerate((1, 5)):
+        taken = range(3 * step, 3 * step + 3)
+        kept = tuple(group for group in taken if group != dropped)
+        manifest = StepManifest(step, kept, dropped=(dropped,))
+        await store.plan_step(step, kept, manifest_to_json(manifest))
+    await store.end_step(0, {"step": 1})
+
+
+async def test_a_group_that_a_step_has_dropped_neither_waits_nor_is_sampled_again(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled_with_drops(store)
+    past, events = await looked(tmp_path, config)
+    assert (past.steps, past.next_group, events) == (1, 6, [])
+    assert past.planned is not None
+    assert (past.planned.groups, past.planned.dropped) == ((3, 4), (5,))
+    assert sorted(past.waiting) == [6, 7]
+    assert past.sizes == [1, 1, 1]
+    state = resume_state_of(past, Composing())  # type: ignore[arg-type]
+    assert (state.next_group, sorted(state.groups)) == (6, [6, 7])
+
+
+async def test_the_groups_of_a_step_that_is_trained_anew_wait_again_with_those_it_dropped(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled_with_drops(store)
+    flip(path_of(tmp_path, 3))
+    past, events = await looked(tmp_path, config)
+    assert (past.steps, past.next_group, past.planned) == (1, 3, None)
+    assert sorted(past.waiting) == [4, 5, 6, 7]
+    assert any(kind == "steps_superseded" for kind, _ in events)
+
+
+async def test_a_damaged_group_that_a_step_has_dropped_takes_no_step_back(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled_with_drops(store)
+    flip(path_of(tmp_path, 1))
+    past, _ = await looked(tmp_path, config)
+    assert (past.steps, past.next_group, sorted(past.waiting)) == (1, 6, [6, 7])
+
+
+async def test_teachers_are_not_asked_about_groups_that_a_step_has_dropped(
+    tmp_path: Path, config: Config
+) -> None:
+    stream: Any = Stream()
+    with opened(tmp_path, config) as store:
+        await filled_with_drops(store)
+        past = Past(next_group=6)
+        restore_teacher_queries(past, stream, store.reading, 2 * PROMPTS)
+    told = [("skip" if group in (1, 5) else "begin", group) for group in range(6)]
+    assert stream.entered == told
 
 
 class Composing:

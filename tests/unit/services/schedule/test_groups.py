@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.hint_sources import Written
 from composer_mesh.rollouts.toolbox import ToolboxTask
-from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.rollouts.traces import Trace, equal_rewards
+from composer_mesh.services.schedule.groups import Groups, first_to_finish
 from composer_mesh.services.schedule.resume_state import StoredGroup
 from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
@@ -50,17 +51,23 @@ def world(tokenizer: Any, toolbox: ToolboxTask) -> Keeping:
 
 @pytest.fixture
 def config_of(build_config: Any) -> Any:
-    def build(max_lag: int) -> Config:
+    def build(max_lag: int, **more: Any) -> Config:
         hints = {"writer": "llm", "llm": {"kind": "builtin"}}
-        schedule = {"prompts_per_step": 2, "group_size": 2, "max_lag": max_lag}
+        schedule = {"prompts_per_step": 2, "group_size": 2, "max_lag": max_lag, **more}
         return build_config(schedule=schedule, sdpo={"alpha": 0.1, "hints": hints})
 
     return build
 
 
-async def collected(world: Keeping, config: Config, stored: dict[int, StoredGroup]) -> list[Group]:
+async def collected(
+    world: Keeping,
+    config: Config,
+    stored: dict[int, StoredGroup],
+    on_drop: Callable[[int], None] = lambda _: None,
+) -> list[Group]:
     hints = HintWriting(world, config, world.task, world.chat, lambda _: None)
-    groups = Groups(config, world.task, rollouts_of(world, config), world, None, hints, stored)
+    ports = (rollouts_of(world, config), world, None, hints)
+    groups = Groups(config, world.task, *ports, stored, on_drop=on_drop)
     groups.enter([0, 1], 0)
     try:
         return await groups.collect(2)
@@ -115,3 +122,80 @@ async def test_a_stored_group_that_nobody_worded_is_worded_now(
     groups = await collected(world, config_of(1), {})
     stored = {group.group_id: StoredGroup(group.traces) for group in groups}
     assert await collected(world, config_of(1), stored) == groups
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_a_group_with_equal_rewards_is_reported_and_not_worded_where_groups_are_dropped(
+    world: Keeping, config_of: Any, max_lag: int
+) -> None:
+    _, second = await collected(world, config_of(max_lag), {})
+    stored = {1: StoredGroup(marked(second.traces))}
+    world.kept, before, dropped = {1: stored[1].traces}, world.questions, list[int]()
+    first, again = await collected(
+        world, config_of(max_lag, dynamic_sampling=True), stored, dropped.append
+    )
+    assert again == Group(1, stored[1].traces, WordedHints())
+    assert sorted(dropped) == ([0, 1] if equal_rewards(first.traces) else [1])
+    assert world.questions - before == first.worded.requests
+
+
+def trace_of(sample: int) -> Trace:
+    return Trace(f"t-{sample}", 0, sample, "t", "train", 0, [], [], 0.0, False, [])
+
+
+class Rollout:
+    """A sample that ends when it is told to."""
+
+    def __init__(self, sample: int) -> None:
+        self.sample, self.ended = sample, asyncio.Event()
+        self.given_up = self.fails = False
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> Trace | None:
+        await self.ended.wait()
+        if self.fails:
+            raise ValueError(f"sample {self.sample}")
+        return None if self.given_up else trace_of(self.sample)
+
+
+async def first_of(rollouts: list[Rollout], order: list[int]) -> tuple[list[Trace], int]:
+    """Wait for the first three, which end in this order."""
+    waiting = asyncio.create_task(first_to_finish([one.task for one in rollouts], 3))
+    for sample in order:
+        rollouts[sample].ended.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    return await waiting
+
+
+async def test_the_first_samples_to_finish_make_the_group_and_the_others_are_cancelled() -> None:
+    rollouts = [Rollout(sample) for sample in range(5)]
+    traces, cancelled = await first_of(rollouts, [4, 0, 3])
+    assert [trace.sample for trace in traces] == [0, 3, 4]
+    assert cancelled == 2
+    assert all(rollouts[sample].task.cancelled() for sample in (1, 2))
+
+
+async def test_a_spare_sample_replaces_one_that_is_given_up() -> None:
+    rollouts = [Rollout(sample) for sample in range(5)]
+    rollouts[4].given_up = True
+    traces, cancelled = await first_of(rollouts, [4, 0, 3, 1])
+    assert [trace.sample for trace in traces] == [0, 1, 3]
+    assert cancelled == 1
+
+
+async def test_a_group_is_smaller_where_too_many_samples_are_given_up() -> None:
+    rollouts = [Rollout(sample) for sample in range(5)]
+    for sample in (0, 2, 4):
+        rollouts[sample].given_up = True
+    traces, cancelled = await first_of(rollouts, [0, 1, 2, 3, 4])
+    assert ([trace.sample for trace in traces], cancelled) == ([1, 3], 0)
+
+
+async def test_a_sample_that_fails_permanently_cancels_the_others() -> None:
+    rollouts = [Rollout(sample) for sample in range(5)]
+    rollouts[2].fails = True
+    with pytest.raises(ValueError, match="sample 2"):
+        await first_of(rollouts, [0, 2])
+    await asyncio.wait([one.task for one in rollouts])
+    assert all(rollouts[sample].task.cancelled() for sample in (1, 3, 4))

@@ -216,7 +216,8 @@ def test_other_groups_change_nothing_for_a_group(
 def test_a_batch_holds_the_configured_advantage_of_each_rollout_that_acted(
     build_config: Build, tokenizer: Any, toolbox: ToolboxTask, section: dict[str, Any]
 ) -> None:
-    config, groups = build_config(advantage=section), groups_of(REWARDS)
+    config = build_config(advantage=section, logprob_mismatch={"all_tokens": True})
+    groups = groups_of(REWARDS)
     groups[0][1] = replace(groups[0][1], turns=[])
     make = make_advantages(config.advantage)
     batcher = Batcher(config, toolbox, ChatFormat(tokenizer, toolbox.tools), make)

@@ -115,7 +115,7 @@ def test_a_wide_list_tells_what_each_rollout_did(toolbox: ToolboxTask) -> None:
 def test_a_heading_says_what_was_asked_and_what_became_of_the_group() -> None:
     trace = a_trace()
     new, old = listed_of(trace), listed_of(trace, step=4)
-    for one, said in ((new, "not trained yet"), (old, "step 4")):
+    for one, said in ((new, "not trained"), (old, "step 4")):
         heading = page(Listing([one], listing([one], "group", False, 0).tally), [trace], 80)[0]
         assert heading.startswith("group 0  How much?")
         assert heading.endswith(said)

@@ -1,0 +1,60 @@
+"""Rollouts per step: how many, how far ahead of the trainer, and which of them are trained."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import Section
+
+OVERSAMPLING = 3.0
+
+
+class ScheduleConfig(Section):
+    """Rollouts per step and their maximum policy lag."""
+
+    prompts_per_step: Annotated[int, Field(ge=1, le=100_000)] = 8
+    """Number of prompt groups per optimizer step."""
+
+    group_size: Annotated[int, Field(ge=2, le=10_000)] = 8
+    """Number of rollouts per prompt; the group is its own baseline."""
+
+    max_lag: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Maximum lag in policy versions of a rollout when it is trained; 0 is synchronous."""
+
+    dynamic_sampling: bool = False
+    """Whether a step drops groups whose rewards are all equal and takes others in their place, as
+    in DAPO."""
+
+    oversampling: Annotated[float, Field(ge=1, le=1000)] = OVERSAMPLING
+    """Largest number of groups that dynamic sampling takes for a step, as a multiple of
+    prompts_per_step; a step that finds too few groups to keep among them trains on fewer."""
+
+    overprovision: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Number of rollouts per prompt that are sampled beyond group_size: the first group_size to
+    finish are kept and the others cancelled. This favours short rollouts; needs max_lag above 0."""
+
+    @property
+    def groups_per_step(self) -> int:
+        """Largest number of groups that a step takes, including those that it drops."""
+        factor = self.oversampling if self.dynamic_sampling else 1
+        return round(self.prompts_per_step * factor)
+
+    @property
+    def samples_per_group(self) -> int:
+        """Number of rollouts that are started for a prompt."""
+        return self.group_size + self.overprovision
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> Self:
+        if self.oversampling != OVERSAMPLING and not self.dynamic_sampling:
+            raise ValueError(
+                f"oversampling is {self.oversampling:g} but dynamic_sampling is false, so no group "
+                "is dropped or replaced: set dynamic_sampling to true or remove oversampling"
+            )
+        if self.overprovision and self.max_lag == 0:
+            raise ValueError(
+                f"overprovision is {self.overprovision} but max_lag is 0, and a synchronous run "
+                "repeats bit for bit, which the order in which rollouts finish does not: set "
+                "max_lag to 1 or more, or overprovision to 0"
+            )
+        return self

@@ -1,0 +1,137 @@
+"""Dynamic sampling on a real run directory: a run that is stopped anywhere goes on from there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from controller_world import CHANNELS, World, rollouts_of
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.heldout import heldout_indices
+from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.rollouts.traces import equal_rewards
+from composer_mesh.services.controller import Controller, Ports
+from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.run.resume_loader import (
+    load_resume_state,
+    restore_teacher_queries,
+    resume_state_of,
+)
+from composer_mesh.services.schedule.step_builder import StepBuilder
+from composer_mesh.services.steps.advantages import make_advantages
+from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.writing import RunStore
+
+PROMPTS, STEPS = 2, 4
+
+
+@pytest.fixture
+def build(build_config: Any) -> Any:
+    def config(max_lag: int) -> Config:
+        schedule = {"prompts_per_step": PROMPTS, "group_size": 3, "max_lag": max_lag}
+        schedule |= {"dynamic_sampling": True, "oversampling": 2}
+        run = {"name": "unit", "seed": 3, "steps": STEPS}
+        return build_config(run=run, schedule=schedule, **CHANNELS)
+
+    return config
+
+
+@pytest.fixture
+def new_world(tokenizer: Any, toolbox: ToolboxTask) -> Any:
+    chat = ChatFormat(tokenizer, toolbox.tools)
+    return lambda seed: World(toolbox, chat, seed=seed)
+
+
+async def go_on(world: World, config: Config, root: Path, turns: int | None = None) -> bool:
+    """Begin or resume the run, for so many turns of the loop; return whether it has ended."""
+    with RunStore(root, config) as store:
+        past = await load_resume_state(store, config, world.event)
+        stream = make_pair_stream(
+            config, world, world, world.chat, store, store.reading.waiting_pairs
+        )
+        step_builder = StepBuilder(
+            Batcher(config, world.task, world.chat, make_advantages(config.advantage))
+        )
+        state = resume_state_of(past, step_builder)
+        restore_teacher_queries(past, stream, store.reading, state.next_group)
+        world.trained = world.newest = world.served = state.steps
+        rollouts = rollouts_of(world, config)
+        ports = Ports(rollouts, stream, world, world, store, world, world.save, world.saved)
+        heldout = heldout_indices(world.task, config.eval.episodes)
+        controller = Controller(config, world.task, step_builder, ports, heldout, state)
+        running = asyncio.create_task(controller.run())
+        while not running.done() and turns != 0:
+            await asyncio.sleep(0)
+            turns = None if turns is None else turns - 1
+        ended = running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not ended or running.exception() is None
+        return ended
+
+
+def manifests(root: Path) -> list[StepManifest]:
+    with RunReader(root) as reader:
+        return [manifest_from_json(row.step, row.manifest) for row in reader.steps()]
+
+
+def check(root: Path, worlds: list[World], config: Config) -> None:
+    """Every group was taken once, in order, with what it was first stored with."""
+    steps = manifests(root)
+    taken = [group for one in steps for group in sorted((*one.groups, *one.dropped))]
+    assert taken == list(range(len(taken)))
+    with RunReader(root) as reader:
+        assert [row.group_id for row in reader.groups()] == taken
+        groups = {group: reader.traces(group) for group in taken}
+        assert [metrics["step"] for metrics in reader.metrics()] == list(range(1, STEPS + 1))
+        assert {row.group_id for row in reader.asked()} == set(taken)
+    for one in steps:
+        assert [n for n in one.dropped if not equal_rewards(groups[n])] == []
+        assert [n for n in one.groups if equal_rewards(groups[n])] == []
+        versions = [
+            v for n in one.groups for t in groups[n] for turn in t.turns for v in turn.versions
+        ]
+        assert all(0 <= one.step - v <= config.schedule.max_lag for v in versions)
+    silent = {trace.trace_id for one in steps for n in one.dropped for trace in groups[n]}
+    assert silent
+    assert silent.isdisjoint(asked for world in worlds for asked in world.names("asked"))
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+async def test_a_run_that_is_stopped_anywhere_takes_every_group_once(
+    tmp_path: Path, build: Any, new_world: Any, max_lag: int
+) -> None:
+    config = build(max_lag)
+    worlds = [new_world(seed) for seed in range(40)]
+    ended = False
+    for used, world in enumerate(worlds, 1):
+        ended = await go_on(world, config, tmp_path, turns=None if used == 40 else 150 + 20 * used)
+        if ended:
+            break
+    assert ended
+    assert used > 3
+    check(tmp_path, worlds, config)
+
+
+async def test_a_synchronous_run_that_is_stopped_takes_and_drops_what_the_whole_run_does(
+    tmp_path: Path, build: Any, new_world: Any
+) -> None:
+    config = build(0)
+    assert await go_on(new_world(50), config, tmp_path / "whole")
+    used = 0
+    while not await go_on(new_world(used), config, tmp_path / "stopped", 200 + 50 * used):
+        used += 1
+    assert used > 1
+    whole, stopped = manifests(tmp_path / "whole"), manifests(tmp_path / "stopped")
+    assert [(one.groups, one.dropped, one.pairs) for one in stopped] == [
+        (one.groups, one.dropped, one.pairs) for one in whole
+    ]
+    with RunReader(tmp_path / "whole") as one, RunReader(tmp_path / "stopped") as other:
+        for row in one.groups():
+            assert one.traces(row.group_id) == other.traces(row.group_id)
