@@ -96,7 +96,7 @@ class Replica(RoutingTarget):
         if self.actor is None:
             return False
         try:
-            about: dict[str, Any] = await self.actor.call("describe")
+            about: dict[str, Any] = await self.actor.call("describe", deadline_s=IN_USE_DEADLINE_S)
         except MeshError:
             return False
         return bool(about["in_use"])
@@ -127,6 +127,8 @@ def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
 
 IN_USE_EVERY_S = 0.1
 """Seconds between two questions to a draining replica whether others still use it."""
+IN_USE_DEADLINE_S = 5.0
+"""One that does not answer for so long is not waited for."""
 
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 """Environment variables of every process of a service, or a function of the slot."""

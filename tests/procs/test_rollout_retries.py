@@ -8,24 +8,27 @@ import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
+from composer_mesh.actors.rollout_workers.peers import Peer, Peers
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import Episode, StepResult, Task
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services import service
-from composer_mesh.services.episodes.environments import MeshEnvironments
 from composer_mesh.services.episodes.retries import Retries
-from composer_mesh.services.episodes.rollout import Rollouts, Sampling
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.service import Service
 
@@ -55,16 +58,13 @@ class Expert:
     """
 
     task: Task
-    port: MeshEnvironments
+    port: PeerEnvironments
     pool: Service
     kills: set[int]
     steps: int = 0
     seen: dict[str, list[Message]] = field(default_factory=dict)
 
-    def episode(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, _group: str) -> GenerationResult:
         ids = list(self.task.expert(self.seen[request.request_id.rpartition("-")[0]]).encode())
         return GenerationResult(request.request_id, ids, [0.0] * len(ids), [0] * len(ids), "stop")
 
@@ -76,19 +76,40 @@ class Expert:
     async def step(self, session_id: str, text: str) -> StepResult:
         self.steps += 1
         if self.steps in self.kills:
-            busy = max(self.pool.status(), key=lambda line: line["sessions"])
-            os.kill(busy["pid"], signal.SIGKILL)
+            os.kill(await self.pid_of(session_id), signal.SIGKILL)
         result = await self.port.step(session_id, text)
         seen = self.seen[session_id.partition(".")[0]]
         turn = sum(message["role"] == "assistant" for message in seen)
         seen += [assistant_message(text, f"call_{turn}"), *result.messages]
         return result
 
+    async def pid_of(self, session_id: str) -> int:
+        """Return the process that has a session."""
+        abouts = await self.pool.fanout("describe")
+        pids: list[int] = [about["pid"] for about in abouts if about["in_use"]]
+        (pid,) = pids
+        return pid
+
     async def finish(self, session_id: str) -> list[Message]:
         return await self.port.finish(session_id)
 
     def abandon(self, session_id: str) -> None:
         self.port.abandon(session_id)
+
+
+@dataclass
+class Player:
+    """Plays in this process."""
+
+    player: EpisodePlayer
+
+    def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]:
+        return [nullcontext() for _ in samples]
+
+    async def play(self, sample: Sample, session: str) -> Played:
+        return await self.player.play(sample, session)
+
+    async def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -108,10 +129,19 @@ async def played(
     )
     told: list[str] = []
     task = make_task(config)
-    expert = Expert(task, MeshEnvironments(pool, lambda *_, **__: None), pool, kills)
+    peers = Peers(partial(CallStream, "test"))
+
+    def follow() -> None:
+        serving = [one for one in pool.members() if one.serving and one.actor is not None]
+        reasons = {one.name: one.reason for one in pool.members()}
+        peers.update(tuple(Peer(one.name, one.actor.ref, one.open) for one in serving), reasons)
+
+    pool.on_change(follow)
+    follow()
+    expert = Expert(task, PeerEnvironments(peers, 60.0), pool, kills)
     retries = Retries(SupervisionConfig(), lambda _: None, lambda kind, *_, **__: told.append(kind))
     chat: Any = Letters()
-    rollouts = Rollouts(expert, expert, chat, retries)
+    rollouts = Rollouts(Player(EpisodePlayer(expert, expert, chat)), retries)
     traces = [
         await task_
         for index in range(8)
@@ -133,10 +163,3 @@ async def test_rollouts_whose_environments_are_killed_end_as_they_would_have(
     assert pool.restarts >= 1
     about = await pool.fanout("describe")
     assert {one["activity"] for one in about} == {"idle"}  # no session was left behind
-
-
-async def test_rollouts_without_an_environment_end_with_one_clear_error(
-    host: MeshHost, config: Config
-) -> None:
-    with pytest.raises(NoReplicaLeft, match=r"environment-\d died: .*given up after 0"):
-        await played(host, config, {2, 3}, restarts=0)

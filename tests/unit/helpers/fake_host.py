@@ -68,12 +68,16 @@ class FakeActor:
     slow: asyncio.Event | None = None
     host: FakeHost | None = field(default=None, repr=False)
     stopped: bool = False
+    in_use: int = 0
+    """What it says of the calls and sessions that others have there."""
     on: str | None = None
     env: Mapping[str, str] | None = None
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         if self.death.done():
             raise ActorDied(*self.death.result().args)
+        if endpoint == "describe" and self.answer is None:
+            return {"in_use": self.in_use}
         self.heard.append((endpoint, *args))
         if endpoint != "work":
             if self.slow is not None:

@@ -52,11 +52,11 @@ class InProcessGenerator:
         return [await self._answer(request) for request in requests]
 
     async def generate_round(
-        self, number: int, size: int, requests: list[GenerationRequest]
+        self, number: int, size: int, requests: list[GenerationRequest], continues: bool
     ) -> list[GenerationResult]:
         while len(self.batches) <= number:
             self.batches.append([])
-        answers = await self._rounds.share(number, size, requests)
+        answers = await self._rounds.share(number, size, requests, continues)
         self.batches[number] = sorted(
             {*self.batches[number], *(request.request_id for request in requests)}
         )
@@ -65,8 +65,10 @@ class InProcessGenerator:
     async def close_round(self, number: int) -> None:
         self._rounds.close(number)
 
-    def _ask(self, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
-        return asyncio.ensure_future(self._answer(request))
+    def _ask(
+        self, requests: list[GenerationRequest], _continues: bool
+    ) -> list[asyncio.Future[GenerationResult]]:
+        return [asyncio.ensure_future(self._answer(request)) for request in requests]
 
 
 class LockstepWorker:

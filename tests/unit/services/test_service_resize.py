@@ -246,3 +246,14 @@ async def test_a_service_keeps_at_least_one_replica(host: FakeHost) -> None:
     pool = await serve(host, n=1)
     with pytest.raises(ValueError, match="n is 0, but a service has 1 or more: raise n"):
         await pool.resize(0)
+
+
+async def test_a_drain_waits_for_what_others_have_at_a_replica(host: FakeHost) -> None:
+    pool = await serve(host, n=2)
+    host["w-1"].in_use = 1
+    shrinking = asyncio.ensure_future(pool.resize(1, drain_s=60))
+    await turns()
+    assert states(pool)["w-1"] == "draining"
+    host["w-1"].in_use = 0
+    await shrinking
+    assert host.running == ["w-0"]

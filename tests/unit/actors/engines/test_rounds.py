@@ -23,11 +23,12 @@ class Engine:
         self.asked: list[str] = []
         self.broken = broken
 
-    def __call__(self, request: GenerationRequest) -> str:
+    def __call__(self, requests: list[GenerationRequest], _continues: bool) -> list[str]:
         if self.broken:
             raise RuntimeError("the engine has stopped")
-        self.asked.append(request.request_id)
-        return request.request_id
+        names = [request.request_id for request in requests]
+        self.asked += names
+        return names
 
 
 SHARES = [["d", "a"], ["c"], ["b", "e"]]
@@ -39,7 +40,7 @@ async def test_shares_in_any_order_are_one_batch_and_each_gets_its_own(
 ) -> None:
     engine = Engine()
     rounds = Rounds(engine)
-    shares = [asyncio.ensure_future(rounds.share(0, 5, requests(*SHARES[n]))) for n in order]
+    shares = [asyncio.ensure_future(rounds.share(0, 5, requests(*SHARES[n]), False)) for n in order]
     assert await asyncio.gather(*shares) == [SHARES[n] for n in order]
     assert engine.asked == ["a", "b", "c", "d", "e"]
 
@@ -47,21 +48,21 @@ async def test_shares_in_any_order_are_one_batch_and_each_gets_its_own(
 async def test_a_round_waits_for_its_last_share() -> None:
     engine = Engine()
     rounds = Rounds(engine)
-    share = asyncio.ensure_future(rounds.share(0, 2, requests("a")))
+    share = asyncio.ensure_future(rounds.share(0, 2, requests("a"), False))
     await turns()
     assert (share.done(), engine.asked) == (False, [])
-    assert await rounds.share(0, 2, requests("b")) == ["b"]
+    assert await rounds.share(0, 2, requests("b"), False) == ["b"]
     assert await share == ["a"]
 
 
 async def test_a_closed_round_asks_what_it_has_and_later_shares_wait_for_nobody() -> None:
     engine = Engine()
     rounds = Rounds(engine)
-    early = [asyncio.ensure_future(rounds.share(n, 9, requests(f"{n}"))) for n in range(3)]
+    early = [asyncio.ensure_future(rounds.share(n, 9, requests(f"{n}"), False)) for n in range(3)]
     await turns()
     rounds.close(1)
     assert await asyncio.gather(*early[:2]) == [["0"], ["1"]]
-    assert await rounds.share(1, 9, requests("late")) == ["late"]
+    assert await rounds.share(1, 9, requests("late"), False) == ["late"]
     assert not early[2].done()
     rounds.close(2)
     assert await early[2] == ["2"]
@@ -69,14 +70,14 @@ async def test_a_closed_round_asks_what_it_has_and_later_shares_wait_for_nobody(
 
 async def test_a_cancelled_share_holds_up_no_other() -> None:
     rounds = Rounds(Engine())
-    one = asyncio.ensure_future(rounds.share(0, 2, requests("a")))
+    one = asyncio.ensure_future(rounds.share(0, 2, requests("a"), False))
     await turns()
     one.cancel()
-    assert await rounds.share(0, 2, requests("b")) == ["b"]
+    assert await rounds.share(0, 2, requests("b"), False) == ["b"]
 
 
 async def test_an_error_of_the_engine_reaches_every_share() -> None:
     rounds = Rounds(Engine(broken=True))
-    shares = [rounds.share(0, 2, requests(name)) for name in "ab"]
+    shares = [rounds.share(0, 2, requests(name), False) for name in "ab"]
     for found in await asyncio.gather(*shares, return_exceptions=True):
         assert isinstance(found, RuntimeError)

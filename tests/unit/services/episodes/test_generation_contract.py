@@ -111,7 +111,7 @@ async def release_all(port: LockstepGeneration) -> None:
     for number in count():
         names = await port.waiting()
         shares = {f"generator-{n}": names[n::2] for n in range(2) if names[n::2]}
-        port.release(Round(number, shares))
+        port.release(Round(number, number > 0, shares))
 
 
 async def test_a_result_has_a_log_prob_and_a_version_for_each_id(harness: Harness) -> None:

@@ -149,7 +149,7 @@ async def test_a_batch_with_too_few_results_fails_each_of_its_episodes_and_hangs
     generation = LockstepGeneration(peers({"generator-0": ShortOfResults()}), lambda: 1)
     asking = asyncio.ensure_future(generation.generate(request, "a"))
     names = await generation.waiting()
-    generation.release(Round(0, {"generator-0": names}))
+    generation.release(Round(0, False, {"generator-0": names}))
     (found,) = await asyncio.gather(asking, return_exceptions=True)
     assert isinstance(found, ValueError)
 
