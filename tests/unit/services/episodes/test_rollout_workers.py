@@ -1,0 +1,216 @@
+"""The rollout workers of a run: who plays what, and what happens when one of them is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from fake_host import turns
+
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.rollouts.episode import Sample, Sampling
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
+from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.service import Service
+
+
+@dataclass
+class Member:
+    """A replica whose state a test sets."""
+
+    name: str
+    serving: bool = True
+    open: bool = True
+
+    @property
+    def actor(self) -> Member:
+        return self
+
+    @property
+    def ref(self) -> str:
+        return self.name
+
+
+@dataclass
+class Pool:
+    """A pool whose members a test changes; `asked` are the calls of all members."""
+
+    replicas: list[Member]
+    hopeful: bool = True
+    changed: list[Callable[[], None]] = field(default_factory=list)
+    asked: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def members(self) -> list[Member]:
+        return self.replicas
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        self.changed.append(changed)
+
+    def change(self, *names: str, draining: tuple[str, ...] = ()) -> None:
+        self.replicas = [Member(name, open=name not in draining) for name in names]
+        self.tell()
+
+    def give_up(self) -> None:
+        self.replicas, self.hopeful = [], False
+        self.tell()
+
+    def tell(self) -> None:
+        for changed in self.changed:
+            changed()
+
+    def reason(self, name: str) -> str:
+        return f"{name} was killed"
+
+    def last_death(self) -> NoReplicaLeft:
+        return NoReplicaLeft("generator-0", "given up")
+
+    async def fanout(self, *asked: Any) -> list[Any]:
+        self.asked.append(asked)
+        return []
+
+
+@dataclass
+class Worker:
+    """A worker's end of the calls; what it plays ends when a test says so, or with its death."""
+
+    name: str
+    playing: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    neighbours: list[Any] = field(default_factory=list)
+    load: int = 0
+
+    async def call(self, endpoint: str, /, *args: Any) -> Any:
+        if endpoint == "connect":
+            self.neighbours.append(args[1])
+            return None
+        assert endpoint == "play"
+        playing = self.playing[args[1]] = asyncio.get_running_loop().create_future()
+        return await playing
+
+    def finish(self) -> None:
+        for session, playing in self.playing.items():
+            if not playing.done():
+                playing.set_result(session)
+
+    def lose(self, died: ActorDied) -> None:
+        for playing in self.playing.values():
+            if not playing.done():
+                playing.set_exception(type(died)(*died.args))
+
+    async def close(self) -> None: ...
+
+
+class World:
+    """Pools of two workers, a generator and an environment, and the run's end of their calls."""
+
+    def __init__(self) -> None:
+        self.workers = Pool([Member("rollouts-0"), Member("rollouts-1")])
+        self.generators = Pool([Member("generator-0")])
+        self.environments = Pool([Member("environment-0")])
+        self.ends: dict[str, Worker] = {}
+        pools = (self.workers, self.generators, self.environments)
+        self.player = RolloutWorkers(
+            RolloutPools(*(cast(Service, pool) for pool in pools)),
+            lambda *_, **__: None,
+            lockstep=False,
+            open_stream=self.open,
+        )
+
+    def open(self, name: str, _: Any) -> Worker:
+        self.ends[name] = Worker(name)
+        return self.ends[name]
+
+    def play(self, group: int, number: int = 0) -> asyncio.Task[Any]:
+        sample = Sample(
+            Episode("toolbox", "train", group, {}), group, number, Sampling(1.0, 8, 64, 0)
+        )
+        return asyncio.create_task(self.player.play(sample, sample.trace_id))
+
+    def played(self) -> dict[str, list[str]]:
+        return {name: sorted(end.playing) for name, end in self.ends.items()}
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World()
+    await turns()
+    return world
+
+
+async def test_a_group_stays_together_and_groups_go_where_the_fewest_are(world: World) -> None:
+    plays = [world.play(group, number) for group in range(2) for number in range(3)]
+    await turns()
+    assert world.played() == {
+        f"rollouts-{group}": [f"train-{group:06d}-{number:03d}" for number in range(3)]
+        for group in range(2)
+    }
+    for end in world.ends.values():
+        end.finish()
+    await asyncio.gather(*plays)
+    await world.player.close()
+
+
+async def test_the_attempts_of_a_dead_worker_fail_and_the_others_hang_up_on_it(
+    world: World,
+) -> None:
+    play = world.play(0)
+    await turns()
+    world.workers.change("rollouts-1")
+    with pytest.raises(ActorDied, match="rollouts-0 died: rollouts-0 was killed"):
+        await play
+    await turns()
+    assert world.generators.asked == world.environments.asked == [("hang_up", "rollouts-0")]
+    again = world.play(0)
+    await turns()
+    world.ends["rollouts-1"].finish()
+    assert await again == "train-000000-000"
+    await world.player.close()
+
+
+async def test_a_draining_worker_ends_what_it_plays_and_gets_nothing_new(world: World) -> None:
+    first = world.play(0)
+    await turns()
+    world.workers.change("rollouts-0", "rollouts-1", draining=("rollouts-0",))
+    second = world.play(0, 1)
+    await turns()
+    assert sorted(world.ends["rollouts-1"].playing) == ["train-000000-001"]
+    for end in world.ends.values():
+        end.finish()
+    assert await asyncio.gather(first, second) == ["train-000000-000", "train-000000-001"]
+    await world.player.close()
+
+
+async def test_workers_hear_of_each_change_of_those_that_they_call(world: World) -> None:
+    world.generators.change("generator-0", "generator-1")
+    await turns()
+    world.generators.change("generator-1")
+    await turns()
+    for end in world.ends.values():
+        names = [[peer.name for peer in one.generators] for one in end.neighbours]
+        assert names == [["generator-0"], ["generator-0", "generator-1"], ["generator-1"]]
+        assert end.neighbours[-1].gone == {"generator-0": "generator-0 was killed"}
+    await world.player.close()
+
+
+async def test_nothing_is_played_once_a_pool_has_nothing_left(world: World) -> None:
+    play = world.play(0)
+    await turns()
+    world.generators.give_up()
+    for one in (play, world.play(1)):
+        with pytest.raises(NoReplicaLeft, match="given up"):
+            await one
+    await world.player.close()
+
+
+async def test_a_sample_waits_for_a_worker_that_is_still_starting(world: World) -> None:
+    world.workers.change()
+    play = world.play(0)
+    await turns()
+    world.workers.change("rollouts-0.2")
+    await turns()
+    world.ends["rollouts-0.2"].finish()
+    assert await play == "train-000000-000"
+    await world.player.close()
