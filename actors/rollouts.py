@@ -6,6 +6,7 @@ controller hands out samples and gets finished traces, whatever the number of tu
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
 
 
@@ -44,6 +46,8 @@ class RolloutActor(MeshActor):
         """Load the policy's tokenizer and chat format."""
         self._config = config
         self._chat = await self._cleanup.enter_async_context(open_chat(config, folder, tools))
+        # The first rendering starts the process of a foreign model's template.
+        await asyncio.to_thread(check_chat, self._chat, hints=False)
 
     @concurrent_endpoint
     async def connect(self, name: str, neighbours: Neighbours) -> None:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 STOPPED = "it was stopped"
 """Reason of a planned end, for callers that still wait for the actor."""
+STOPPED_BY_US = "stopped by client"
+"""What Monarch reports to those who wait for an actor that its process stops."""
 INFRASTRUCTURE = "infrastructure"
 """Failure class of every death; `failures` has the others."""
 
@@ -178,6 +180,8 @@ def reason_of(report: str) -> str:
         if found:
             report = rest
             break
+    if STOPPED_BY_US in report:
+        return STOPPED
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     if any("Traceback" in line for line in lines):
         lines = lines[-1:]

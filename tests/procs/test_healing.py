@@ -19,11 +19,13 @@ QUICK = {
     "run.steps": 30,
     "generator.replicas": 2,
     "environment.replicas": 2,
+    "rollouts.workers": 2,
     "supervision.heartbeat_s": 0.5,
     "supervision.hang_s": 4.0,
     "supervision.backoff_s": 0.1,
 }
-KILLED, HUNG = ("generator-0", "environment-1"), ("generator-1", "environment-0")
+KILLED = ("generator-0", "environment-1", "rollouts-0")
+HUNG = ("generator-1", "environment-0", "rollouts-1")
 
 
 def steps(run: LiveRun) -> int:

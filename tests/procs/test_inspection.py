@@ -68,14 +68,15 @@ def check_query(run: LiveRun) -> None:
 
 
 def check_scale(run: LiveRun) -> None:
-    done = composer_mesh("scale", str(run.root), "generator=2", "environment=2")
+    done = composer_mesh("scale", str(run.root), "generator=2", "environment=2", "rollouts=2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert {"generator-1", "environment-1"} <= set(tree(run))
-    assert {event["actor"] for event in run.events("pool_resized")} == {"generator", "environment"}
+    assert {"generator-1", "environment-1", "rollouts-1"} <= set(tree(run))
+    resized = {event["actor"] for event in run.events("pool_resized")}
+    assert resized == {"generator", "environment", "rollouts"}
     step = len(run.lines("metrics.jsonl"))
     run.until(lambda run: len(run.lines("metrics.jsonl")) > step + 1, "steps after the growth")
-    done = composer_mesh("scale", str(run.root), "generator=1")
-    assert (done.returncode, done.stdout) == (0, "generator: 2 -> 1\n")
+    done = composer_mesh("scale", str(run.root), "generator=1", "rollouts=1")
+    assert (done.returncode, done.stdout) == (0, "generator: 2 -> 1\nrollouts: 2 -> 1\n")
     step = len(run.lines("metrics.jsonl"))
     run.until(lambda run: len(run.lines("metrics.jsonl")) > step + 1, "steps after the shrinking")
 

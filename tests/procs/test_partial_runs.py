@@ -22,9 +22,9 @@ def test_what_generators_alone_have_stored_a_trainer_alone_can_train(
     with launched(tmp_path / "rolled", policy_cache, settings, options=["--rollout-only"]) as run:
         assert run.wait() == 0, run.stderr
     assert (
-        {"generator-0", "environment-0"}
+        {"generator-0", "environment-0", "rollouts-0"}
         <= run.pids().keys()
-        <= {"generator-0", "environment-0", "trainer"}
+        <= {"generator-0", "environment-0", "rollouts-0", "trainer"}
     )
     assert [event["fields"]["tokens"] > 0 for event in run.events("rollouts_sampled")] == [True] * 2
     assert "tokens/s" in run.stdout.splitlines()[-1]

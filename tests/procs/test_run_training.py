@@ -109,7 +109,7 @@ def test_a_channel_of_weight_zero_has_no_process_and_no_loss(
     settings["schedule.overprovision"] = 2
     with launched(tmp_path / "run", policy_cache, settings) as run:
         assert run.wait() == 0, run.stderr
-    assert run.pids().keys() == {"trainer", "generator-0", "environment-0"}
+    assert run.pids().keys() == {*("trainer", "generator-0", "environment-0", "rollouts-0")}
     (policy,) = run.events("policy_ready")
     assert policy["detail"] == str(folder)
     for step in run.objects("metrics.jsonl"):
