@@ -168,6 +168,9 @@ class World:
     def figures(self) -> dict[str, int]:
         return {}
 
+    def cached_prompts(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None: ...
 
     def check_step(self, *_: Any) -> None: ...

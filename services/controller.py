@@ -188,6 +188,7 @@ class Controller:
         metrics["time/wait_batch_s"] = collected - began
         metrics["time/train_s"] = stepped - on_snapshot
         metrics |= self._syncs.metrics() | self.ports.store.waits()
+        metrics |= self.ports.rollouts.cached_prompts()
         self.step = step + 1
         await self.ports.store.end_step(step, metrics)
         self.ports.watch.update(metrics)
@@ -202,7 +203,7 @@ class Controller:
             return planned
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
-        counts = self.ports.rollouts.figures() | self._groups.figures()
+        counts = self.ports.rollouts.retries.figures() | self._groups.figures()
         figures = {**counts, **groups.figures()}
         dropped = [group.group_id for group in groups.dropped]
         # Long steps take tenths of a second. Nothing else uses the builder meanwhile.

@@ -5,7 +5,6 @@ to a failed attempt.
 """
 
 import asyncio
-from collections import Counter
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -22,7 +21,7 @@ class Rollouts:
     def __init__(self, player: Player, retries: Retries) -> None:
         self.retries = retries
         self._player = player
-        self._tokens: Counter[str] = Counter()
+        self._tokens = (0, 0)
 
     def start(
         self, episode: Episode, group_id: int, size: int, sampling: Sampling
@@ -39,11 +38,16 @@ class Rollouts:
             for live, sample in zip(announced, samples, strict=True)
         ]
 
-    def figures(self) -> dict[str, int]:
-        """Return the counts since the last call: of failures, and of prompt tokens."""
-        tokens, self._tokens = self._tokens, Counter()
-        return self.retries.figures() | {
-            f"generator/{name}": tokens[name] for name in ("prompt_tokens", "cached_tokens")
+    def cached_prompts(self) -> dict[str, float | None]:
+        """Return how many prompt tokens this process had sampled from since the last call.
+
+        Without those of rollouts that an earlier process of the run has stored.
+        """
+        (prompt, cached), self._tokens = self._tokens, (0, 0)
+        return {
+            "generator/prompt_tokens": prompt,
+            "generator/cached_tokens": cached,
+            "generator/prefix_hit": cached / prompt if prompt else None,
         }
 
     async def close(self) -> None:
@@ -58,6 +62,6 @@ class Rollouts:
 
     async def _play(self, sample: Sample, session: str) -> Trace:
         played = await self._player.play(sample, session)
-        self._tokens["prompt_tokens"] += played.prompt_tokens
-        self._tokens["cached_tokens"] += played.cached_tokens
+        prompt, cached = self._tokens
+        self._tokens = (prompt + played.prompt_tokens, cached + played.cached_tokens)
         return played.trace

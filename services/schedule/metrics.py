@@ -97,11 +97,3 @@ def _mean(values: Sequence[float]) -> float:
 def _flat_groups(traces: Sequence[Trace]) -> int:
     """Count the groups whose rewards are all equal."""
     return sum(map(equal_rewards, by_group(traces).values()))
-
-
-def prefix_hit(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of prompt tokens that generators did not compute again, if any were sent."""
-    tokens = figures.get("generator/prompt_tokens", 0)
-    if not tokens:
-        return {}
-    return {"generator/prefix_hit": figures["generator/cached_tokens"] / tokens}

@@ -17,7 +17,7 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.late_rewards import Corrections, LateRewards, rewarded
 from composer_mesh.services.replay.pair_stream import Taken
-from composer_mesh.services.schedule.metrics import prefix_hit, step_metrics
+from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import WordedHints
 from composer_mesh.services.steps.step_manifest import (
@@ -52,7 +52,7 @@ class PlannedStep:
     def metrics(self, trained: dict[str, Any]) -> dict[str, Any]:
         """Return the step's metrics, except its durations."""
         found = step_metrics(self.batch, self.traces, self.taken, self.corrections, trained)
-        return found | dict(self.figures) | prefix_hit(self.figures)
+        return found | dict(self.figures)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ POLL_S = 0.02
 
 def untimed(step: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a step that a repetition of it has too."""
-    timed = ("time/", "store/", "weights/hidden_share")
+    timed = ("time/", "store/", "weights/hidden_share", "generator/")
     return {key: value for key, value in step.items() if not key.startswith(timed)}
 
 

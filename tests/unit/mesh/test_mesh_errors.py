@@ -61,7 +61,7 @@ def test_an_error_travels_whole(error: Exception) -> None:
         (
             "Endpoint call a.b() failed, Supervision event: actor <root>.<A a> has status: "
             "stopped: stopped by client",
-            "stopped: stopped by client",
+            "it was stopped",
         ),
         ("something else", "something else"),
         ("", "no reason was reported"),

@@ -188,7 +188,7 @@ class Life:
 
 
 def timing(key: str) -> bool:
-    return key.startswith(("time/", "store/")) or key == "weights/hidden_share"
+    return key.startswith(("time/", "store/", "generator/")) or key == "weights/hidden_share"
 
 
 async def at(moment: tuple[int, int], life: Life, resumed: bool, seed: int) -> asyncio.Task[None]:
