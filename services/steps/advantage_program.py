@@ -8,6 +8,7 @@ One line each. The first request names the function, which is imported then.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -64,4 +65,6 @@ if __name__ == "__main__":
     use_import_paths()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints is no answer
+    if isinstance(sys.stdout, io.TextIOWrapper):  # and is seen as it is printed
+        sys.stdout.reconfigure(line_buffering=True)
     main(sys.stdin.buffer, out)
