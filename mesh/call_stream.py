@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
-from composer_mesh.mesh.batches import PAUSE_S, Item, MessageBatcher, messages_of
+from composer_mesh.mesh.message_batcher import PAUSE_S, Item, MessageBatcher, messages_of
 from composer_mesh.mesh.supervision import ActorDied, MeshError, RemoteError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
 

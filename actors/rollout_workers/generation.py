@@ -7,7 +7,7 @@ once: a second equal error is raised.
 from __future__ import annotations
 
 from composer_mesh.actors.rollout_workers.peers import Peers
-from composer_mesh.actors.rollout_workers.sticky import StickyRouting
+from composer_mesh.actors.rollout_workers.sticky_routing import StickyRouting
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 

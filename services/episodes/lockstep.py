@@ -45,12 +45,12 @@ class LockstepRounds:
     def wait(self, worker: str, names: Sequence[str]) -> None:
         """Note all requests that wait at a worker, in place of those noted before."""
         self._waiting[worker] = names
-        self._check()
+        self.check()
 
     def lose(self, worker: str) -> None:
         """Forget what waits at a worker that is gone: its episodes begin again elsewhere."""
         self._waiting.pop(worker, None)
-        self._check()
+        self.check()
 
     @contextmanager
     def _counted(self, trace_id: str) -> Iterator[None]:
@@ -62,9 +62,10 @@ class LockstepRounds:
                 self._begun = False
                 self._places.clear()
                 self._groups.clear()
-            self._check()
+            self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Release the round if it is complete; call it when a generator begins to serve too."""
         noted = [name for waiting in self._waiting.values() for name in waiting]
         names = [name for name in noted if _episode(name) in self._live]  # others were cancelled
         generators = self._generators()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,9 +22,10 @@ from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import recorded_by
-from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
+from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.services.episodes.lockstep import LockstepRounds
+from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
 
@@ -143,6 +144,8 @@ class RolloutWorkers:
         for pool in (pools.workers, pools.generators, pools.environments):
             if not pool.hopeful:
                 self._give_up(pool.last_death())
+        if self._rounds is not None:
+            self._rounds.check()  # a complete round may have waited for a generator
         self._wake()
 
     def _find_open(self) -> None:
@@ -259,8 +262,6 @@ def _names(known: Neighbours) -> list[tuple[str, bool]]:
 
 
 async def _on_all(pool: Service, endpoint: str, *args: Any) -> None:
-    """Call an endpoint of each replica that serves; those that die have nothing to drop."""
-    try:
+    """Call an endpoint of each replica that serves; those that are gone have nothing to drop."""
+    with suppress(ActorDied, ServiceClosed):
         await pool.fanout(endpoint, *args)
-    except MeshError:
-        return

@@ -8,8 +8,8 @@ from typing import Any
 
 from monarch.actor import Channel
 
-from composer_mesh.mesh.batches import Item
 from composer_mesh.mesh.call_stream import CALL, StreamServer
+from composer_mesh.mesh.message_batcher import Item
 
 BOUND_S = 60.0
 

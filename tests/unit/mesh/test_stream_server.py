@@ -9,9 +9,9 @@ from typing import Any
 
 from fake_host import turns
 
-from composer_mesh.mesh.batches import Item
 from composer_mesh.mesh.call_stream import CALL, CANCEL, ERROR, LOAD, RESULT, StreamServer
 from composer_mesh.mesh.call_stream import current_caller as caller_of_call
+from composer_mesh.mesh.message_batcher import Item
 
 
 class Foreign(Exception):

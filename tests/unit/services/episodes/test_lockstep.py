@@ -160,3 +160,15 @@ async def test_without_generators_no_round_is_released_until_one_serves() -> Non
         made.rounds.wait("rollouts-0", ["train-000000-000-00"])
         await turns_of_the_loop()
         assert made.released == []
+
+
+def test_a_complete_round_waits_for_a_generator_and_starts_with_the_first() -> None:
+    generators, released = list[str](), list[Round]()
+    rounds = LockstepRounds(lambda: generators, released.append)
+    one = Sample(Episode("toolbox", "train", 0, {}), 0, 0, Sampling(1.0, 8, 64, 0))
+    rounds.announce([one])
+    rounds.wait("rollouts-0", [f"{one.trace_id}-00"])
+    assert released == []
+    generators.append("generator-0.2")
+    rounds.check()
+    assert released == [Round(0, False, {"generator-0.2": [f"{one.trace_id}-00"]})]

@@ -1,7 +1,7 @@
-"""Groups small items into few messages: the first goes at once, those that follow soon together.
+"""Batches calls and answers into few messages: the first goes at once, those soon after together.
 
-A message between processes takes about half a millisecond of CPU on either side whatever it
-carries, so the cost of a call in a busy process is that of the messages that it shares.
+Sending and receiving a message takes about 0.3 ms of CPU whatever it carries, so a call in a busy
+process costs less the more of them share one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 
 from fake_host import turns
 
-from composer_mesh.mesh.batches import MESSAGE_BYTES, Item, MessageBatcher, messages_of
+from composer_mesh.mesh.message_batcher import MESSAGE_BYTES, Item, MessageBatcher, messages_of
 
 
 def item(number: int, size: int = 1) -> Item:
