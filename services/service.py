@@ -79,6 +79,14 @@ class Service(Endpoints):
         """Return why a replica is gone."""
         return self._members.reasons.get(name, "it was stopped")
 
+    def lose(self, name: str, reason: str) -> None:
+        """Count a replica as dead that a caller without the service found to be of no use.
+
+        Its process is stopped, and replaced where dead ones are.
+        """
+        for replica in [one for one in self.replicas if one.name == name]:
+            self._members.lose(replica, reason)
+
     def on_change(self, changed: Callable[[], None]) -> None:
         """Call `changed` whenever a replica starts or stops serving."""
         self._members.dispatch.on_change(changed)

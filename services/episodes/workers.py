@@ -21,7 +21,7 @@ from composer_mesh.actors.rollout_workers.lockstep import Round
 from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
-from composer_mesh.mesh.failures import recorded_by
+from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.services.episodes.lockstep import LockstepRounds
@@ -203,20 +203,22 @@ class RolloutWorkers:
     async def _until_connected(self, worker: str, known: Neighbours) -> None:
         """Tell a worker whom it may call, again where that fails; then it may play.
 
-        A second error is recorded, and raised by each sample that the worker cannot play.
+        One that fails twice is replaced.
         """
         try:
             await self._until_gone(worker, "connect", worker, known)
-        except Exception:  # noqa: BLE001  supervision boundary: the second error is recorded
-            await self._until_gone(worker, "connect", worker, self._known or known)
-        finally:
-            if worker in self._calls and worker not in self._connected:
-                self._connected.add(worker)
-                if self._rounds is not None:
-                    waiting = self._hear_of_waiting(worker, self._rounds)
-                    self._tasks.start(f"rounds of {worker}", waiting)
-                self._find_open()
-                self._wake()
+        except Exception:  # noqa: BLE001  supervision boundary: tried once more
+            try:
+                await self._until_gone(worker, "connect", worker, self._known or known)
+            except Exception as error:  # noqa: BLE001  supervision boundary: it is replaced
+                self._pools.workers.lose(worker, f"its connect failed: {cause_of(error)}")
+        if worker in self._calls and worker not in self._connected:
+            self._connected.add(worker)
+            if self._rounds is not None:
+                waiting = self._hear_of_waiting(worker, self._rounds)
+                self._tasks.start(f"rounds of {worker}", waiting)
+            self._find_open()
+            self._wake()
 
     async def _until_gone(self, worker: str, endpoint: str, *args: Any) -> None:
         """Call a worker; nothing is left to do where it dies of it."""

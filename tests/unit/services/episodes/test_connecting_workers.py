@@ -35,15 +35,30 @@ class Member:
 
 @dataclass
 class Pool:
-    """A pool whose members never change."""
+    """A pool whose members change only when one is lost."""
 
     replicas: list[Member]
     hopeful: bool = True
+    changed: list[Callable[[], None]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def lose(self, name: str, reason: str) -> None:
+        self.lost.append(f"{name}: {reason}")
+        self.replicas = [one for one in self.replicas if one.name != name]
+        for changed in self.changed:
+            changed()
+
+    def reason(self, name: str) -> str:
+        return f"{name} is gone"
+
+    async def fanout(self, *_: Any) -> list[Any]:
+        return []
 
     def members(self) -> list[Member]:
         return self.replicas
 
-    def on_change(self, changed: Callable[[], None]) -> None: ...
+    def on_change(self, changed: Callable[[], None]) -> None:
+        self.changed.append(changed)
 
 
 @dataclass
@@ -70,6 +85,10 @@ Events = asyncio.Queue[str]
 
 
 def workers_of(events: Events, *workers: Worker) -> RolloutWorkers:
+    return pool_and_workers(events, *workers)[1]
+
+
+def pool_and_workers(events: Events, *workers: Worker) -> tuple[Pool, RolloutWorkers]:
     by_name = {one.name: one for one in workers}
     mine = Pool([Member(name) for name in by_name])
     others = [Pool([Member("generator-0")]), Pool([Member("environment-0")])]
@@ -78,12 +97,13 @@ def workers_of(events: Events, *workers: Worker) -> RolloutWorkers:
     def record(kind: str, _: str, detail: str, /, **__: Any) -> None:
         events.put_nowait(f"{kind} {detail}")
 
-    return RolloutWorkers(
+    made = RolloutWorkers(
         pools,
         record,
         lockstep=False,
         open_stream=lambda name, _: by_name[name],
     )
+    return mine, made
 
 
 def sample() -> Sample:
@@ -101,10 +121,12 @@ async def test_a_worker_whose_connection_failed_once_is_connected_again_before_i
     await workers.close()
 
 
-async def test_a_worker_that_cannot_be_connected_is_recorded_and_holds_no_sample_back() -> None:
-    events = Events()
-    workers = workers_of(events, Worker("rollouts-0", [RuntimeError("no"), RuntimeError("never")]))
+async def test_a_worker_that_cannot_be_connected_is_replaced_and_plays_nothing() -> None:
+    errors: list[Exception] = [RuntimeError("no"), RuntimeError("never")]
+    broken, good = Worker("rollouts-0", errors), Worker("rollouts-1")
+    pool, workers = pool_and_workers(Events(), broken, good)
     async with asyncio.timeout(BOUND_S):
-        await workers.play(sample(), "one")
-        assert await events.get() == "task_failed connecting rollouts-0: RuntimeError: never"
+        assert cast(str, await workers.play(sample(), "one")) == "rollouts-1"
+    assert "play" not in broken.called
+    assert pool.lost == ["rollouts-0: its connect failed: RuntimeError: never"]
     await workers.close()
