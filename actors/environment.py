@@ -1,19 +1,28 @@
-"""The environment actor: holds the sessions of running episodes and steps them.
+"""The environment actor: holds the sessions of running episodes, steps and scores them.
 
-The task defines what an action does; its tool calls run here, in a process without models.
+The task's own code runs here, in a process without models, on an event loop and threads of its own:
+whatever it does, this actor goes on answering.
 """
 
 import asyncio
-from typing import ClassVar
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.actor import MeshActor, end_this_process
+from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_stream import current_caller
-from composer_mesh.rollouts.task_choice import make_task
-from composer_mesh.rollouts.tasks import Episode, Session, StepResult, Task
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.calls import Calls, in_a_thread
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.task_loop import TaskLoop, TaskLoopBlocked
+
+T = TypeVar("T")
 
 
 class UnknownSession(KeyError):
@@ -23,35 +32,39 @@ class UnknownSession(KeyError):
 class EnvironmentActor(MeshActor):
     """One process with many sessions.
 
-    rollouts -- action text --> EnvironmentActor -- messages, reward, error site --> rollouts
+    rollouts -- action text --> EnvironmentActor -- messages, error site, outcome --> rollouts
 
-    The task runs in threads, one call per session at a time, so the actor stays responsive.
+    One call per session at a time. A task that blocks its event loop ends this process.
     """
 
     kind: ClassVar[str] = "environment"
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, RunningEpisode] = {}
         self._callers: dict[str, str] = {}
+        self._closing = BackgroundTasks(told_to_loop)
 
     @concurrent_endpoint
     async def load(self, config: Config) -> None:
         """Load the task's data."""
+        self._limit_s = config.environment.call_s
+        self._calls = Calls(in_a_thread, self._limit_s)
+        self._loop = TaskLoop()
         self._task: Task = await asyncio.to_thread(make_task, config)
 
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
-        session = await asyncio.to_thread(self._task.session, episode)
+        session, messages = await self._run(self._begun(episode))
         self._sessions[session_id] = session
         self._callers[session_id] = current_caller.get()
         self._count()
-        return session.messages
+        return messages
 
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
-        return await asyncio.to_thread(self._session(session_id).step, text)
+        return await self._run(self._session(session_id).step(text))
 
     @concurrent_endpoint
     async def state(self, session_id: str, turn: int) -> list[Message]:
@@ -59,11 +72,11 @@ class EnvironmentActor(MeshActor):
         return self._session(session_id).state(turn)
 
     @concurrent_endpoint
-    async def finish(self, session_id: str) -> list[Message]:
-        """Close a session, ended or not; return its complete conversation."""
-        messages = self._session(session_id).messages
+    async def finish(self, session_id: str) -> Outcome:
+        """Score and close a session, ended or not; return its conversation and its reward."""
+        outcome = await self._run(self._session(session_id).outcome())
         self._drop(session_id)
-        return messages
+        return outcome
 
     @concurrent_endpoint
     async def forget(self, session_id: str) -> None:
@@ -80,12 +93,32 @@ class EnvironmentActor(MeshActor):
     def in_use(self) -> int:
         return len(self._sessions)
 
+    async def _begun(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
+        what = f"making {episode.split} episode {episode.index} of task {self._task.name!r}"
+        if not episode.payload:
+            episode = await self._calls(what, self._task.episode, episode.split, episode.index)
+        session = RunningEpisode(self._task, episode, self._calls)
+        try:
+            return session, await session.begin()
+        except BaseException:
+            await session.close()
+            raise
+
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await self._loop.run(work, self._limit_s)
+        except TaskLoopBlocked as blocked:
+            end_this_process(blocked)
+            raise
+
     def _drop(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+        session = self._sessions.pop(session_id, None)
         self._callers.pop(session_id, None)
+        if session is not None:
+            self._closing.start(f"closing {session_id}", self._run(session.close()))
         self._count()
 
-    def _session(self, session_id: str) -> Session:
+    def _session(self, session_id: str) -> RunningEpisode:
         if session_id not in self._sessions:
             raise UnknownSession(f"{session_id} is not open here: begin it first")
         return self._sessions[session_id]

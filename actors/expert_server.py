@@ -13,7 +13,7 @@ from composer_mesh.actors.experts.panel import Expert, ExpertPanel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.interface import cluster_address
-from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.tasks.loading import make_task
 
 
 class ExpertServerActor(MeshActor):

@@ -17,12 +17,12 @@ from simulated_time import SimulatedLoop
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split, Trace, Turn
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.ports import MayTrain
+from composer_mesh.tasks.heldout import heldout_indices
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def play(
     config = Config.model_validate(
         {
             "run": {"name": "simulated", "steps": steps},
-            "data": {"kind": "toolbox"},
+            "data": {"task": "toolbox"},
             "schedule": {"prompts_per_step": prompts, "group_size": size, "max_lag": max_lag},
             "trainer": {"checkpoint_every": int(exposes)},
             "eval": {"episodes": 1},

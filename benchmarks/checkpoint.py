@@ -49,7 +49,7 @@ def config(sizes: dict[str, int]) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "checkpoint", "seed": 1, "steps": 1000},
-            "data": {"kind": "toolbox"},
+            "data": {"task": "toolbox"},
             "policy": policy,
             "trainer": {"microbatch_tokens": 4 * TOKENS},
             "sdpo": {"alpha": 0.0},

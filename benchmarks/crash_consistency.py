@@ -34,8 +34,8 @@ from crash_provider import COMPLETION_USD, PROMPT_USD, Provider
 from report import Report, arguments
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.rollouts.task_choice import make_task
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 KEY_ENV, KEY = "CRASH_TEACHER_KEY", "sk-benchmark-0123456789abcdef"
 TEACHERS = ("careful", "ordinary", "hasty")

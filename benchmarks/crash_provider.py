@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from composer_mesh.actors.experts.panel import Expert, ExpertPanel
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPT_USD, COMPLETION_USD = 1e-6, 1e-5
 """Prices per token."""

@@ -39,7 +39,6 @@ from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.rollouts.episode import Sampling  # noqa: E402
 from composer_mesh.rollouts.tasks import Episode  # noqa: E402
-from composer_mesh.rollouts.toolbox import ToolboxTask  # noqa: E402
 from composer_mesh.services import service  # noqa: E402
 from composer_mesh.services.episodes.retries import Retries  # noqa: E402
 from composer_mesh.services.episodes.rollout import Rollouts  # noqa: E402
@@ -47,6 +46,7 @@ from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.pool.restarts import RestartRules  # noqa: E402
 from composer_mesh.services.run.preload import PRELOAD  # noqa: E402
 from composer_mesh.services.service import Service  # noqa: E402
+from composer_mesh.tasks.toolbox import ToolboxTask  # noqa: E402
 
 RATE = 300.0
 """Turns a second, which leaves two cores time to spare."""
@@ -131,7 +131,7 @@ def config_of(level: Level) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "rollouts", "steps": 1, "deadline_s": 3600.0},
-            "data": {"kind": "toolbox"},
+            "data": {"task": "toolbox"},
             "policy": {"max_context": room, "vocab_size": 512},
             "generator": {"max_new_tokens": level.tokens},
             "trainer": {"microbatch_tokens": room},
@@ -225,7 +225,7 @@ class Bench:
 
 async def measure(level: Level) -> Found:
     """Start the processes of a level, measure it and end them."""
-    config, task = config_of(level), ToolboxTask(seed=0, penalty=0.0)
+    config, task = config_of(level), ToolboxTask.create()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer_folder(task, folder)

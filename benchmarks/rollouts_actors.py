@@ -8,7 +8,7 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 
 WORDS = ("the", "tool", "returned", "value", "count", "sum", "of", "orders", "42", "17", "error")
@@ -52,7 +52,7 @@ class SleepingEnvironment(MeshActor):
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a session."""
         self._turns[session_id] = 0
-        return [{"role": "user", "content": f"{episode.payload['question']} {self._result}"}]
+        return [{"role": "user", "content": f"Episode {episode.index} {self._result}"}]
 
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
@@ -62,13 +62,17 @@ class SleepingEnvironment(MeshActor):
         done = self._turns[session_id] >= self._last
         content = f"{len(text)} {self._result}"
         answer: list[Message] = [{"role": "tool", "content": content, "tool_call_id": "call_0"}]
-        return StepResult(answer, done, 1.0 if done else 0.0, done, None)
+        return StepResult(answer, done, None)
 
     @concurrent_endpoint
-    async def finish(self, session_id: str) -> list[Message]:
+    async def finish(self, session_id: str) -> Outcome:
         """Close a session; a real one would return its conversation."""
         del self._turns[session_id]
-        return [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "done"}]
+        said: list[Message] = [
+            {"role": "user", "content": "asked"},
+            {"role": "assistant", "content": "done"},
+        ]
+        return Outcome(said, 1.0, True)
 
     @concurrent_endpoint
     async def forget(self, session_id: str) -> None:

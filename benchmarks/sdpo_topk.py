@@ -29,10 +29,10 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.hint_writing import verified_answer
 from composer_mesh.services.store.reading import RunReader
+from composer_mesh.tasks.loading import make_task
 
 KEPT = (1, 4, 16, 64)
 FULL, TOPK = "sdpo.teacher_output=full", "sdpo.teacher_output=topk"

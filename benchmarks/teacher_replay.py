@@ -38,8 +38,10 @@ from composer_mesh.rollouts.pairs import (  # noqa: E402
     TeacherAnswer,
     TeacherReply,
 )
-from composer_mesh.rollouts.toolbox import ToolboxTask  # noqa: E402
 from composer_mesh.services import service  # noqa: E402
+from composer_mesh.tasks.sync_session import SyncSession  # noqa: E402
+from composer_mesh.tasks.task import TaskSettings  # noqa: E402
+from composer_mesh.tasks.toolbox import ToolboxTask  # noqa: E402
 
 REPLICAS, TEACHERS = 4, ("a", "b", "c")
 KEY_ENV = "BENCHMARK_TEACHER_KEY"
@@ -53,8 +55,8 @@ Answered = dict[str, tuple[list[TeacherReply], float]]
 
 def states_of(count: int) -> tuple[ToolboxTask, list[FrozenState]]:
     """Return the initial states of this many episodes."""
-    task = ToolboxTask(seed=0, penalty=0.1)
-    openings = (task.session(task.episode("train", index)).state(0) for index in range(count))
+    task = ToolboxTask.create(TaskSettings(seed=0, tool_error_penalty=0.1))
+    openings = (SyncSession(task, task.episode("train", index)).state(0) for index in range(count))
     return task, [FrozenState(f"state-{n}", opening, n) for n, opening in enumerate(openings)]
 
 

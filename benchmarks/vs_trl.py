@@ -37,7 +37,7 @@ from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.tasks.loading import make_task
 
 HERE = Path(__file__).resolve().parent
 PRESET = HERE.parent / "configs" / "quickstart.toml"

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.tasks import Episode, Session, Task
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import Task
 
 Sample = Callable[[list[list[int]]], list[list[int]]]
 """Answers a batch of contexts, each up to and including its stop token."""
@@ -43,7 +45,7 @@ class Player:
 
     def play(self, episodes: Sequence[Episode], sample: Sample) -> list[Played]:
         """Play every episode to its end."""
-        sessions = [self._task.session(episode) for episode in episodes]
+        sessions = [SyncSession(self._task, episode) for episode in episodes]
         played = [Played(self._chat.first_prompt(session.messages)) for session in sessions]
         live = list(range(len(episodes)))
         while live := [place for place in live if len(played[place].context) < self._context]:
@@ -52,13 +54,14 @@ class Player:
             live = [p for p, answer in turns if self._turn(sessions[p], played[p], answer)]
         return played
 
-    def _turn(self, session: Session, played: Played, answer: list[int]) -> bool:
+    def _turn(self, session: SyncSession, played: Played, answer: list[int]) -> bool:
         """Apply one answer, up to the context limit; return whether the episode continues."""
         answer = answer[: self._context - len(played.context)]
         played.add(answer, sampled=True)
         step = session.step(self._chat.action_text(answer))
         if step.done:
-            played.reward, played.success = step.reward, step.success
+            outcome = session.outcome()
+            played.reward, played.success = outcome.reward, outcome.success
             return False
         closed = bool(answer) and answer[-1] == self._chat.stop_id
         played.add(self._chat.continuation(step.messages, closed), sampled=False)

@@ -33,7 +33,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import GrpoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.tasks.loading import make_task
 
 
 class Rollouts:

@@ -5,14 +5,23 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from composer_mesh.configs.schema import Config
+from composer_mesh.configs.schema import Config, DataConfig
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_whole_paths(config: Config, folder: Path | None = None) -> Config:
     """Return the config with absolute paths, resolved against `folder` or the cwd."""
-    return _section(config, folder or Path.cwd())
+    folder = folder or Path.cwd()
+    whole = _section(config, folder)
+    return whole.model_copy(update={"data": _with_task_file(whole.data, folder)})
+
+
+def _with_task_file(data: DataConfig, folder: Path) -> DataConfig:
+    file, _, name = data.task.rpartition(":")
+    if not file.endswith(".py"):
+        return data
+    return data.model_copy(update={"task": f"{folder / file}:{name}"})
 
 
 def _section(section: Model, folder: Path) -> Model:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 RETIRED_KEYS: Mapping[str, str] = {
     "agreement": "logprob_mismatch",
+    "data.kind": "data.task",
     "grpo": "loss",
     "grpo.advantage": "advantage.scale",
     "grpo.clip_high": "loss.clip_high",

@@ -3,7 +3,7 @@
 Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from composer_mesh.configs.base import (
     Count,
     CountOrZero,
     FilePath,
+    FreeTable,
     NotNegative,
     Processes,
     Seconds,
@@ -66,26 +67,34 @@ class RunConfig(Section):
 class DataConfig(Section):
     """Source of the episodes."""
 
-    kind: Literal["toolbox", "gsm8k"]
-    """"toolbox": episodes made from the seed; "gsm8k": math word problems from a JSONL file."""
+    task: Annotated[str, Field(min_length=1, max_length=1000)]
+    """The task: "toolbox" (episodes made from the seed), "gsm8k" (math word problems from a JSONL
+    file), or a class of your own, as "my_package.my_task:MyTask" or "my_task.py:MyTask".
+
+    A module is searched in run.import_paths too; a file is relative to the working directory."""
+
+    options: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of your task's class."""
 
     path: FilePath | None = None
-    """The JSONL file of gsm8k, relative to the working directory."""
+    """File of the task's rows (.jsonl, .json, .parquet, or a folder that datasets.save_to_disk
+    wrote), relative to the working directory."""
 
     heldout_every: Annotated[int, Field(ge=2, le=MOST)] = 5
-    """Every n-th row of the file is held out for evaluation (gsm8k)."""
+    """Every n-th different row of the file is held out for evaluation."""
 
     @model_validator(mode="after")
-    def _path_fits_the_kind(self) -> Self:
-        if self.kind == "gsm8k" and self.path is None:
+    def _path_fits_the_task(self) -> Self:
+        if self.task == "gsm8k" and self.path is None:
             raise ValueError(
-                "path is not set but kind is 'gsm8k', which reads one JSONL file: "
+                "path is not set but task is 'gsm8k', which reads one JSONL file: "
                 "set data.path, for example --set data.path=FILE.jsonl"
             )
-        if self.kind == "toolbox" and self.path is not None:
+        if self.task == "toolbox" and (self.path is not None or self.options):
+            found = "options are set" if self.path is None else f"path is {str(self.path)!r}"
             raise ValueError(
-                f"path is {str(self.path)!r} but kind is 'toolbox', which makes its own episodes: "
-                "remove path or set kind to 'gsm8k'"
+                f"{found} but task is 'toolbox', which makes its own episodes: "
+                f"remove {found.split()[0]} or name another task"
             )
         return self
 
@@ -100,7 +109,10 @@ class EnvironmentConfig(Section):
     """Number of assistant turns after which an episode ends unsolved."""
 
     tool_error_penalty: Share = 0.0
-    """Reward penalty for each failed tool call; the reward never falls below 0."""
+    """Reward penalty for each failed tool call; it takes no reward below 0."""
+
+    call_s: Seconds = 60.0
+    """Seconds that one call of a task's tool, reward or other function may take."""
 
 
 class LateRewardsConfig(Section):

@@ -123,7 +123,7 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
         ),
         ActorRow(
             "environment",
-            f"steps {config.data.kind} episodes, verifies answers, finds error sites",
+            f"steps {config.data.task} episodes, verifies answers, finds error sites",
             replicas=config.environment.replicas,
             threads=1,
         ),

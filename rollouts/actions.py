@@ -18,14 +18,21 @@ The rules, which users may rely on:
 
 import json
 import math
+import re
 import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from composer_mesh.rollouts.session import read_answer
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 
 _END_OF_THOUGHT = "</think>"
+_ANSWER = re.compile(r"Answer:\s*(-?[\d,]*\.?\d+)\s*$")
+
+
+def read_answer(text: str) -> float | None:
+    """Return the number after a final `Answer:`, or None if there is none."""
+    match = _ANSWER.search(text.strip()[-80:])
+    return float(match[1].replace(",", "")) if match else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, rounds
-from composer_mesh.rollouts.hints import TEMPLATES
+from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 
@@ -138,11 +138,12 @@ class HintedSites:
 def hinted_sites(
     traces: Sequence[Trace],
     chat: ChatFormat,
-    answer_of: Callable[[Trace], str],
+    answer_of: Callable[[Trace], str | None],
     limit: int,
     max_context: int,
     config: HintsConfig | None = None,
     written: Mapping[Place, Written] | None = None,
+    templates: HintTemplates = TEMPLATES,
 ) -> HintedSites:
     """Return the first `limit` hinted turns of the traces, as the student and the teacher see them.
 
@@ -151,7 +152,7 @@ def hinted_sites(
     that one trace with many errors does not fill the step. `written` maps places to texts of a hint
     writer.
     """
-    sources = hint_sources(chat, answer_of, config or HintsConfig(), written or {})
+    sources = hint_sources(chat, answer_of, config or HintsConfig(), written or {}, templates)
     groups = by_group(traces)
     found = HintedSites([], HintCounts())
     for trace, turn in rounds(traces, lambda trace: sources.turns(trace, groups[trace.group_id])):
@@ -166,12 +167,13 @@ def hinted_sites(
 
 def hint_sources(
     chat: ChatFormat,
-    answer_of: Callable[[Trace], str],
+    answer_of: Callable[[Trace], str | None],
     config: HintsConfig,
     written: Mapping[Place, Written],
+    templates: HintTemplates = TEMPLATES,
 ) -> HintSources:
-    """Build the configured hint sources, with the config's templates added to the built-in ones."""
-    templates = TEMPLATES.extended(config.templates) if config.templates else TEMPLATES
+    """Build the configured hint sources, with the config's templates added to those of the task."""
+    templates = templates.extended(config.templates) if config.templates else templates
     return HintSources(config, answer_of, chat.content_tokens, templates, written)
 
 

@@ -12,8 +12,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.tasks import Episode, StepResult
-from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,6 @@ class _Growing:
     sites: list[ErrorSite] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
-    reward: float = 0.0
-    success: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -78,8 +76,6 @@ class _Growing:
     def judge(self, step: StepResult) -> None:
         if step.error is not None:
             self.sites.append(step.error)
-        if step.done:
-            self.reward, self.success = step.reward, step.success
 
 
 @dataclass(frozen=True)
@@ -148,8 +144,8 @@ class EpisodePlayer:
                 break
             closed = growing.turns[-1].stop_reason == "stop"
             growing.read(self._chat.continuation(step.messages, closed))
-        conversation = await self._environments.finish(session)
-        trace = _trace(sample, growing, conversation)
+        outcome = await self._environments.finish(session)
+        trace = _trace(sample, growing, outcome)
         return Played(trace, growing.prompt_tokens, growing.cached_tokens)
 
     def _request(self, sample: Sample, growing: _Growing, room: int) -> GenerationRequest:
@@ -187,7 +183,7 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8]) >> 1
 
 
-def _trace(sample: Sample, growing: _Growing, conversation: list[Message]) -> Trace:
+def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
     episode = sample.episode
     return Trace(
         sample.trace_id,
@@ -197,8 +193,10 @@ def _trace(sample: Sample, growing: _Growing, conversation: list[Message]) -> Tr
         episode.split,
         episode.index,
         growing.turns,
-        conversation,
-        growing.reward,
-        growing.success,
+        outcome.messages,
+        outcome.reward,
+        outcome.success,
         growing.sites,
+        dict(outcome.rewards),
+        outcome.answer,
     )

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 
 
@@ -20,6 +20,6 @@ class Environments(Protocol):
 
     async def step(self, session_id: str, text: str) -> StepResult: ...
 
-    async def finish(self, session_id: str) -> list[Message]: ...
+    async def finish(self, session_id: str) -> Outcome: ...
 
     def abandon(self, session_id: str) -> None: ...

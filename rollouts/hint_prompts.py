@@ -56,7 +56,9 @@ class HintReply:
     reason: str = ""
 
 
-def hint_request(trace: Trace, site: ErrorSite, plain: str, answer: str) -> HintRequest | None:
+def hint_request(
+    trace: Trace, site: ErrorSite, plain: str, answer: str | None
+) -> HintRequest | None:
     """Build the writer's request for an error site; None if it would contain the answer."""
     said = exchanges(trace)
     action, reply = said[site.turn] if site.turn < len(said) else ({"role": "assistant"}, None)
@@ -67,7 +69,7 @@ def hint_request(trace: Trace, site: ErrorSite, plain: str, answer: str) -> Hint
         "environment_answered": _bounded(str((reply or {}).get("content") or "")),
         "plain_hint": _bounded(plain.removeprefix(PREFIX)),
     }
-    if any(holds_answer(text, answer) for text in _strings(asked)):
+    if answer is not None and any(holds_answer(text, answer) for text in _strings(asked)):
         return None
     content = json.dumps(asked, ensure_ascii=False)
     return HintRequest(

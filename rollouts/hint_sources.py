@@ -59,7 +59,7 @@ class HintSources:
     """
 
     config: HintsConfig
-    answer_of: Callable[[Trace], str]
+    answer_of: Callable[[Trace], str | None]
     tokens: Callable[[str], int]
     templates: HintTemplates
     written: Mapping[Place, Written] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class HintSources:
         trace: Trace,
         turn: int,
         group: Sequence[Trace],
-        answer: str,
+        answer: str | None,
         counts: HintCounts,
     ) -> Iterator[Hint]:
         if source == "error":
@@ -164,7 +164,7 @@ def _sibling_turn(trace: Trace) -> int:
     return min((site.turn for site in trace.error_sites), default=len(trace.turns) - 1)
 
 
-def _sibling(trace: Trace, group: Sequence[Trace], answer: str) -> Iterator[Hint]:
+def _sibling(trace: Trace, group: Sequence[Trace], answer: str | None) -> Iterator[Hint]:
     sibling = chosen_sibling(trace, group)
     text = sibling_hint(sibling, answer) if sibling is not None else None
     if text is not None:

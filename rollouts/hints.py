@@ -87,6 +87,8 @@ TEMPLATES = HintTemplates(
         "unknown_unit": "Units convert only so: {units}.",
         "division_by_zero": "Do not divide by zero; check the order.",
         "overflow": "Numbers go up to {limit}.",
+        "tool_timeout": "{tool} takes too long for this. Ask it for less.",
+        "tool_error": "The call failed: {text}",
         "wrong_answer": "{answer} is wrong. Do every step, then copy the last result.",
         "no_answer": "Do not give up. Call the next tool.",
     }

@@ -34,7 +34,7 @@ def chosen_sibling(failed: Trace, group: Sequence[Trace]) -> Trace | None:
     return min(others, key=lambda t: (-t.reward, len(t.turns), t.sample), default=None)
 
 
-def sibling_hint(sibling: Trace, answer: str) -> str | None:
+def sibling_hint(sibling: Trace, answer: str | None) -> str | None:
     """Return the hint from a sibling; None if it made no call before its answer.
 
     Raises HintLeak if its first line already contains the answer.
@@ -42,9 +42,9 @@ def sibling_hint(sibling: Trace, answer: str) -> str | None:
     lines: list[str] = []
     every = list(_worked(sibling))
     for call, result in every:
-        if holds_answer(call, answer):
+        if answer is not None and holds_answer(call, answer):
             break
-        if holds_answer(result, answer):
+        if answer is not None and holds_answer(result, answer):
             lines.append(call)
             break
         lines.append(f"{call} gave {result}")

@@ -1,65 +1,48 @@
-"""Protocols of a task: seeded episodes, step-wise sessions, and an expert for demonstrations.
+"""Episodes as rollouts see them: which one it is, the result of an action, and the outcome.
 
-The tasks are in modules of their own; `task_choice` creates one.
+What an episode is made of is up to its task (`composer_mesh.tasks`).
 """
 
-import random
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A complete problem: the same episode gives the same session in any process."""
+    """A problem: the same episode gives the same session in any process.
+
+    `payload` is the task's row. The environment that plays the episode fills it in; elsewhere it
+    may be empty.
+    """
 
     task: str
     split: Split
     index: int
-    payload: dict[str, Any]
+    payload: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of an action. `messages` are new to the agent; `reward` counts once, at `done`."""
+    """Result of an action. `messages` are new to the agent; `error` is set if the action failed."""
 
     messages: list[Message]
     done: bool
-    reward: float
-    success: bool
     error: ErrorSite | None
 
 
-class Session(Protocol):
-    """One running episode. `state(t)` is exactly what the agent saw before its action t."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished episode: its conversation and how it was scored.
 
-    @property
-    def messages(self) -> list[Message]: ...
+    `rewards` are the values of the task's reward functions by name, before weights. `answer` is the
+    verified answer that no hint may contain; None if the task states none.
+    """
 
-    def step(self, text: str) -> StepResult: ...
-
-    def state(self, turn: int) -> list[Message]: ...
-
-
-class Task(Protocol):
-    """A family of episodes. Training and held-out episodes never share a problem."""
-
-    name: str
-    tools: list[dict[str, Any]]
-
-    def episode(self, split: Split, index: int) -> Episode: ...
-
-    def session(self, episode: Episode) -> Session: ...
-
-    def answer(self, episode: Episode) -> str:
-        """Return the verified answer in the form in which a hint would leak it."""
-        ...
-
-    def expert(self, messages: list[Message]) -> str:
-        """Return the text of the correct action, derived from the messages alone."""
-        ...
-
-    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        """Return the text of a realistic wrong action for the same messages."""
-        ...
+    messages: list[Message]
+    reward: float
+    success: bool
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None

@@ -5,7 +5,7 @@ never tokenized again.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter
@@ -59,7 +59,8 @@ class Turn:
 
     `context_ids` are the ids added since the previous action (turn 0: the complete prompt), so a
     trace is the concatenation of its turns. `action_ids`, `logprobs` (nats, of the distribution
-    sampled from) and `versions` (policy version of each token) have equal length.
+    sampled from) and `versions` (policy version of each token) have equal length. A turn that is
+    not `trained` is only context for the policy loss.
     """
 
     context_ids: list[int]
@@ -67,6 +68,7 @@ class Turn:
     logprobs: list[float]
     versions: list[int]
     stop_reason: StopReason
+    trained: bool = True
 
     def __post_init__(self) -> None:
         lengths = (len(self.action_ids), len(self.logprobs), len(self.versions))
@@ -79,7 +81,7 @@ class Turn:
     def __reduce__(self) -> Any:
         """Return what pickle needs, in a fraction of the time that it takes for a dataclass."""
         ids = (self.context_ids, self.action_ids)
-        return Turn, (*ids, self.logprobs, self.versions, self.stop_reason)
+        return Turn, (*ids, self.logprobs, self.versions, self.stop_reason, self.trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,10 @@ class Trace:
     """A finished episode of one sample.
 
     `group_id` counts prompt groups in order of admission, `sample` counts within the group.
-    `messages` is the complete conversation as the environment saw it.
+    `messages` is the complete conversation as the environment saw it. `rewards` are the values of
+    the task's reward functions by name, before weights; `answer` is its verified answer, which no
+    hint may contain. `others` are further trajectories of the same episode, such as those of
+    sub-agents, each with a reward of its own.
     """
 
     trace_id: str
@@ -101,6 +106,15 @@ class Trace:
     reward: float
     success: bool
     error_sites: list[ErrorSite]
+    rewards: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    others: list["Trace"] = field(default_factory=list)
+
+    def trajectories(self) -> list["Trace"]:
+        """Return all trajectories of the episode, each as a trace without others."""
+        if not self.others:
+            return [self]
+        return [replace(self, others=[]), *self.others]
 
     def token_ids(self) -> list[int]:
         """Return all ids of the episode in order: context, action, context, action, …"""

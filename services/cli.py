@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
 from composer_mesh.services.commands import clusters, inspection, training
@@ -28,6 +27,7 @@ from composer_mesh.services.replay.post_reward import LateRewardError
 from composer_mesh.services.schedule.signals import CommandSignals, Interrupted
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
+from composer_mesh.tasks.gsm8k_rows import DataError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 

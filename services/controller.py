@@ -28,7 +28,6 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
@@ -44,6 +43,7 @@ from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
 from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import manifest_to_json
+from composer_mesh.tasks.task import Task
 
 
 @dataclass(frozen=True)

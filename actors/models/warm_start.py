@@ -21,9 +21,9 @@ from composer_mesh.actors.models.policy import build_model, build_tokenizer, fra
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.demonstrations import Demonstration, conversations, encode
 from composer_mesh.rollouts.packing import microbatches
-from composer_mesh.rollouts.tasks import Task
+from composer_mesh.tasks.demonstrations import Demonstration, conversations, encode
+from composer_mesh.tasks.task import Task
 
 CACHE_FORMAT = 3
 FORWARD_TOKENS = 1024

@@ -12,7 +12,7 @@ from typing import Any
 from composer_mesh.actors.rollout_workers.peers import Peers
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
-from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 
 
@@ -39,11 +39,11 @@ class PeerEnvironments:
         result: StepResult = await self._call(session_id, "step", text)
         return result
 
-    async def finish(self, session_id: str) -> list[Message]:
-        """End a session; return its complete conversation."""
-        messages: list[Message] = await self._call(session_id, "finish")
+    async def finish(self, session_id: str) -> Outcome:
+        """End a session; return its conversation and how it was scored."""
+        outcome: Outcome = await self._call(session_id, "finish")
         self._leave(session_id)
-        return messages
+        return outcome
 
     def abandon(self, session_id: str) -> None:
         """Drop a failed session; notify its actor in the background, if it is still serving."""

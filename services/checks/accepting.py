@@ -11,11 +11,11 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, set_umask
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
+from composer_mesh.tasks.loading import make_task
 
 
 class UsageError(Exception):

@@ -20,8 +20,6 @@ from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.planning.mesh_layout import plan_mesh
-from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
 from composer_mesh.services.checks.accepting import (
     UsageError,
@@ -38,6 +36,8 @@ from composer_mesh.services.directory.resume import RunFinished, may_be_resumed,
 from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.inspection.plan_table import print_plan
 from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
+from composer_mesh.tasks.loading import make_task
 
 
 def check(arguments: argparse.Namespace) -> int:

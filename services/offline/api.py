@@ -27,7 +27,6 @@ from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.consensus import decide
 from composer_mesh.rollouts.pair_records import pair_record
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, StudentState, TeacherReply
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tool_calls import message_text
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.offline.config import offline_config, openrouter_teacher
@@ -37,6 +36,7 @@ from composer_mesh.services.offline.session import opened_panel
 from composer_mesh.services.offline.teacher_client import TeacherClient
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.replay.teacher_settings import CACHE_FILE
+from composer_mesh.tasks.loading import make_task
 
 __all__ = [
     "ReplayRefused",

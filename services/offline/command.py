@@ -20,8 +20,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.task_choice import make_task
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.offline.config import offline_config
 from composer_mesh.services.offline.index import TraceIndex
@@ -49,6 +47,8 @@ from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.offline.view import ReplayView
 from composer_mesh.services.schedule.signals import NUMBERS, CommandSignals
 from composer_mesh.services.schedule.stopping import Stopping, until_interrupted
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.task import Task
 
 NOBODY_ANSWERED, SHORT_OF_BUDGET = 1, 3
 

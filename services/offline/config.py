@@ -17,6 +17,7 @@ from composer_mesh.mesh.untrusted_json import MIB
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
 from composer_mesh.services.store.signatures import is_signed
+from composer_mesh.tasks.loading import BUILT_IN
 
 ON = 1.0
 """Weight for a channel that was off in the run; no offline figure depends on it."""
@@ -111,7 +112,7 @@ def merged(table: Table, over: Table) -> Table:
 
 def _of_run(traces: Origin) -> Table:
     if traces.run is None:
-        return {"run": {"name": "replay", "steps": 1}, "data": {"kind": traces.task}}
+        return {"run": {"name": "replay", "steps": 1}, "data": {"task": traces.task}}
     own = _own_config(traces.run / CONFIG_FILE)
     written = read_table(traces.run / CONFIG_FILE) if own is None else own
     table = {name: section for name, section in written.items() if name in READ}
@@ -139,7 +140,17 @@ def _without_decisions(table: Table) -> Table:
     left_out = DECISIONS if builtin else {*DECISIONS, "teachers"}
     kept = {key: value for key, value in replay.items() if key not in left_out}
     _section(table, "policy").pop("cache_dir", None)
+    _refuse_code(_section(table, "data"))
     return {**table, "replay": kept}
+
+
+def _refuse_code(data: Table) -> None:
+    """Raise ReplayRefused where a stranger's config names a task that would be imported."""
+    if data.get("task") not in BUILT_IN:
+        raise ReplayRefused(
+            f"the run of another account names the task {str(data.get('task'))[:80]!r}, whose code "
+            "would be run: copy its config, read that code, and name the copy with --teachers"
+        )
 
 
 def _is_file(teachers: str) -> bool:

@@ -23,9 +23,9 @@ from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.replay.teacher_settings import panel_settings
+from composer_mesh.tasks.task import Task
 
 UNSERVED = "http://127.0.0.1:9/v1"
 """Placeholder for the builtin teachers' address while they are not served."""

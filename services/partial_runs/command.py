@@ -25,8 +25,6 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.task_choice import make_task
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.partial_runs.sampling import RolloutsOnly, Sampled
 from composer_mesh.services.partial_runs.stored_steps import StoredSteps, as_trained
@@ -50,6 +48,8 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.task import Task
 
 
 def partial_run_command(

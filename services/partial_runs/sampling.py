@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.steps.ports import Store
+from composer_mesh.tasks.task import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import OpenRouterConfig, TeacherConfig
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import Prices
-from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.tasks.loading import make_task
 
 LEDGER_FILE = "teachers.sqlite"
 CACHE_FILE = "answers.sqlite"

@@ -37,9 +37,6 @@ from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
-from composer_mesh.rollouts.task_choice import make_task
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -63,6 +60,9 @@ from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
+from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.task import Task
 
 FAILED = 1
 ONE_LINE = (

@@ -21,7 +21,6 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.checks.keys import keys_of
 from composer_mesh.services.directory.status import ActorStatus
 from composer_mesh.services.inspection.usage import CpuMeter
@@ -32,6 +31,7 @@ from composer_mesh.services.run.pools import Pools
 from composer_mesh.services.service import Service
 from composer_mesh.services.training.ranks import TrainerRanks
 from composer_mesh.services.training.teaching import SdpoTeachers
+from composer_mesh.tasks.task import Task
 
 DESCRIBE_DEADLINE_S = 5.0
 

@@ -11,7 +11,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.number_words import load_rules
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
@@ -37,6 +36,7 @@ from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
 from composer_mesh.services.training.weight_sync import MeshWeightSync
+from composer_mesh.tasks.task import Task
 
 Event = Callable[..., None]
 

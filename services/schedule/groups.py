@@ -15,7 +15,6 @@ from typing import Any
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import Sampling
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Split, Trace, equal_rewards
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
@@ -23,6 +22,7 @@ from composer_mesh.services.schedule.resume_state import StoredGroup
 from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints, worded_to_json
 from composer_mesh.services.steps.ports import Store
+from composer_mesh.tasks.task import Task
 
 Sampled = asyncio.Task[Trace | None]
 
@@ -137,7 +137,7 @@ class Groups:
 
     def _start(self, split: Split, index: int, sampling: Sampling) -> list[Sampled]:
         size = self._config.schedule.samples_per_group if split == "train" else 1
-        episode = self._task.episode(split, index)
+        episode = self._task.pick(split, index)
         samples = self._rollouts.start(episode, index, size, sampling)
         self._samples.update(samples)
         for sample in samples:

@@ -6,8 +6,8 @@ forward. Pure; the order of everything in a batch depends only on its groups.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
+from operator import attrgetter
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
@@ -23,10 +23,10 @@ from composer_mesh.rollouts.batches import (
 )
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages
-from composer_mesh.services.steps.hint_writing import WordedHints, verified_answer
+from composer_mesh.services.steps.hint_writing import WordedHints, templates_of
+from composer_mesh.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,17 @@ class Batcher:
     def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
         # Iterates sample by sample over the groups, so that each prompt gets its share of the
         # views.
-        spread = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
+        found = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
+        spread = [one for trace in found for one in trace.trajectories()]
         sites = hinted_sites(
             spread,
             self.chat,
-            partial(verified_answer, self.task),
+            attrgetter("answer"),
             self.config.sdpo.max_sites_per_step,
             self.config.policy.max_context,
             self.config.sdpo.hints,
             worded.written,
+            templates_of(self.task),
         )
         sites.counts.requests, sites.counts.usd = worded.requests, worded.usd
         return sites
@@ -84,8 +86,9 @@ class Batcher:
     def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
         found = zip(groups, self.advantages(groups), strict=True)
         return [
-            policy_sample(trace, advantage)
+            policy_sample(one, advantage)
             for group, advantages in found
             for trace, advantage in zip(group, advantages, strict=True)
-            if trace.turns
+            for one in trace.trajectories()
+            if one.turns
         ]

@@ -7,8 +7,8 @@ hint source would be used. The writer actor sends the requests; the batcher buil
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -19,9 +19,10 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, hint_request, tidied
 from composer_mesh.rollouts.hint_sources import Place, Written, rounds
-from composer_mesh.rollouts.tasks import Task
+from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import HintWriter
+from composer_mesh.tasks.task import Task
 
 MOST_REASONS = 8
 
@@ -81,12 +82,12 @@ class HintWriting:
         chat: ChatFormat,
         report: Callable[[str], None],
     ) -> None:
-        self._writer, self._task, self._report = writer, task, report
+        self._writer, self._report = writer, report
         self._reported: set[str] = set()
         self._limit = config.sdpo.max_sites_per_step
         self._prompts = config.schedule.prompts_per_step
-        answer_of = partial(verified_answer, task)
-        self._sources = hint_sources(chat, answer_of, config.sdpo.hints, {})
+        hints, templates = config.sdpo.hints, templates_of(task)
+        self._sources = hint_sources(chat, attrgetter("answer"), hints, {}, templates)
 
     async def ask(self, group: Sequence[Trace]) -> WordedHints:
         """Return the hint texts of one group. Waits for the writer, at most its timeout."""
@@ -111,8 +112,7 @@ class HintWriting:
         for trace, turn in islice(places, self._share(group[0].group_id)):
             hint = next(self._sources.hints(trace, turn, group, HintCounts()), None)
             if hint is not None and hint.site is not None:
-                answer = verified_answer(self._task, trace)
-                request = hint_request(trace, hint.site, hint.text, answer)
+                request = hint_request(trace, hint.site, hint.text, trace.answer)
                 if request is not None:
                     asked[trace.trace_id, turn] = request
         return asked
@@ -124,9 +124,9 @@ class HintWriting:
         return parts[0] - parts[1]
 
 
-def verified_answer(task: Task, trace: Trace) -> str:
-    """Return the verified answer, which no hint for this rollout may contain."""
-    return task.answer(task.episode(trace.split, trace.index))
+def templates_of(task: Task) -> HintTemplates:
+    """Return the built-in hint templates with those of a task."""
+    return TEMPLATES.extended(task.hint_templates) if task.hint_templates else TEMPLATES
 
 
 def _worded(place: Place, reply: HintReply) -> WordedHints:

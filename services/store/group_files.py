@@ -12,7 +12,7 @@ and the CRC-32 of each file.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -50,7 +50,11 @@ KINDS = {
 @with_config(ConfigDict(ser_json_inf_nan="constants"))
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A trace without its token arrays; `turns` are lengths of context and action, and the stop."""
+    """A trace without its token arrays; `turns` are lengths of context and action, and the stop.
+
+    `untrained` are the turns that are context only. One that is `further` is another trajectory of
+    the episode before it.
+    """
 
     trace_id: str
     group_id: int
@@ -63,6 +67,10 @@ class _Head:
     reward: float
     success: bool
     error_sites: list[ErrorSite]
+    rewards: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    untrained: list[int] = field(default_factory=list)
+    further: bool = False
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -81,10 +89,11 @@ def group_of(path: Path) -> int | None:
 
 def group_bytes(traces: Sequence[Trace]) -> bytes:
     """Serialize traces to the content of a group file."""
-    turns = [turn for trace in traces for turn in trace.turns]
+    every = [one for trace in traces for one in trace.trajectories()]
+    turns = [turn for trace in every for turn in trace.turns]
     ids = _joined(part for turn in turns for part in (turn.context_ids, turn.action_ids))
     versions, runs = _runs(_joined(turn.versions for turn in turns))
-    body = b"[%s]" % b",".join(_HEAD.dump_json(_head(trace)) for trace in traces)
+    body = b"[%s]" % b",".join(_HEAD.dump_json(head) for head in _heads(traces))
     tensors = {
         "ids": _narrow(ids),
         "logprobs": _exact([turn.logprobs for turn in turns]),
@@ -108,7 +117,8 @@ def traces_of(content: bytes) -> list[Trace]:
         versions = np.repeat(tensors["versions"], tensors["runs"]).tolist()
         arrays = (tensors["ids"].tolist(), tensors["logprobs"].tolist(), versions)
         ids, logprobs, versions = map(iter, arrays)
-        return [_trace(head, ids, logprobs, versions) for head in heads]
+        found = [(head.further, _trace(head, ids, logprobs, versions)) for head in heads]
+        return _with_others(found)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it is no group's file: {short_reason(error)}") from error
 
@@ -171,7 +181,26 @@ def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
         raise DamagedRecord(str(path), str(error), REPAIR) from None
 
 
-def _head(trace: Trace) -> _Head:
+def _heads(traces: Sequence[Trace]) -> Iterator[_Head]:
+    for trace in traces:
+        for number, one in enumerate(trace.trajectories()):
+            yield _head(one, number > 0)
+
+
+def _with_others(found: Sequence[tuple[bool, Trace]]) -> list[Trace]:
+    """Return the traces, each with the further trajectories that follow it."""
+    traces: list[Trace] = []
+    for further, trace in found:
+        if not further:
+            traces.append(trace)
+        elif traces:
+            traces[-1].others.append(trace)
+        else:
+            raise ValueError("its first trajectory is a further one of no episode")
+    return traces
+
+
+def _head(trace: Trace, further: bool) -> _Head:
     turns = [(len(t.context_ids), len(t.action_ids), t.stop_reason) for t in trace.turns]
     return _Head(
         trace.trace_id,
@@ -185,12 +214,17 @@ def _head(trace: Trace) -> _Head:
         trace.reward,
         trace.success,
         trace.error_sites,
+        trace.rewards,
+        trace.answer,
+        [number for number, turn in enumerate(trace.turns) if not turn.trained],
+        further,
     )
 
 
 def _trace(
     head: _Head, ids: Iterator[int], logprobs: Iterator[float], versions: Iterator[int]
 ) -> Trace:
+    untrained = set(head.untrained)
     turns = [
         Turn(
             list(islice(ids, context)),
@@ -198,8 +232,9 @@ def _trace(
             list(islice(logprobs, action)),
             list(islice(versions, action)),
             stop,
+            number not in untrained,
         )
-        for context, action, stop in head.turns
+        for number, (context, action, stop) in enumerate(head.turns)
     ]
     return Trace(
         head.trace_id,
@@ -213,6 +248,8 @@ def _trace(
         head.reward,
         head.success,
         head.error_sites,
+        head.rewards,
+        head.answer,
     )
 
 

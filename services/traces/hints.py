@@ -48,7 +48,7 @@ def hints_of(
     trace: Trace,
     group: Sequence[Trace],
     config: HintsConfig,
-    answer: str,
+    answer: str | None,
     written: Mapping[Place, Written],
     tokens: Callable[[str], int],
 ) -> tuple[list[Hint], list[str]]:

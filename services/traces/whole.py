@@ -12,10 +12,8 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.rollouts.gsm8k_rows import DataError
 from composer_mesh.rollouts.hint_sources import Hint, Place, Written
 from composer_mesh.rollouts.pairs import pair_from_json
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
@@ -36,11 +34,11 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
     if trace is None:
         raise damaged("traces", one.row.trace_id, "the file of its group has no such rollout")
     notes: list[str] = []
-    answer = None if config is None else _answer(config, trace, notes)
+    answer = trace.answer
     hints: Sequence[Hint] = ()
     if config is None:
-        notes.append("config.toml cannot be read, so the answer and the hints are left out")
-    elif config.sdpo.on and answer is not None:
+        notes.append("config.toml cannot be read, so the hints are left out")
+    elif config.sdpo.on:
         tokens = TokenCount(
             config.sdpo.hints.max_tokens, partial(_own_tokenizer, run, config.policy.path)
         )
@@ -64,15 +62,6 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
         figures if isinstance(figures := asked.get("figures"), dict) else {},
         notes,
     )
-
-
-def _answer(config: Config, trace: Trace, notes: list[str]) -> str | None:
-    try:
-        task = make_task(config)
-        return task.answer(task.episode(trace.split, trace.index))
-    except (DataError, LookupError) as error:
-        notes.append(f"the verified answer and the hints are left out: {error}")
-        return None
 
 
 def _own_tokenizer(run: Path, policy: Path | None) -> Path | None:

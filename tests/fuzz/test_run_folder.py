@@ -38,13 +38,14 @@ from offline_runs import BUILTIN, replay_section
 from composer_mesh.actors.checkpoints.manifest import write_manifest, written
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.machine import this_host
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.signatures import STATE_HOME
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 CPU_S = 20.0
 MEMORY = 2 << 30
@@ -94,7 +95,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("base") / "run"
     config = Config.model_validate(
         {
-            "data": {"kind": "toolbox"},
+            "data": {"task": "toolbox"},
             "run": {"name": "fuzzed", "seed": 3, "steps": 3},
             "schedule": {"prompts_per_step": 2, "group_size": 3, "max_lag": 0},
             "late_rewards": {"max_age": 2},
@@ -102,7 +103,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "replay": replay_section(BUILTIN),
         }
     )
-    task = ToolboxTask(3)
+    task = ToolboxTask.create(TaskSettings(3))
     asyncio.run(write_run(root, config, [group_of(task, number) for number in range(3)], 1))
     asyncio.run(_more(root, config))
     checkpoint = root / "checkpoints" / "step-1"

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 CONFIG = Config.model_validate(
     {
         "run": {"name": "t", "seed": 4, "steps": 1},
-        "data": {"kind": "toolbox"},
+        "data": {"task": "toolbox"},
         "sdpo": {"alpha": 0.1, "hints": {"writer": "llm", "llm": {"kind": "builtin"}}},
     }
 )

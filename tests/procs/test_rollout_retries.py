@@ -22,8 +22,7 @@ from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.task_choice import make_task
-from composer_mesh.rollouts.tasks import Episode, StepResult, Task
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services import service
@@ -31,6 +30,8 @@ from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.service import Service
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.task import Task
 
 SAMPLING = Sampling(temperature=0.0, max_new_tokens=200, max_context=100_000, seed=0)
 
@@ -90,7 +91,7 @@ class Expert:
         (pid,) = pids
         return pid
 
-    async def finish(self, session_id: str) -> list[Message]:
+    async def finish(self, session_id: str) -> Outcome:
         return await self.port.finish(session_id)
 
     def abandon(self, session_id: str) -> None:
@@ -115,7 +116,7 @@ class Player:
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
-        {"run": {"name": "retries", "steps": 1}, "data": {"kind": "toolbox"}}
+        {"run": {"name": "retries", "steps": 1}, "data": {"task": "toolbox"}}
     )
 
 

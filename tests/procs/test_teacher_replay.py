@@ -35,12 +35,12 @@ from composer_mesh.rollouts.pairs import (
     TeacherAnswer,
     TeacherFailure,
 )
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
+from composer_mesh.tasks.loading import make_task
 
 CONFIG = Config.model_validate(
-    {"run": {"name": "t", "seed": 4, "steps": 1}, "data": {"kind": "toolbox"}}
+    {"run": {"name": "t", "seed": 4, "steps": 1}, "data": {"task": "toolbox"}}
 )
 EXPERTS = [Expert("a", 0.0), Expert("b", 0.0), Expert("c", 0.0), Expert("wrong", 1.0)]
 TASK = make_task(CONFIG)

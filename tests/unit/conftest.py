@@ -17,7 +17,9 @@ from hypothesis import settings
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK
 from composer_mesh.mesh.private_folder import PRIVATE
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -35,7 +37,7 @@ WriteModule = Callable[[str, str], None]
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"name": "unit", "seed": 3, "steps": 3},
-    "data": {"kind": "toolbox"},
+    "data": {"task": "toolbox"},
     "environment": {"max_turns": 6, "tool_error_penalty": 0.1},
     "policy": {
         "hidden_size": 32,
@@ -83,7 +85,7 @@ def build_config() -> BuildConfig:
 
 @pytest.fixture(scope="session")
 def toolbox() -> ToolboxTask:
-    return ToolboxTask(seed=3, penalty=0.1)
+    return ToolboxTask.create(TaskSettings(seed=3, tool_error_penalty=0.1))
 
 
 @pytest.fixture(scope="session")
@@ -93,7 +95,7 @@ def corpus(toolbox: ToolboxTask) -> list[str]:
 
     texts = [frame(toolbox.tools)] * 40
     for index in range(40):
-        messages = toolbox.session(toolbox.episode("train", index)).messages
+        messages = SyncSession(toolbox, toolbox.episode("train", index)).messages
         texts += [messages[-1]["content"], toolbox.expert(messages)]
     return texts
 

@@ -17,7 +17,7 @@ from composer_mesh.configs.errors import _sections_of
 from composer_mesh.configs.schema import Config
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
-SMALL = '[run]\nname = "small"\nsteps = 1\n[data]\nkind = "toolbox"\n[eval]\nepisodes = 2\n'
+SMALL = '[run]\nname = "small"\nsteps = 1\n[data]\ntask = "toolbox"\n[eval]\nepisodes = 2\n'
 PRESET = QUICKSTART.read_bytes().replace(b"episodes = 200", b"episodes = 2")
 
 NUMBERS = (
@@ -185,7 +185,7 @@ def with_bounds(rng: random.Random) -> str:
     table = {
         "run.name": '"small"',
         "run.steps": "1",
-        "data.kind": '"toolbox"',
+        "data.task": '"toolbox"',
         "eval.episodes": "2",
     }
     for key in rng.sample(COUNTED, rng.choice((1, 1, 1, 2, 3))):
@@ -196,7 +196,7 @@ def with_bounds(rng: random.Random) -> str:
 def with_values(rng: random.Random) -> str:
     """A small run with hostile values at keys that the schema has."""
     chosen = rng.sample(KEYS, rng.choice((1, 1, 2, 4)))
-    top = {"run.name": '"small"', "run.steps": "1", "data.kind": '"toolbox"', "eval.episodes": "2"}
+    top = {"run.name": '"small"', "run.steps": "1", "data.task": '"toolbox"', "eval.episodes": "2"}
     top |= {key: (value if rng.random() < 0.7 else plain_value)(rng) for key in chosen}
     return "\n".join(f"{key} = {one}" for key, one in top.items())
 

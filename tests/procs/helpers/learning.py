@@ -34,7 +34,7 @@ Weights = dict[str, Tensor]
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"name": "ranks", "seed": 3, "steps": 5},
-    "data": {"kind": "toolbox"},
+    "data": {"task": "toolbox"},
     "environment": {"max_turns": 2},
     "policy": {
         "hidden_size": 24,

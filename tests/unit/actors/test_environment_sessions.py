@@ -9,7 +9,7 @@ from in_process_calls import InProcessCalls
 
 from composer_mesh.actors.environment import EnvironmentActor, UnknownSession
 from composer_mesh.mesh.actor import own_endpoint
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 
 async def test_a_dead_callers_sessions_are_dropped_and_no_others(

@@ -10,7 +10,7 @@ from controller_world import World, trace_of
 
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 episodes_of: Any = importlib.import_module("vs_trl_episodes")
 runs: Any = importlib.import_module("vs_trl_run")

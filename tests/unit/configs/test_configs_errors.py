@@ -186,12 +186,12 @@ BROKEN = {
         ["microbatch_tokens is 100", "max_context is 384", "to 384 or more"],
     ),
     "missing data file": (
-        ["data.kind=gsm8k", "data.path=nowhere.jsonl"],
+        ["data.task=gsm8k", "data.path=nowhere.jsonl"],
         ['data.path = "nowhere.jsonl"', "no such file", "relative to the working directory"],
     ),
     "data without a reader": (
         ["data.path=nowhere.jsonl"],
-        ["path is 'nowhere.jsonl'", "kind is 'toolbox'", "remove path"],
+        ["path is 'nowhere.jsonl'", "task is 'toolbox'", "remove path"],
     ),
     "folder without a model": (
         ["policy.path=nowhere"],
@@ -261,5 +261,5 @@ def test_an_empty_file_says_what_every_run_needs(
 
 def test_gsm8k_without_a_file_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["check", str(GSM8K)], capsys)
-    assert "path is not set but kind is 'gsm8k'" in message
+    assert "path is not set but task is 'gsm8k'" in message
     assert "--set data.path=FILE.jsonl" in message

@@ -10,7 +10,7 @@ import pytest
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 
-SMALL = '[run]\nname = "small"\nsteps = 1\n[data]\nkind = "toolbox"\n'
+SMALL = '[run]\nname = "small"\nsteps = 1\n[data]\ntask = "toolbox"\n'
 
 HOSTILE = {
     "more replicas than a machine has processes": (

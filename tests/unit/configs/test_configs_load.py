@@ -21,7 +21,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 def load_preset(path: Path, problems: Path) -> Config:
-    overrides = [f"data.path={problems}"] if 'kind = "gsm8k"' in path.read_text() else []
+    overrides = [f"data.path={problems}"] if 'task = "gsm8k"' in path.read_text() else []
     return load_config(path, overrides, model_later=True)
 
 
@@ -71,7 +71,7 @@ def test_the_last_of_two_overrides_wins() -> None:
 
 def test_an_override_may_name_a_section_that_the_file_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
-    path.write_text('run = {name = "small", steps = 1}\ndata = {kind = "toolbox"}\n')
+    path.write_text('run = {name = "small", steps = 1}\ndata = {task = "toolbox"}\n')
     assert load_config(path, ["sdpo.alpha=0.5"]).sdpo.alpha == 0.5
 
 

@@ -28,7 +28,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 def checked(name: str, problems: Path, *overrides: str) -> int:
-    data = [f"data.path={problems}"] if 'kind = "gsm8k"' in preset(name).read_text() else []
+    data = [f"data.path={problems}"] if 'task = "gsm8k"' in preset(name).read_text() else []
     given = [part for one in [*data, *overrides] for part in ("--set", one)]
     return main(["check", str(preset(name)), *given])
 

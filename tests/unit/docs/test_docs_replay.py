@@ -20,9 +20,9 @@ from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.load import load_config
 from composer_mesh.rollouts.consensus import Outcome
 from composer_mesh.rollouts.pairs import FailureKind
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.cli import main
 from composer_mesh.services.offline import command as replay_command
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PAGE = Guide.read("replay.md")
 RUN, TEACHERS, FILTERS = PAGE.blocks("toml")

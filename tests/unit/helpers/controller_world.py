@@ -21,11 +21,9 @@ from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
-from composer_mesh.rollouts.tasks import Episode, Session, StepResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Message, StopReason, Trace
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
@@ -38,6 +36,9 @@ from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.ports import MayTrain, Player
+from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 CHANNELS = {
     "sdpo": {"alpha": 0.5},
@@ -90,10 +91,10 @@ class World(FakeStore):
     error_rate: float = 0.4
     hang: str = ""
     faults: Faults | None = None
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, SyncSession] = field(default_factory=dict)
     homes: dict[str, str] = field(default_factory=dict)
     current: dict[str, str] = field(default_factory=dict)
-    ghosts: dict[str, Session] = field(default_factory=dict)
+    ghosts: dict[str, SyncSession] = field(default_factory=dict)
     """Sessions that died; what the policy writes to them goes nowhere."""
     deaths: int = 0
     trained: int = 0
@@ -151,7 +152,7 @@ class World(FakeStore):
         assert session_id not in self.sessions
         self.homes[session_id] = f"environment-{len(self.homes) % 2}"
         self.current[session_id.partition(".")[0]] = session_id
-        self.sessions[session_id] = self.task.session(episode)
+        self.sessions[session_id] = SyncSession(self.task, episode)
         await self.pause("begin", session_id)
         self.done.append(("begin", session_id))
         return self._called(session_id).messages
@@ -161,22 +162,22 @@ class World(FakeStore):
         await self.pause("step", session_id)
         return self._called(session_id).step(text)
 
-    async def finish(self, session_id: str) -> list[Message]:
+    async def finish(self, session_id: str) -> Outcome:
         self._lives(session_id)
         await self.pause("finish", session_id)
-        messages = self._called(session_id).messages
+        outcome = self._called(session_id).outcome()
         del self.sessions[session_id]
-        return messages
+        return outcome
 
     def abandon(self, session_id: str) -> None:
         self.sessions.pop(session_id, None)
 
-    def _lives(self, session_id: str) -> Session:
+    def _lives(self, session_id: str) -> SyncSession:
         if session_id not in self.sessions:
             raise SessionLost(session_id, self.homes[session_id], "Killed(sig=9)")
         return self.sessions[session_id]
 
-    def _called(self, session_id: str) -> Session:
+    def _called(self, session_id: str) -> SyncSession:
         """The session whose call ends now; its replica may have died under the call."""
         try:
             return self._lives(session_id)

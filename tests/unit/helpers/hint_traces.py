@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 EXPERT = "expert"
 """Stands in a script for the task's own right action."""
@@ -27,9 +28,8 @@ def play(
 ) -> Trace:
     """One rollout of an episode; its group is the episode's index."""
     episode = task.episode("train", index)
-    session = task.session(episode)
+    session = SyncSession(task, episode)
     fresh, turns, sites = chat.first_prompt(session.messages), [], list[ErrorSite]()
-    reward, success = 0.0, False
     for line in script:
         text = task.expert(session.messages) if line == EXPERT else line
         ids = chat.action(text)
@@ -37,13 +37,12 @@ def play(
         result = session.step(text)
         sites += [result.error] if result.error is not None else []
         if result.done:
-            reward, success = result.reward, result.success
             break
         fresh = chat.continuation(result.messages, closed=True)
-    name = f"train-{index:06d}-{sample:03d}"
+    name, outcome = f"train-{index:06d}-{sample:03d}", session.outcome()
     return Trace(
-        name, index, sample, task.name, "train", index, turns, session.messages, reward, success,
-        sites,
+        name, index, sample, task.name, "train", index, turns, outcome.messages, outcome.reward,
+        outcome.success, sites, dict(outcome.rewards), outcome.answer,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from offline_runs import play
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair, Provenance, Voice
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 from composer_mesh.services.replay.teacher_query_record import (
     TeacherQueryRecord,
@@ -22,6 +21,7 @@ from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.store.rows import GroupState, LateReward, TraceRow
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.traces.listing import Listed
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 SIZE = 3
 

@@ -19,10 +19,11 @@ from scripted_provider import KEY, ScriptedProvider
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_to_json
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.signatures import sign
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 COST = 0.0001
 BUILTIN: list[dict[str, Any]] = [
@@ -72,7 +73,7 @@ def replay_section(
 def play(task: ToolboxTask, index: int, sample: int, error_rate: float = 0.6) -> Trace:
     """One episode by a policy that is often wrong; its group is the episode's index."""
     name = f"train-{index:06d}-{sample:03d}"
-    rng, session = random.Random(name), task.session(task.episode("train", index))
+    rng, session = random.Random(name), SyncSession(task, task.episode("train", index))
     turns, sites, read, result = list[Turn](), list[ErrorSite](), 0, None
     while result is None or not result.done:
         messages = session.messages
@@ -84,9 +85,10 @@ def play(task: ToolboxTask, index: int, sample: int, error_rate: float = 0.6) ->
         turns.append(Turn(context, ids, logprobs, [index // 2] * len(ids), "stop"))
         read, result = len(messages) + 1, session.step(text)
         sites += [result.error] if result.error is not None else []
+    outcome = session.outcome()
     return Trace(
-        name, index, sample, task.name, "train", index, turns, session.messages, result.reward,
-        result.success, sites,
+        name, index, sample, task.name, "train", index, turns, outcome.messages, outcome.reward,
+        outcome.success, sites, dict(outcome.rewards), outcome.answer,
     )  # fmt: skip
 
 

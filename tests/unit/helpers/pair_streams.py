@@ -21,11 +21,12 @@ from composer_mesh.rollouts.pairs import (
     TeacherReply,
 )
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.replay.refining import Refining
 from composer_mesh.services.replay.teacher_queries import Replay
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPTS, STEPS = 2, 3
 TEACHERS = [{"name": name, "kind": "builtin"} for name in "ab"]
@@ -80,7 +81,7 @@ def encode(pairs: Sequence[PreferencePair]) -> list[PairSample]:
 
 def group_of(task: ToolboxTask, group: int, version: int = 0, width: int = 4) -> list[Trace]:
     """One episode, given up at once by each of two samples."""
-    opening = task.session(task.episode("train", group)).messages
+    opening = SyncSession(task, task.episode("train", group)).messages
     return [
         Trace(
             f"train-{group:06d}-{sample:03d}",

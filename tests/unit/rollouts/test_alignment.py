@@ -14,8 +14,9 @@ from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.rollouts.alignment import HintedView, MisalignedError, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import render_hint
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPT = [7, 8]
 IDS = st.lists(st.integers(0, 99), max_size=8)
@@ -94,7 +95,7 @@ def test_a_context_that_does_not_end_with_the_generation_prompt_is_refused(
 
 def failing_episode(toolbox: ToolboxTask, chat: ChatFormat) -> Trace:
     """Two different errors, then an answer, grown the way a rollout grows."""
-    session = toolbox.session(toolbox.episode("train", 0))
+    session = SyncSession(toolbox, toolbox.episode("train", 0))
     fresh, turns, sites = chat.first_prompt(session.messages), [], list[ErrorSite]()
     for text in ('<tool_call>\n{"name": "mat', "<tool_call>\nnot json\n</tool_call>", "I quit."):
         ids = chat.action(text)

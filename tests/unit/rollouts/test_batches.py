@@ -19,8 +19,8 @@ from composer_mesh.rollouts.batches import (
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 LONG = 10_000
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from composer_mesh.actors.models.policy import build_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 # Of the manner of today's Qwen models: a system part of its own, tools described in it, tool
 # results wrapped and joined into user turns.
@@ -118,7 +119,7 @@ def test_whole_toolbox_episodes_grow_to_what_their_messages_render_to(
     chat: ChatFormat, toolbox: ToolboxTask
 ) -> None:
     for index in range(30):
-        session = toolbox.session(toolbox.episode("train", index))
+        session = SyncSession(toolbox, toolbox.episode("train", index))
         ids, done = chat.first_prompt(session.messages), False
         while not done:
             assert ids == rendered_at_once(chat, session.messages)

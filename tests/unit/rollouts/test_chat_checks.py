@@ -13,8 +13,8 @@ from tokenizers import processors
 from composer_mesh.rollouts.alignment import hinted_view
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Message, Trace, Turn
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 QUESTION: Message = {"role": "user", "content": "q"}
 RESULT: Message = {"role": "tool", "content": "4"}

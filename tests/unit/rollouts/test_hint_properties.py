@@ -23,8 +23,8 @@ from composer_mesh.rollouts.hint_sources import Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 TRACES = 500
 ANSWER, SPELLINGS = "57", ["57", "57.0", "5.7e1", "fifty-seven", "57!", "(57)", "5\u200b7"]

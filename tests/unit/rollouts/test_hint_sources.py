@@ -16,8 +16,9 @@ from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, shortened
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.sibling_hints import chosen_sibling
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 NOBODY = "no answer looks like this"
 
@@ -35,7 +36,7 @@ def long_index(toolbox: ToolboxTask) -> int:
 
 def answers(task: ToolboxTask, index: int) -> list[str]:
     """The tools' answers on the right way through an episode."""
-    session = task.session(task.episode("train", index))
+    session = SyncSession(task, task.episode("train", index))
     while not session.step(task.expert(session.messages)).done:
         pass
     return [m["content"] for m in session.messages if m["role"] == "tool"]

@@ -14,9 +14,10 @@ from composer_mesh.rollouts.consensus import decide
 from composer_mesh.rollouts.pair_records import pair_record, spoken_message
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.tools import calculator, lookup
+from composer_mesh.tasks.tool import tools_of
+from composer_mesh.tasks.toolbox import ToolboxSession
 
-TOOLS = [calculator().schema(), lookup({}).schema()]
+TOOLS = [spec.schema for spec in tools_of(ToolboxSession).values()][:2]
 
 
 def long_conversation(pair: PreferencePair) -> PreferencePair:

@@ -14,8 +14,8 @@ from simulated_time import SimulatedLoop
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.steps.ports import MayTrain
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 T = TypeVar("T")
 STEPS = 6

@@ -24,10 +24,10 @@ from in_process_player import InProcessGenerator, LockstepPlayer
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import RolloutsFail
 from composer_mesh.services.pool.errors import ServiceClosed
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PATIENT = {"rollout_retries": 200}
 

@@ -11,12 +11,12 @@ from controller_world import CHANNELS, World, controller_of, finished
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.replay.teacher_query_record import TeacherQueryRecord
 from composer_mesh.services.schedule.resume_state import ResumeState
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS, START = 5, 3
 

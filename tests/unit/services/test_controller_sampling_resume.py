@@ -11,8 +11,6 @@ from controller_world import CHANNELS, World, rollouts_of
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.heldout import heldout_indices
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import equal_rewards
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.replay.parts import make_pair_stream
@@ -27,6 +25,8 @@ from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPTS, STEPS = 2, 4
 

@@ -26,9 +26,7 @@ from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.heldout import heldout_indices
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
@@ -47,6 +45,8 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
 from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS, PROMPTS, EVERY = 4, 2, 3
 HINTS = {"writer": "llm", "llm": {"kind": "builtin"}}

@@ -25,8 +25,9 @@ from composer_mesh.actors.models.warm_start import (
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.demonstrations import Demonstration, Piece, demonstrate, encode
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.demonstrations import Demonstration, Piece, demonstrate, encode
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 Prepare = Callable[..., Config]
 SMALL = {"steps": 2, "batch_size": 3, "demonstrations": 6, "error_rate": 0.5}
@@ -171,13 +172,13 @@ def conversations(toolbox: ToolboxTask, count: int, **changed: Any) -> list[list
 
 def test_without_errors_a_demonstration_is_the_experts_own_episode(toolbox: ToolboxTask) -> None:
     for index, pieces in enumerate(conversations(toolbox, 20, error_rate=0.0, hinted_share=1.0)):
-        session = toolbox.session(toolbox.episode("train", index))
+        session = SyncSession(toolbox, toolbox.episode("train", index))
         assert {kind for kind, _ in pieces} <= {"question", "action", "result"}
         for text in (text for kind, text in pieces if kind == "action"):
             assert text == toolbox.expert(session.messages)
             last = session.step(text)
         assert last.done
-        assert last.success
+        assert session.outcome().success
 
 
 def test_errors_are_as_frequent_as_asked(toolbox: ToolboxTask) -> None:
@@ -188,7 +189,7 @@ def test_errors_are_as_frequent_as_asked(toolbox: ToolboxTask) -> None:
             for pieces in conversations(toolbox, 300, error_rate=rate, hinted_share=0.0)
         ]
         right = [
-            toolbox.expert(toolbox.session(toolbox.episode("train", n)).messages)
+            toolbox.expert(SyncSession(toolbox, toolbox.episode("train", n)).messages)
             for n in range(300)
         ]
         shares.append(sum(a != b for a, b in zip(first, right, strict=True)) / 300)
@@ -198,7 +199,7 @@ def test_errors_are_as_frequent_as_asked(toolbox: ToolboxTask) -> None:
 def test_a_hint_is_followed_by_the_right_action(toolbox: ToolboxTask) -> None:
     hints = 0
     for index, pieces in enumerate(conversations(toolbox, 40, error_rate=1.0, hinted_share=1.0)):
-        session = toolbox.session(toolbox.episode("train", index))
+        session = SyncSession(toolbox, toolbox.episode("train", index))
         for (before, _), (kind, text) in pairwise(pieces):
             if kind != "action":
                 continue
@@ -213,7 +214,7 @@ def test_demonstrated_ids_are_the_ids_that_a_rollout_would_have(
     chat: ChatFormat, toolbox: ToolboxTask
 ) -> None:
     for index, pieces in enumerate(conversations(toolbox, 40, hinted_share=0.0)):
-        session = toolbox.session(toolbox.episode("train", index))
+        session = SyncSession(toolbox, toolbox.episode("train", index))
         ids, learn = chat.first_prompt(session.messages), list[int]()
         for text in (text for kind, text in pieces if kind == "action"):
             action = chat.action(text)

@@ -16,8 +16,8 @@ from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode_ports import Environments
-from composer_mesh.rollouts.tasks import Session
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 A, B = "train-000000-000", "train-000000-001"
 
@@ -29,11 +29,11 @@ class Harness:
         self.port, self.task, self.kill = port, task, kill
         self.episode = task.episode("train", 0)
 
-    def own_session(self) -> Session:
+    def own_session(self) -> SyncSession:
         """The same episode, played by the task itself."""
-        return self.task.session(self.episode)
+        return SyncSession(self.task, self.episode)
 
-    async def play(self, session_id: str, own: Session) -> None:
+    async def play(self, session_id: str, own: SyncSession) -> None:
         """Take a turn in the port's session and in the task's own, with the same result."""
         text = self.task.expert(own.messages)
         assert await self.port.step(session_id, text) == own.step(text)
@@ -70,15 +70,15 @@ async def test_a_session_is_the_tasks_own_from_its_opening_to_its_end(harness: H
     own = harness.own_session()
     assert await harness.port.begin(A, harness.episode) == own.messages
     await harness.play(A, own)
-    assert await harness.port.finish(A) == own.messages
+    assert await harness.port.finish(A) == own.outcome()
 
 
 async def test_sessions_of_one_episode_know_nothing_of_each_other(harness: Harness) -> None:
     first, second = harness.own_session(), harness.own_session()
     await asyncio.gather(*(harness.port.begin(name, harness.episode) for name in (A, B)))
     await harness.play(A, first)
-    assert await harness.port.finish(B) == second.messages
-    assert await harness.port.finish(A) == first.messages
+    assert await harness.port.finish(B) == second.outcome()
+    assert await harness.port.finish(A) == first.outcome()
 
 
 async def test_a_finished_session_takes_no_step(harness: Harness) -> None:

@@ -20,7 +20,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode_ports import Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.toolbox import ToolboxTask
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPT = [5, 6, 7]
 LONGEST = 4

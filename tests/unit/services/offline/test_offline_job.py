@@ -15,12 +15,12 @@ from composer_mesh.actors.experts.panel import Expert, ExpertPanel
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.job import OfflineJob, selections
 from composer_mesh.services.offline.teacher_client import TeacherClient
 from composer_mesh.services.replay.teacher_queries import Replay
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 REST_S = 0.01
 

@@ -17,7 +17,6 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.offline import api as offline
 from composer_mesh.services.offline.api import (
     ReplayRefused,
@@ -27,6 +26,7 @@ from composer_mesh.services.offline.api import (
     replay_and_normalize_trace_sync,
     replay_trace,
 )
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 ASKED = {"role": "user", "content": "What is 2 plus 3?"}
 STATES = [chat_state(f"s{number}", [ASKED], f"Answer: {number}") for number in range(6)]

@@ -19,8 +19,8 @@ from scripted_provider import KEY
 from werkzeug import Request, Response
 
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.cli import main
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 DEADLINE_S = 60.0
 

@@ -17,8 +17,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.heldout import heldout_indices
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.partial_runs.sampling import RolloutsOnly, Sampled
 from composer_mesh.services.partial_runs.stored_steps import (
@@ -41,6 +39,8 @@ from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS = 4
 SHORT = {"run": {"name": "unit", "seed": 3, "steps": STEPS}}

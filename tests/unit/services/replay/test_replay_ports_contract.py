@@ -22,8 +22,8 @@ from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherFailure
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.steps.ports import Reference, Teachers
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 NAMES = ("a", "b")
 

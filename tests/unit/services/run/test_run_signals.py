@@ -21,11 +21,11 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.run.assembly import Run, train_command
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS = 2
 INT, TERM = signal.SIGINT, signal.SIGTERM

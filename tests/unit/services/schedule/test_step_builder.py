@@ -9,7 +9,6 @@ import pytest
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.replay.late_rewards import LateRewards
 from composer_mesh.services.replay.pair_stream import Taken
@@ -20,6 +19,7 @@ from composer_mesh.services.steps.hint_writing import WordedHints
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import manifest_from_json, manifest_to_json
 from composer_mesh.services.store.rows import LateReward
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 FIGURES = {"rollouts/retried": 3, "rollouts/given_up": 1, "rollouts/poisoned": 0}
 

@@ -12,10 +12,10 @@ import pytest
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.25, 1.0], [1.0, 1.0, 1.0], [0.5], []]
 """Unequal groups, one of equal rewards, one of a single rollout, one without any."""

@@ -26,7 +26,6 @@ from composer_mesh.rollouts.hint_prompts import (
 )
 from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.leaks import holds_answer
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.directory.report import summarize, summary_table
 from composer_mesh.services.replay.late_rewards import Corrections
@@ -35,6 +34,7 @@ from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}
 

@@ -12,11 +12,11 @@ from controller_world import World, controller_of
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.steps.logprob_mismatch import (
     LogprobMismatchMonitor,
     LogprobMismatchTooLarge,
 )
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 FLOAT32 = {"same_version/mean": 1e-6, "same_version/max": 2e-5, "mean": 0.02, "max": 0.9}
 

@@ -10,11 +10,11 @@ import torch
 
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 ADVANTAGES: list[dict[str, Any]] = [
     *({"type": "group", "scale": scale} for scale in ("group", "batch", "none")),

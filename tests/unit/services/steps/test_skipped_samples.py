@@ -11,10 +11,10 @@ from hint_traces import group_of as played_group
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import Skipped, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 Batched = Callable[..., StepBatch]
 

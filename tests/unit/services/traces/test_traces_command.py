@@ -12,19 +12,20 @@ from inspected_runs import a_pair, group_of, write_run
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_from_json
 from composer_mesh.services.cli import main
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.replay.post_reward import post_reward
 from composer_mesh.services.store.group_files import path_of
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 GROUPS, STEPS = 6, 2
 
 
 @pytest.fixture(scope="module")
 def groups() -> list[list[Trace]]:
-    task = ToolboxTask(seed=3, penalty=0.1)
+    task = ToolboxTask.create(TaskSettings(seed=3, tool_error_penalty=0.1))
     return [group_of(task, group_id) for group_id in range(GROUPS)]
 
 

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 from composer_mesh.rollouts.hints import render_hint
-from composer_mesh.rollouts.plans import Reference, Step
-from composer_mesh.rollouts.session import ToolSession
-from composer_mesh.rollouts.task_choice import make_task
 from composer_mesh.rollouts.tasks import StepResult
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
-from composer_mesh.rollouts.toolbox import ToolboxTask, plan, split_of
-from composer_mesh.rollouts.tools import format_number
 from composer_mesh.rollouts.traces import Message, Split
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.numbers import format_number
+from composer_mesh.tasks.plans import Reference, Step
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask, plan
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 
 
-def play(task: ToolboxTask, session: ToolSession) -> list[StepResult]:
+def play(task: ToolboxTask, session: SyncSession) -> list[StepResult]:
     """The expert's own episode from where the session is."""
     results = [session.step(task.expert(session.messages))]
     while not results[-1].done:
@@ -28,7 +29,7 @@ def play(task: ToolboxTask, session: ToolSession) -> list[StepResult]:
 
 
 def err_at_random(
-    task: ToolboxTask, session: ToolSession, rng: random.Random
+    task: ToolboxTask, session: SyncSession, rng: random.Random
 ) -> list[list[Message]]:
     """An episode of an agent that errs half of the time; returns what it saw at each turn."""
     seen = []
@@ -47,9 +48,10 @@ def test_the_expert_solves_every_episode_with_one_to_three_calls(
 ) -> None:
     calls = set()
     for index in range(300):
-        results = play(toolbox, toolbox.session(toolbox.episode(split, index)))
-        assert results[-1].success
-        assert results[-1].reward == 1.0
+        session = SyncSession(toolbox, toolbox.episode(split, index))
+        results = play(toolbox, session)
+        outcome = session.outcome()
+        assert (outcome.success, outcome.reward, outcome.rewards) == (True, 1.0, {"solved": 1.0})
         assert all(result.error is None for result in results)
         calls.add(len(results) - 1)
     assert calls == {1, 2, 3}
@@ -66,14 +68,18 @@ def test_training_and_heldout_questions_are_disjoint(toolbox: ToolboxTask) -> No
 
 
 def test_another_seed_keeps_the_splits_apart(toolbox: ToolboxTask) -> None:
-    other = ToolboxTask(seed=4)
+    other = ToolboxTask.create(TaskSettings(seed=4))
     train = {toolbox.episode("train", index).payload["question"] for index in range(500)}
     heldout = {other.episode("heldout", index).payload["question"] for index in range(500)}
     assert not train & heldout
 
 
 def test_the_same_seed_gives_the_same_episodes_and_another_one_others() -> None:
-    one, same, other = ToolboxTask(seed=3), ToolboxTask(seed=3), ToolboxTask(seed=4)
+    one, same, other = (
+        ToolboxTask.create(TaskSettings(seed=3)),
+        ToolboxTask.create(TaskSettings(seed=3)),
+        ToolboxTask.create(TaskSettings(seed=4)),
+    )
     for split in SPLITS:
         assert [one.episode(split, i) for i in range(50)] == [
             same.episode(split, i) for i in reversed(range(50))
@@ -86,7 +92,10 @@ def test_the_same_seed_gives_the_same_episodes_and_another_one_others() -> None:
 def test_an_episode_is_plain_data_that_gives_the_same_session(toolbox: ToolboxTask) -> None:
     episode = toolbox.episode("train", 8)
     assert json.loads(json.dumps(episode.payload)) == episode.payload
-    one, other = toolbox.session(episode), ToolboxTask(seed=9, penalty=0.1).session(episode)
+    one, other = (
+        SyncSession(toolbox, episode),
+        SyncSession(ToolboxTask.create(TaskSettings(seed=9, tool_error_penalty=0.1)), episode),
+    )
     assert play(toolbox, one) == play(toolbox, other)
     assert one.messages == other.messages
 
@@ -94,15 +103,15 @@ def test_an_episode_is_plain_data_that_gives_the_same_session(toolbox: ToolboxTa
 def test_the_answer_is_not_told_before_it_is_worked_out(toolbox: ToolboxTask) -> None:
     for index in range(100):
         episode = toolbox.episode("train", index)
-        assert set(toolbox.session(episode).messages[0]) == {"role", "content"}
-        assert len(toolbox.session(episode).messages) == 1
+        assert set(SyncSession(toolbox, episode).messages[0]) == {"role", "content"}
+        assert len(SyncSession(toolbox, episode).messages) == 1
 
 
 @pytest.mark.parametrize("index", range(12))
 def test_a_state_is_exactly_what_was_seen_also_after_the_end(
     toolbox: ToolboxTask, index: int
 ) -> None:
-    session = toolbox.session(toolbox.episode("train", index))
+    session = SyncSession(toolbox, toolbox.episode("train", index))
     seen = err_at_random(toolbox, session, random.Random(index))
     assert [session.state(turn) for turn in range(len(seen))] == seen
     for turn, messages in enumerate(seen):
@@ -114,7 +123,7 @@ def test_a_state_is_exactly_what_was_seen_also_after_the_end(
 
 
 def test_no_one_can_change_a_session_through_what_it_returned(toolbox: ToolboxTask) -> None:
-    session = toolbox.session(toolbox.episode("train", 0))
+    session = SyncSession(toolbox, toolbox.episode("train", 0))
     first = session.step(toolbox.expert(session.messages))
     kept = session.messages
     for messages in (session.messages, session.state(0), session.state(1), first.messages):
@@ -132,9 +141,9 @@ def _spoil(messages: list[Message]) -> None:
 
 
 def test_the_expert_reads_nothing_but_the_messages(toolbox: ToolboxTask) -> None:
-    stranger = ToolboxTask(seed=99, max_turns=2)
+    stranger = ToolboxTask.create(TaskSettings(seed=99, max_turns=2))
     for index in range(50):
-        session = toolbox.session(toolbox.episode("heldout", index))
+        session = SyncSession(toolbox, toolbox.episode("heldout", index))
         err_at_random(toolbox, session, random.Random(index))
         for turn in range(sum(m["role"] == "assistant" for m in session.messages)):
             state = json.loads(json.dumps(session.state(turn)))
@@ -143,10 +152,11 @@ def test_the_expert_reads_nothing_but_the_messages(toolbox: ToolboxTask) -> None
 
 def test_the_expert_goes_on_after_mistakes_of_others(toolbox: ToolboxTask) -> None:
     for index in range(60):
-        session = toolbox.session(toolbox.episode("train", index))
+        session = SyncSession(toolbox, toolbox.episode("train", index))
         session.step(call_text("abacus", {}))
         session.step(call_text("calculator", {"op": "add", "a": 1, "b": 1}))
-        assert play(toolbox, session)[-1].success
+        play(toolbox, session)
+        assert session.outcome().success
 
 
 def test_a_right_call_that_failed_is_made_again(toolbox: ToolboxTask) -> None:
@@ -165,17 +175,18 @@ def test_a_right_call_that_failed_is_made_again(toolbox: ToolboxTask) -> None:
 
 def test_a_corrupted_action_is_never_right(toolbox: ToolboxTask) -> None:
     for index in range(300):
-        session, rng = toolbox.session(toolbox.episode("train", index)), random.Random(index)
+        session, rng = SyncSession(toolbox, toolbox.episode("train", index)), random.Random(index)
         while True:
             messages, right = session.messages, toolbox.expert(session.messages)
             wrong = toolbox.corrupted(messages, rng)
             assert wrong != right
-            copy = toolbox.session(toolbox.episode("train", index))
+            copy = SyncSession(toolbox, toolbox.episode("train", index))
             for message in messages:
                 if message["role"] == "assistant":
                     function = message["tool_calls"][0]["function"]
                     copy.step(call_text(function["name"], json.loads(function["arguments"])))
-            assert not copy.step(wrong).success
+            copy.step(wrong)
+            assert not copy.outcome().success
             if session.step(right).done:
                 break
 
@@ -184,7 +195,7 @@ def test_the_hints_of_real_mistakes_never_hold_the_answer(toolbox: ToolboxTask) 
     kinds = set()
     for index in range(300):
         episode = toolbox.episode("train", index)
-        session, rng = toolbox.session(episode), random.Random(index)
+        session, rng = SyncSession(toolbox, episode), random.Random(index)
         result = session.step(toolbox.corrupted(session.messages, rng))
         if result.error is not None:
             render_hint(result.error, format_number(episode.payload["answer"]))
@@ -216,8 +227,8 @@ def test_messages_without_a_question_are_refused(toolbox: ToolboxTask) -> None:
 
 def test_a_config_makes_the_task_with_its_own_seed_and_limits(build_config: Any) -> None:
     task = make_task(build_config(environment={"max_turns": 2, "tool_error_penalty": 0.0}))
-    assert task.episode("train", 1) == ToolboxTask(seed=3).episode("train", 1)
-    session = task.session(task.episode("train", 1))
+    assert task.episode("train", 1) == ToolboxTask.create(TaskSettings(seed=3)).episode("train", 1)
+    session = SyncSession(task, task.episode("train", 1))
     session.step(call_text("abacus", {}))
     assert session.step(call_text("abacus", {})).done
     assert isinstance(parse_action(task.expert(session.state(0))), ToolCall)

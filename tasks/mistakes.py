@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from composer_mesh.rollouts.tool_calls import CLOSE, ToolCall, call_text, message_text, parse_action
-from composer_mesh.rollouts.tools import format_number
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.numbers import format_number
 
 HABIT_SHARE = 0.85
 WRONG_NAMES = {"calculator": "math", "lookup": "table", "convert": "units"}

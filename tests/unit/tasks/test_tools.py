@@ -4,29 +4,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_mesh.rollouts.actions import read_answer
 from composer_mesh.rollouts.hints import TEMPLATES, HintLeak, render_hint
-from composer_mesh.rollouts.session import ToolSession, read_answer
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, ToolCall, call_text, parse_action
-from composer_mesh.rollouts.tools import (
-    LARGEST,
-    Tool,
-    calculator,
-    converter,
-    execute,
-    format_number,
-    lookup,
-)
 from composer_mesh.rollouts.traces import ErrorSite
+from composer_mesh.tasks.numbers import LARGEST, format_number
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.tool import tools_of
+from composer_mesh.tasks.toolbox import ToolboxSession, ToolboxTask
 
 ANSWER = 57.25
-TOOLS: dict[str, Tool] = {
-    tool.name: tool for tool in (calculator(), lookup({"lamp": 12, "rope": 8}), converter())
+ROW = {
+    "question": "What is 229 divided by 4?",
+    "table": {"lamp": 12, "rope": 8},
+    "answer": ANSWER,
 }
 
 
-def session(max_turns: int = 4, penalty: float = 0.0) -> ToolSession:
-    opening = [{"role": "user", "content": "What is 229 divided by 4?"}]
-    return ToolSession(opening, TOOLS, lambda value: value == ANSWER, max_turns, penalty)
+def session(max_turns: int = 4, penalty: float = 0.0) -> SyncSession:
+    task = ToolboxTask.create(TaskSettings(max_turns=max_turns, tool_error_penalty=penalty))
+    return SyncSession(task, Episode("toolbox", "train", 0, ROW))
 
 
 def calculate(arguments: str) -> str:
@@ -86,11 +85,12 @@ NAMES = [f"{kind}-{number}" for number, (_, kind) in enumerate(FAILURES)]
 
 @pytest.mark.parametrize(("text", "kind"), FAILURES, ids=NAMES)
 def test_a_wrong_action_leaves_an_error_site_of_its_kind(text: str, kind: str) -> None:
-    result = session().step(text)
+    running = session()
+    result = running.step(text)
     assert result.error is not None
     assert (result.error.turn, result.error.error_kind) == (0, kind)
     assert result.error.hint_template_key == kind
-    assert not result.success
+    assert not running.outcome().success
     assert result.done == (kind in ("wrong_answer", "no_answer"))
 
 
@@ -114,7 +114,8 @@ def test_what_an_agent_reads_after_a_failure_is_short_valid_text(text: str, kind
 
 
 def test_every_hint_template_belongs_to_a_failure_that_happens() -> None:
-    assert {kind for _, kind in FAILURES} == set(TEMPLATES)
+    of_other_tasks = {"tool_error", "tool_timeout"}
+    assert {kind for _, kind in FAILURES} | of_other_tasks == set(TEMPLATES)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,9 @@ def test_an_unknown_hint_template_is_named_with_the_known_ones() -> None:
 def test_a_right_call_gives_its_number(
     name: str, arguments: dict[str, object], result: str
 ) -> None:
-    assert format_number(execute(TOOLS, ToolCall(name, dict(arguments)))) == result
+    running = session()
+    running.step(call_text(name, arguments))
+    assert running.messages[-1] == {"role": "tool", "tool_call_id": "call_0", "content": result}
 
 
 @given(st.floats(-1e15, 1e15) | st.integers(-(10**15), 10**15))
@@ -195,16 +198,17 @@ def test_failed_calls_cost_their_penalty_and_never_more_than_the_reward() -> Non
         running = session(max_turns=9, penalty=0.4)
         for _ in range(failures):
             running.step(call_text("abacus", {}))
-        result = running.step("Answer: 57.25")
-        assert result.success
-        assert result.reward == pytest.approx(reward)
+        running.step("Answer: 57.25")
+        assert running.outcome().success
+        assert running.outcome().reward == pytest.approx(reward)
 
 
 def test_the_last_turn_ends_an_episode_without_an_answer() -> None:
     running = session(max_turns=2)
     assert not running.step(call_text("lookup", {"key": "lamp"})).done
     last = running.step(call_text("lookup", {"key": "rope"}))
-    assert (last.done, last.success, last.reward, last.messages) == (True, False, 0.0, [])
+    outcome = running.outcome()
+    assert (last.done, outcome.success, outcome.reward, last.messages) == (True, False, 0.0, [])
     assert last.error is not None
     assert (last.error.turn, last.error.error_kind) == (1, "no_answer")
     with pytest.raises(RuntimeError, match="start a new session"):
@@ -212,7 +216,7 @@ def test_the_last_turn_ends_an_episode_without_an_answer() -> None:
 
 
 def test_every_tool_is_described_to_agents_with_all_its_arguments() -> None:
-    schemas = {name: tool.schema()["function"] for name, tool in TOOLS.items()}
+    schemas = {name: tool.schema["function"] for name, tool in tools_of(ToolboxSession).items()}
     assert set(schemas["calculator"]["parameters"]["properties"]) == {"op", "a", "b"}
     assert schemas["lookup"]["parameters"]["required"] == ["key"]
     assert schemas["convert"]["parameters"]["required"] == ["value", "source", "target"]

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from composer_mesh.configs.schema import DataConfig, EnvironmentConfig
-from composer_mesh.rollouts.gsm8k import Gsm8kTask, is_right
-from composer_mesh.rollouts.gsm8k_rows import DataError, normalized, read_rows
-from composer_mesh.rollouts.task_choice import make_task
+from composer_mesh.configs.schema import DataConfig
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
-from composer_mesh.rollouts.tools import Number, calculator, format_number
 from composer_mesh.rollouts.traces import Message, Split
+from composer_mesh.tasks.gsm8k import Gsm8kTask, is_right
+from composer_mesh.tasks.gsm8k_rows import DataError, normalized, read_problems
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.numbers import Number, format_number
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import TaskSettings
 
 REAL = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 SPLITS: tuple[Split, Split] = ("train", "heldout")
-TOOLS = {"calculator": calculator()}
 
 PROBLEMS = [
     ("A crate holds 48 pears. Half are eaten. How many are left?", "48/2=<<48/2=24>>24\n#### 24"),
@@ -57,28 +58,35 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+def gsm8k(path: Path, every: int, max_turns: int = 10, penalty: float = 0.0) -> Gsm8kTask:
+    settings = TaskSettings(
+        max_turns=max_turns, tool_error_penalty=penalty, path=path, heldout_every=every
+    )
+    return Gsm8kTask.create(settings)
+
+
 def row(question: str, answer: str = "<<1+1=2>>2\n#### 2") -> dict[str, str]:
     return {"question": question, "answer": answer}
 
 
 @pytest.fixture
 def task(write: Callable[..., Path]) -> Gsm8kTask:
-    return Gsm8kTask(write(*[row(*problem) for problem in PROBLEMS]), 4, penalty=0.1)
+    return gsm8k(write(*[row(*problem) for problem in PROBLEMS]), 4, penalty=0.1)
 
 
 def every_episode(task: Gsm8kTask) -> list[tuple[Split, int]]:
-    return [(split, index) for split in SPLITS for index in range(task.rows(split))]
+    return [(split, index) for split in SPLITS for index in range(len(task.rows(split)))]
 
 
 def play(task: Gsm8kTask, split: Split, index: int) -> tuple[list[str], bool]:
     """The actions of the expert's own episode, and whether it succeeded."""
-    session, actions = task.session(task.episode(split, index)), []
+    session, actions = SyncSession(task, task.episode(split, index)), []
     while True:
         actions.append(task.expert(session.messages))
         result = session.step(actions[-1])
         assert result.error is None
         if result.done:
-            return actions, result.success
+            return actions, session.outcome().success
 
 
 def calculate(op: str, a: Number, b: Number) -> str:
@@ -126,9 +134,9 @@ def test_every_nth_row_is_held_out_and_no_question_is_in_both_splits(
 ) -> None:
     rows = [row(f"Question  number {number % 17}?") for number in range(60)]
     rows += [row(f" Question number\t{number} ? ".replace(" ?", "?")) for number in range(20)]
-    task = Gsm8kTask(write(*rows), 3)
+    task = gsm8k(write(*rows), 3)
     train, heldout = (
-        [normalized(task.episode(s, i).payload["question"]) for i in range(task.rows(s))]
+        [normalized(task.episode(s, i).payload["question"]) for i in range(len(task.rows(s)))]
         for s in SPLITS
     )
     assert not set(train) & set(heldout)
@@ -138,21 +146,21 @@ def test_every_nth_row_is_held_out_and_no_question_is_in_both_splits(
 
 def test_more_episodes_than_rows_begin_again_at_the_first_row(task: Gsm8kTask) -> None:
     for split in SPLITS:
-        rows = task.rows(split)
+        rows = len(task.rows(split))
         for index in range(rows):
             first, again = task.episode(split, index), task.episode(split, index + 5 * rows)
             assert again.index == index + 5 * rows
             assert first.payload == again.payload
             assert (first.task, first.split) == ("gsm8k", split)
-    assert (task.rows("train"), task.rows("heldout")) == (6, 2)
+    assert (len(task.rows("train")), len(task.rows("heldout"))) == (6, 2)
 
 
 def test_the_expert_reads_nothing_but_the_messages(
     task: Gsm8kTask, write: Callable[..., Path]
 ) -> None:
-    stranger = Gsm8kTask(write(*[row(*problem) for problem in reversed(PROBLEMS)]), 2)
+    stranger = gsm8k(write(*[row(*problem) for problem in reversed(PROBLEMS)]), 2)
     for place in every_episode(task):
-        session = task.session(task.episode(*place))
+        session = SyncSession(task, task.episode(*place))
         session.step(call_text("abacus", {}))
         session.step(task.expert(session.messages))
         for turn in (0, 1):
@@ -169,15 +177,16 @@ def test_the_expert_goes_on_after_mistakes_and_answers_in_the_last_turn(
     write: Callable[..., Path],
 ) -> None:
     long = row("How far is it?", "<<1+2+3+4+5=15>>15\n#### 15")
-    task = Gsm8kTask(write(long, row("And how long?")), 2, max_turns=4)
-    session = task.session(task.episode("train", 0))
+    task = gsm8k(write(long, row("And how long?")), 2, max_turns=4)
+    session = SyncSession(task, task.episode("train", 0))
     session.step(calculate("add", 1, 3))
     assert task.expert(session.messages) == calculate("add", 1, 2)
     session.step(task.expert(session.messages))
     assert task.expert(session.messages) == calculate("add", 3, 3)
     session.step(task.expert(session.messages))
     assert task.expert(session.messages) == "Answer: 15"
-    assert session.step("Answer: 15").success
+    session.step("Answer: 15")
+    assert session.outcome().success
 
 
 def test_a_corrupted_action_differs_from_the_right_one_and_never_succeeds(
@@ -187,18 +196,19 @@ def test_a_corrupted_action_differs_from_the_right_one_and_never_succeeds(
         actions, _ = play(task, split, index)
         for turn in range(len(actions)):
             for seed in range(40):
-                session = task.session(task.episode(split, index))
+                session = SyncSession(task, task.episode(split, index))
                 for action in actions[:turn]:
                     session.step(action)
                 wrong = task.corrupted(session.messages, random.Random(seed))
                 assert wrong != actions[turn]
-                assert not session.step(wrong).success
+                session.step(wrong)
+                assert not session.outcome().success
 
 
 def test_a_guess_that_happens_to_be_right_does_not_count_as_corrupted(
     write: Callable[..., Path],
 ) -> None:
-    task = Gsm8kTask(write(row("One of 16?", "<<16*1=16>>16\n#### 16"), row("Two?")), 2)
+    task = gsm8k(write(row("One of 16?", "<<16*1=16>>16\n#### 16"), row("Two?")), 2)
     messages: list[Message] = [{"role": "user", "content": "One of 16?"}]
     drawn = {task.corrupted(messages, random.Random(seed)) for seed in range(100)}
     assert "Answer: 16" not in drawn
@@ -230,8 +240,10 @@ def test_answers_are_compared_by_a_relative_tolerance(
 def test_an_answer_may_be_written_with_commas(
     write: Callable[..., Path], text: str, success: bool
 ) -> None:
-    task = Gsm8kTask(write(row("Price?", "#### 1,500,000"), row("Other?")), 2)
-    assert task.session(task.episode("train", 0)).step(text).success is success
+    task = gsm8k(write(row("Price?", "#### 1,500,000"), row("Other?")), 2)
+    session = SyncSession(task, task.episode("train", 0))
+    session.step(text)
+    assert session.outcome().success is success
 
 
 @pytest.mark.parametrize(
@@ -255,7 +267,7 @@ def test_a_bad_row_is_named_with_its_value_and_the_repair(
 ) -> None:
     path = write(row("First?"), line, row("Third?"))
     with pytest.raises(DataError) as caught:
-        Gsm8kTask(path, 2)
+        gsm8k(path, 2)
     for word in [str(path), *words]:
         assert word in str(caught.value)
     assert len(str(caught.value)) < 400 + len(str(path))
@@ -265,16 +277,16 @@ def test_an_unusable_file_is_named_with_the_repair(
     write: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="readable UTF-8 JSONL file"):
-        Gsm8kTask(tmp_path / "missing.jsonl", 2)
+        gsm8k(tmp_path / "missing.jsonl", 2)
     with pytest.raises(DataError, match="readable UTF-8 JSONL file"):
-        Gsm8kTask(tmp_path, 2)
+        gsm8k(tmp_path, 2)
     with pytest.raises(DataError, match=r"0 different questions.*lower data\.heldout_every"):
-        Gsm8kTask(write(""), 2)
+        gsm8k(write(""), 2)
     with pytest.raises(DataError, match=r"1 different questions.*lower data\.heldout_every"):
-        Gsm8kTask(write(row("One?"), "", row("One?")), 2)
+        gsm8k(write(row("One?"), "", row("One?")), 2)
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe4"}')
     with pytest.raises(DataError, match="readable UTF-8 JSONL file"):
-        Gsm8kTask(tmp_path / "latin.jsonl", 2)
+        gsm8k(tmp_path / "latin.jsonl", 2)
 
 
 def test_a_data_error_survives_the_way_between_processes() -> None:
@@ -284,33 +296,33 @@ def test_a_data_error_survives_the_way_between_processes() -> None:
 
 def test_a_file_is_read_once_until_it_changes(write: Callable[..., Path]) -> None:
     path = write(row("One?"), row("Two?"))
-    rows = read_rows(path)
-    assert read_rows(path) is rows
+    rows = read_problems(path)
+    assert read_problems(path) is rows
     write(row("One?"), row("Too?"))
     os.utime(path, ns=(1, 1))
-    assert read_rows(path)[1].question == "Too?"
+    assert read_problems(path)[1].question == "Too?"
 
 
 def test_a_config_makes_the_task(write: Callable[..., Path], build_config: Any) -> None:
     path = write(*[row(*problem) for problem in PROBLEMS])
-    data = DataConfig(kind="gsm8k", path=path, heldout_every=4)
+    data = DataConfig(task="gsm8k", path=path, heldout_every=4)
     task = make_task(build_config(data=data.model_dump(), environment={"max_turns": 1}))
     assert task.name == "gsm8k"
     assert [tool["function"]["name"] for tool in task.tools] == ["calculator"]
-    assert task.expert(task.session(task.episode("train", 0)).messages) == "Answer: 24"
-    same = Gsm8kTask.from_config(data, EnvironmentConfig())
+    assert task.expert(SyncSession(task, task.episode("train", 0)).messages) == "Answer: 24"
+    same = gsm8k(path, 4)
     assert same.episode("heldout", 1) == task.episode("heldout", 1)
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason=f"the GSM8K file {REAL} is not there")
 def test_the_expert_solves_all_of_the_real_problems() -> None:
-    task = Gsm8kTask(REAL, 5)
+    task = gsm8k(REAL, 5)
     played = [play(task, split, index) for split, index in every_episode(task)]
     solved = sum(success for _, success in played) / len(played)
     chained = sum(isinstance(parse_action(a[0]), ToolCall) for a, _ in played) / len(played)
     print(f"{len(played)} problems: {solved:.1%} solved, {chained:.1%} with calculator calls")
     assert solved == 1.0
     assert chained >= 0.95
-    assert task.rows("heldout") == len(played) // 5
+    assert len(task.rows("heldout")) == len(played) // 5
     answer = task.episode("train", 0).payload["answer"]
     assert format_number(answer) == play(task, "train", 0)[0][-1].removeprefix("Answer: ")

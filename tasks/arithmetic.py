@@ -7,8 +7,8 @@ not evaluate expressions; the calculator tool does.
 import re
 from dataclasses import dataclass, field
 
-from composer_mesh.rollouts.plans import Reference, Step
-from composer_mesh.rollouts.tools import Number
+from composer_mesh.tasks.numbers import Number
+from composer_mesh.tasks.plans import Reference, Step
 
 LONGEST = 200
 _TOKEN = re.compile(r"\s*(\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|[-+*/()%])", re.ASCII)

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.rollouts.arithmetic import NotArithmetic, append_steps
-from composer_mesh.rollouts.plans import Step
-from composer_mesh.rollouts.tools import Number, calculator, execute
-
-TOOLS = {"calculator": calculator()}
+from composer_mesh.tasks.arithmetic import NotArithmetic, append_steps
+from composer_mesh.tasks.numbers import Number, calculate
+from composer_mesh.tasks.plans import Step
 
 
 def chain(text: str) -> tuple[list[Step], float]:
@@ -21,7 +19,7 @@ def chain(text: str) -> tuple[list[Step], float]:
     append_steps(text, steps)
     results: list[Number] = []
     for step in steps:
-        results.append(execute(TOOLS, step.call(results)))
+        results.append(calculate(**step.call(results).arguments))
     return steps, float(results[-1])
 
 

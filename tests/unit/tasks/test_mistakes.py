@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.rollouts.mistakes import (
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tool_calls import ToolCall, call_text
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.mistakes import (
     GIVE_UP,
     HABIT_SHARE,
     as_number,
@@ -14,17 +17,15 @@ from composer_mesh.rollouts.mistakes import (
     corrupt,
     recover_or_give_up,
 )
-from composer_mesh.rollouts.session import ToolSession
-from composer_mesh.rollouts.tool_calls import ToolCall, call_text
-from composer_mesh.rollouts.tools import calculator, converter, lookup
-from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is it?"}]
 
 
-def session() -> ToolSession:
-    tools = {tool.name: tool for tool in (calculator(), lookup({"lamp": 12}), converter())}
-    return ToolSession(QUESTION, tools, lambda value: value == 777, 6, 0.0)
+def session() -> SyncSession:
+    row = {"question": QUESTION[0]["content"], "table": {"lamp": 12}, "answer": 777}
+    return SyncSession(ToolboxTask.create(), Episode("toolbox", "train", 0, row))
 
 
 def kind_of(text: str) -> str:

@@ -7,14 +7,15 @@ make the confidence interval of its success rate too narrow.
 import json
 from collections.abc import Sequence
 
-from composer_mesh.rollouts.tasks import Episode, Task
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.tasks.task import Task
 
 
 def heldout_indices(task: Task, count: int) -> list[int]:
     """Return the first `count` held-out episodes by index, without repeated problems."""
     first: dict[str, int] = {}
     for index in range(count):
-        first.setdefault(_problem(task.episode("heldout", index)), index)
+        first.setdefault(_row(task.episode("heldout", index)), index)
     return list(first.values())
 
 
@@ -28,5 +29,5 @@ def fewer_episodes(indices: Sequence[int], count: int) -> str:
     )
 
 
-def _problem(episode: Episode) -> str:
+def _row(episode: Episode) -> str:
     return json.dumps(episode.payload, sort_keys=True, default=repr)

@@ -11,10 +11,11 @@ from controller_world import World, finished
 from repository import ROOT
 
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.gsm8k import Gsm8kTask
-from composer_mesh.rollouts.heldout import fewer_episodes, heldout_indices
-from composer_mesh.rollouts.toolbox import ToolboxTask
 from composer_mesh.services.cli import main
+from composer_mesh.tasks.gsm8k import Gsm8kTask
+from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 def test_problems_that_come_again_are_left_out(problems: Path) -> None:
-    task = Gsm8kTask(problems, 5)
+    task = Gsm8kTask.create(TaskSettings(path=problems, heldout_every=5))
     assert task.episode("heldout", 3).payload == task.episode("heldout", 0).payload
     assert heldout_indices(task, 2) == [0, 1]
     assert heldout_indices(task, 200) == [0, 1, 2]
@@ -53,7 +54,7 @@ class Repeating(ToolboxTask):
 async def test_the_interval_of_an_evaluation_counts_each_problem_once(
     tokenizer: Any, build_config: Any
 ) -> None:
-    task = Repeating(seed=3)
+    task = Repeating.create(TaskSettings(seed=3))
     world = World(task, ChatFormat(tokenizer, task.tools))
     controller = await finished(world, build_config(eval={"episodes": 200}))
     assert [evaluation.episodes for evaluation in controller.evaluations] == [3, 3]

@@ -10,22 +10,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from composer_mesh.rollouts.arithmetic import NotArithmetic, append_steps, read_number
-from composer_mesh.rollouts.mistakes import as_number
-from composer_mesh.rollouts.plans import Step
-from composer_mesh.rollouts.tools import (
-    LARGEST,
-    Number,
-    Tool,
-    ToolError,
-    calculator,
-    execute,
-    format_number,
-)
+from composer_mesh.tasks.arithmetic import NotArithmetic, append_steps, read_number
+from composer_mesh.tasks.errors import ToolError
+from composer_mesh.tasks.mistakes import as_number
+from composer_mesh.tasks.numbers import LARGEST, Number, calculate, format_number
+from composer_mesh.tasks.plans import Step
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
 _FINAL = re.compile(r"####\s*\$?(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*$", re.ASCII)
-_TOOLS: dict[str, Tool] = {"calculator": calculator()}
 
 
 class DataError(ValueError):
@@ -33,7 +25,7 @@ class DataError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Problem:
     """One problem. `steps` are the calculator calls of its annotations, empty if unusable."""
 
     question: str
@@ -46,7 +38,7 @@ class _Line(BaseModel):
     answer: str
 
 
-def read_rows(path: Path) -> tuple[Row, ...]:
+def read_problems(path: Path) -> tuple[Problem, ...]:
     """Return the file's problems, each question once; raise DataError."""
     try:
         stat = path.stat()
@@ -61,42 +53,42 @@ def normalized(question: str) -> str:
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, *_state: int) -> tuple[Row, ...]:
+def _read(path: Path, *_state: int) -> tuple[Problem, ...]:
     """Parse a file; `_state` (modification time, size) is only part of the cache key."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
-    rows: dict[str, tuple[int, Row]] = {}
+    problems: dict[str, tuple[int, Problem]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            row = _row(f"{path}, line {number}", line)
-            first, known = rows.setdefault(normalized(row.question), (number, row))
-            if known.answer != row.answer:
+            problem = _problem(f"{path}, line {number}", line)
+            first, known = problems.setdefault(normalized(problem.question), (number, problem))
+            if known.answer != problem.answer:
                 raise DataError(
-                    f"{path}, line {number}: the answer is {row.answer} but line {first} asks the "
-                    f"same question with the answer {known.answer}: remove one of them"
+                    f"{path}, line {number}: the answer is {problem.answer} but line {first} asks "
+                    f"the same question with the answer {known.answer}: remove one of them"
                 )
-    return tuple(row for _, row in rows.values())
+    return tuple(problem for _, problem in problems.values())
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} cannot be read ({error}): give a readable UTF-8 JSONL file")
 
 
-def _row(where: str, line: str) -> Row:
+def _problem(where: str, line: str) -> Problem:
     try:
         raw = _Line.model_validate_json(line)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{where} is {_shown(line)}: {f'{key}: ' if key else ''}{problem['msg']}: write one "
+            f"{where} is {_shown(line)}: {f'{key}: ' if key else ''}{first['msg']}: write one "
             'JSON object with the strings "question" and "answer"'
         ) from None
     if not raw.question.strip():
         raise DataError(f"{where}: question is {raw.question!r}, without words: ask something")
-    return Row(raw.question, _final_number(where, raw.answer), _steps(raw.answer))
+    return Problem(raw.question, _final_number(where, raw.answer), _steps(raw.answer))
 
 
 def _final_number(where: str, answer: str) -> Number:
@@ -130,7 +122,10 @@ def _try(steps: list[Step]) -> None:
     """Run the calls as a session would, rounding included; raise ToolError on a failure."""
     results: list[Number] = []
     for step in steps:
-        shown = as_number(format_number(execute(_TOOLS, step.call(results))))
+        arguments = step.call(results).arguments
+        if max(abs(arguments["a"]), abs(arguments["b"])) > LARGEST:
+            raise ToolError("bad_value", f"numbers go up to {LARGEST}")
+        shown = as_number(format_number(calculate(**arguments)))
         assert shown is not None
         results.append(shown)
 

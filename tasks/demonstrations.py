@@ -11,10 +11,11 @@ from typing import Any
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import render_hint
-from composer_mesh.rollouts.mistakes import recover_or_give_up
-from composer_mesh.rollouts.tasks import Task
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
+from composer_mesh.tasks.mistakes import recover_or_give_up
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import Task
 
 ANSWER_SHARE = 0.25
 """Ratio of the error rate in final answers to that in calls."""
@@ -45,7 +46,13 @@ def demonstrate(
     The agent errs with `error_rate` and recovers after an error with `recovery_rate`. In
     `hinted_share` of the conversations a hint replaces what would have been the error.
     """
-    session = task.session(task.episode("train", index))
+    with SyncSession(task, task.episode("train", index)) as session:
+        yield from _demonstrate(task, index, session, settings, rng)
+
+
+def _demonstrate(
+    task: Task, index: int, session: SyncSession, settings: WarmStartConfig, rng: random.Random
+) -> Iterator[Piece]:
     yield "question", session.messages[-1]["content"]
     hinted, failed, done = rng.random() < settings.hinted_share, False, False
     while not done:
@@ -71,11 +78,11 @@ def _would_fail(
     task: Task, index: int, messages: list[dict[str, Any]], text: str
 ) -> ErrorSite | None:
     """Return the error site that an action would cause, using a copy of the session."""
-    copy = task.session(task.episode("train", index))
-    for message in messages:
-        if message["role"] == "assistant":
-            copy.step(message_text(message))
-    return copy.step(text).error
+    with SyncSession(task, task.episode("train", index)) as copy:
+        for message in messages:
+            if message["role"] == "assistant":
+                copy.step(message_text(message))
+        return copy.step(text).error
 
 
 def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:

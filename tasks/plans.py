@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.rollouts.mistakes import as_number, calls_and_results
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text
-from composer_mesh.rollouts.tools import Number
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.mistakes import as_number, calls_and_results
+from composer_mesh.tasks.numbers import Number
 
 
 @dataclass(frozen=True, slots=True)

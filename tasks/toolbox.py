@@ -3,34 +3,39 @@
 Contains the questions, their plans, and the expert that derives the plan from a conversation.
 """
 
-import hashlib
 import random
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
-from composer_mesh.rollouts import mistakes
-from composer_mesh.rollouts.plans import Reference, Step, next_call, plan_results, question_of
-from composer_mesh.rollouts.session import ToolSession
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.tools import (
+from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks import mistakes
+from composer_mesh.tasks.numbers import (
     UNITS,
+    Bounded,
     Number,
-    Tool,
-    calculator,
-    converter,
-    execute,
+    Operation,
+    calculate,
+    convert_units,
     format_number,
-    lookup,
+    judged,
+    read_value,
 )
-from composer_mesh.rollouts.traces import Message, Split
+from composer_mesh.tasks.plans import Reference, Step, next_call, plan_results, question_of
+from composer_mesh.tasks.reward import Transcript, reward
+from composer_mesh.tasks.rows import Row
+from composer_mesh.tasks.session import Reply, Session
+from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.tool import tool
 
 KEYS = [
     "lamp", "rope", "book", "ring", "drum", "boat", "door", "fork", "kite", "bell", "coin", "desk",
 ]  # fmt: skip
 TABLE_SIZE = 6
 LARGEST_VALUE = 30
-HELDOUT_SHARE = 0.25
+TOLERANCE = 1e-6
 _WORDS = {"plus": "add", "minus": "subtract", "times": "multiply", "divided by": "divide"}
 _TERM = r"(?:the value of (?P<{0}>[a-z]+)|(?P<{0}_n>\d+))"
 _ARITHMETIC = re.compile(
@@ -69,37 +74,57 @@ def _term(found: Mapping[str, str | None], name: str, steps: list[Step]) -> Numb
     return Reference(len(steps) - 1)
 
 
-class ToolboxTask:
+class ToolboxSession(Session):
+    """An episode with a calculator, a converter and a table of its own."""
+
+    solved = False
+
+    @tool
+    def calculator(self, op: Operation, a: Bounded, b: Bounded) -> str:
+        """Computes a op b."""
+        return format_number(calculate(op, a, b))
+
+    @tool
+    def lookup(self, key: str) -> str:
+        """Reads the value of a key."""
+        return format_number(read_value(self.row["table"], key))
+
+    @tool
+    def convert(self, value: Bounded, source: str, target: str) -> str:
+        """Converts a value between units."""
+        return format_number(convert_units(value, source, target))
+
+    def reply(self, text: str) -> Reply:
+        reply = judged(text, lambda value: abs(value - self.row["answer"]) < TOLERANCE)
+        self.solved = reply.error is None
+        return reply
+
+
+class ToolboxTask(Task):
     """Episodes by seed. A question's hash decides its split, so no question is in both."""
 
     name = "toolbox"
+    session_class = ToolboxSession
 
-    def __init__(self, seed: int, max_turns: int = 6, penalty: float = 0.0) -> None:
-        self._seed, self._max_turns, self._penalty = seed, max_turns, penalty
-        self.tools = [tool.schema() for tool in self._toolbox({}).values()]
+    def generate(self, rng: random.Random) -> Row:
+        table: dict[str, Number] = {
+            key: rng.randint(2, LARGEST_VALUE) for key in rng.sample(KEYS, TABLE_SIZE)
+        }
+        question = _question(rng, table)
+        return {"question": question, "table": table, "answer": _solution(question, table)}
 
-    def episode(self, split: Split, index: int) -> Episode:
-        for attempt in range(10_000):
-            rng = random.Random(f"{self._seed}:{split}:{index}:{attempt}")
-            table: dict[str, Number] = {
-                key: rng.randint(2, LARGEST_VALUE) for key in rng.sample(KEYS, TABLE_SIZE)
-            }
-            question = _question(rng, table)
-            if split_of(question) == split:
-                return Episode(self.name, split, index, self._payload(question, table))
-        raise RuntimeError(f"no {split} question in 10,000 draws: widen the question space")
+    def identity(self, row: Row) -> str:
+        return str(row["question"])
 
-    def session(self, episode: Episode) -> ToolSession:
-        payload = episode.payload
-        opening = [{"role": "user", "content": payload["question"]}]
+    def prompt(self, row: Row) -> str:
+        return str(row["question"])
 
-        def correct(value: float) -> bool:
-            return abs(value - payload["answer"]) < 1e-6
+    @reward
+    def solved(self, transcript: Transcript) -> float:
+        """1 for the right answer."""
+        return float(cast(ToolboxSession, transcript.session).solved)
 
-        tools = self._toolbox(payload["table"])
-        return ToolSession(opening, tools, correct, self._max_turns, self._penalty)
-
-    def answer(self, episode: Episode) -> str:
+    def verified_answer(self, episode: Episode) -> str:
         return format_number(episode.payload["answer"])
 
     def expert(self, messages: list[Message]) -> str:
@@ -113,20 +138,20 @@ class ToolboxTask:
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         return mistakes.corrupt(self.expert(messages), messages, rng)
 
-    def _toolbox(self, table: Mapping[str, Number]) -> dict[str, Tool]:
-        return {tool.name: tool for tool in (calculator(), lookup(table), converter())}
 
-    def _payload(self, question: str, table: dict[str, Number]) -> dict[str, Any]:
-        tools, results = self._toolbox(table), list[Number]()
-        for step in plan(question):
-            results.append(execute(tools, step.call(results)))
-        return {"question": question, "table": table, "answer": results[-1]}
+def _solution(question: str, table: Mapping[str, Number]) -> Number:
+    results = list[Number]()
+    for step in plan(question):
+        results.append(_value(step.call(results), table))
+    return results[-1]
 
 
-def split_of(question: str) -> Split:
-    """Return the split of a question, from a hash of its text."""
-    digest = hashlib.sha256(question.encode()).digest()
-    return "heldout" if digest[0] < HELDOUT_SHARE * 256 else "train"
+def _value(call: ToolCall, table: Mapping[str, Number]) -> Number:
+    if call.name == "calculator":
+        return calculate(**call.arguments)
+    if call.name == "lookup":
+        return read_value(table, **call.arguments)
+    return convert_units(**call.arguments)
 
 
 def _question(rng: random.Random, table: Mapping[str, Number]) -> str:

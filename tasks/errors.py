@@ -1,0 +1,82 @@
+"""Errors of tasks: those of an agent's action, and those of a task's own code.
+
+TaskError
++-- ToolError        the agent's action was wrong: it reads the text, and may be given a hint
++-- TaskTimeout      a function of the task did not return in time
++-- TaskCodeError    a function of the task raised: the episode fails, and the line is named
++-- UnusableTask     the task cannot be loaded, or returned what it must not return
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+LONGEST = 500
+
+
+class TaskError(Exception):
+    """Base class of the errors of tasks."""
+
+    failure_class = "data"
+
+
+class ToolError(TaskError):
+    """An action of the agent that failed.
+
+    `kind` names the error, `text` is shown to the agent, `facts` fill the fields of the hint
+    template `hint`. Without `hint` it is the template with the name of the kind, or a general one.
+    """
+
+    def __init__(
+        self, kind: str, text: str, facts: Mapping[str, str] | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(kind, text, facts, hint)
+        self.kind, self.text, self.hint = kind, text, hint
+        self.facts = dict(facts or {})
+
+
+class TaskCodeError(TaskError):
+    """A function of a task raised an exception; `where` is the line in the task's own code."""
+
+    def __init__(self, what: str, where: str, problem: str) -> None:
+        super().__init__(what, where, problem)
+        self.what, self.where, self.problem = what, where, problem
+
+    def __str__(self) -> str:
+        return f"{self.what} failed at {self.where}: {self.problem}"
+
+
+class TaskTimeout(TaskError):
+    """A function of a task did not return within `limit_s` seconds."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        super().__init__(what, limit_s)
+        self.what, self.limit_s = what, limit_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} did not return within {self.limit_s:g} s: look for a loop or a wait "
+            "without end in it, or raise environment.call_s"
+        )
+
+
+class UnusableTask(TaskError, ValueError):
+    """A task cannot be loaded, or one of its functions returned an unusable value."""
+
+
+def code_error(what: str, error: Exception) -> TaskCodeError:
+    """Return the error of a task's function that raised `error`; call it where that was caught."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_ours(frame.filename)]
+    last = (theirs or frames)[-1]
+    problem = f"{type(error).__name__}: {error}"[:LONGEST]
+    return TaskCodeError(what, f"{last.filename}:{last.lineno}", problem)
+
+
+def _is_ours(file: str) -> bool:
+    path = Path(file)
+    folder = PACKAGE / "tasks"
+    return path.parent == folder and path.name in {"calls.py", "running.py"}

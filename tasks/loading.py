@@ -1,0 +1,122 @@
+"""Makes the task that a config names: one that ships, or a user's by import path or file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.schema import Config, DataConfig
+from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
+from composer_mesh.tasks.task import Task, TaskSettings
+
+BUILT_IN = {
+    "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
+    "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
+}
+"""Import paths of the tasks that ship, by their names in `data.task`."""
+
+
+def make_task(config: Config) -> Task:
+    """Make and load the configured task.
+
+    Raises UnusableTask where it cannot be imported, TaskCodeError where its own code raises, and
+    whatever a task that ships says of bad data.
+    """
+    data, environment = config.data, config.environment
+    kind = task_class(data.task)
+    settings = TaskSettings(
+        seed=config.run.seed,
+        max_turns=environment.max_turns,
+        tool_error_penalty=environment.tool_error_penalty,
+        path=data.path,
+        heldout_every=data.heldout_every,
+        hint_templates=frozenset(config.sdpo.hints.templates),
+    )
+    return _created(kind, data, settings)
+
+
+def task_class(name: str) -> type[Task]:
+    """Import the class of a task: "toolbox", "my_package.my_task:MyTask" or "my_task.py:MyTask"."""
+    path = BUILT_IN.get(name, name)
+    file, _, attribute = path.rpartition(":")
+    found = _from_file(Path(file), attribute) if file.endswith(".py") else _imported(path)
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise UnusableTask(
+            f"data.task is {name!r}, which is a {type(found).__name__} and no subclass of "
+            "composer_mesh.Task: name one that is"
+        )
+    return found
+
+
+def _created(kind: type[Task], data: DataConfig, settings: TaskSettings) -> Task:
+    try:
+        inspect.signature(kind).bind(**data.options)
+    except TypeError as error:
+        raise UnusableTask(
+            f"data.options are {dict(data.options)}, but task {data.task!r} takes "
+            f"{inspect.signature(kind)} ({error}): change data.options"
+        ) from None
+    try:
+        task = kind.create(settings, **data.options)
+        _ = task.tools, task.rewards
+    except (TaskError, ValueError):
+        raise
+    except Exception as error:
+        raise code_error(f"task {data.task!r}", error) from error
+    return task
+
+
+def _imported(path: str) -> Any:
+    module, _, attribute = path.rpartition(":" if ":" in path else ".")
+    if not module or not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        raise UnusableTask(
+            f"data.task is {path!r}: write {', '.join(BUILT_IN)}, my_package.my_task:MyTask, or "
+            "my_task.py:MyTask"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise code_error(f"importing {module}", error) from error
+        raise UnusableTask(
+            f"data.task is {path!r}, but there is no module {error.name!r}: install it, or name "
+            'its folder in run.import_paths, such as --set run.import_paths=["."]'
+        ) from None
+    except Exception as error:
+        raise code_error(f"importing {module}", error) from error
+    if not hasattr(found, attribute):
+        close = difflib.get_close_matches(attribute, dir(found), n=1)
+        repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
+        raise UnusableTask(f"data.task is {path!r}, but {module} has no {attribute!r}: {repair}")
+    return getattr(found, attribute)
+
+
+def _from_file(path: Path, attribute: str) -> Any:
+    """Import a file as a module of its own; its folder is not searched for others."""
+    whole = path.absolute()
+    name = f"{whole.stem}_{sha256(str(whole).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        _execute(name, whole)
+    module = sys.modules[name]
+    if not hasattr(module, attribute):
+        raise UnusableTask(f"data.task names {attribute!r}, which is not in {path}: check the name")
+    return getattr(module, attribute)
+
+
+def _execute(name: str, path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UnusableTask(f"data.task names the file {path}, which does not exist: check the path")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise code_error(f"importing {path}", error) from error

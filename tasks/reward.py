@@ -1,0 +1,113 @@
+"""Reward functions: named, weighted, and called once with everything that a finished episode said.
+
+class Sums(Task):
+    @reward
+    def correct(self, transcript: Transcript) -> float:
+        return float(transcript.answer.strip() == transcript.row["answer"])
+
+    @reward(weight=0.1)
+    async def brief(self, transcript: Transcript) -> float: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import ErrorSite, Message
+
+if TYPE_CHECKING:
+    from composer_mesh.tasks.session import Session
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+MARK = "__composer_mesh_reward__"
+
+Ending = Literal["answer", "tool", "turns", "context"]
+"""What ended an episode: an answer, a tool, the last turn, or a full context."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A finished episode as text: what reward functions read.
+
+    `messages` are the whole conversation, `errors` the actions that failed. `session` is the
+    episode's own, with whatever its tools left in it.
+    """
+
+    episode: Episode
+    messages: list[Message]
+    errors: list[ErrorSite] = field(default_factory=list)
+    ended: Ending = "answer"
+    session: Session | None = None
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row that the episode was made from."""
+        return self.episode.payload
+
+    @property
+    def answer(self) -> str:
+        """Text of the agent's last message; empty if it wrote none."""
+        spoken = [one for one in self.messages if one["role"] == "assistant"]
+        return str(spoken[-1].get("content") or "") if spoken else ""
+
+    @property
+    def turns(self) -> int:
+        """Number of the agent's messages."""
+        return sum(one["role"] == "assistant" for one in self.messages)
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Name and weight of a decorated function; no name stands for the function's own."""
+
+    weight: float = 1.0
+    name: str | None = None
+
+
+@overload
+def reward(function: Function, /) -> Function: ...
+
+
+@overload
+def reward(*, weight: float = 1.0, name: str | None = None) -> Callable[[Function], Function]: ...
+
+
+def reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+    """Make a method of a task one of its rewards; it may be plain or async.
+
+    It takes a `Transcript` and returns a finite number. The episode's reward is the weighted sum of
+    all of them, and each is in the metrics by its name.
+    """
+
+    def decorate(decorated: Function) -> Function:
+        setattr(decorated, MARK, RewardOptions(weight, name))
+        return decorated
+
+    return decorate if function is None else decorate(function)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One reward of a task."""
+
+    name: str
+    weight: float
+    function: Callable[[Transcript], Any]
+
+
+def rewards_of(task: object) -> list[RewardFunction]:
+    """Return the decorated methods of a task, in order of definition."""
+    marked: dict[str, RewardOptions] = {}
+    for base in reversed(type(task).__mro__):
+        for attribute, value in vars(base).items():
+            if hasattr(value, MARK):
+                marked[attribute] = getattr(value, MARK)
+            elif attribute in marked:
+                del marked[attribute]  # overridden by a method that is no reward
+    return [
+        RewardFunction(options.name or attribute, options.weight, getattr(task, attribute))
+        for attribute, options in marked.items()
+    ]

@@ -1,0 +1,230 @@
+"""Runs one episode of a task: actions in, tool results out, scored at the end.
+
+The rules of every task are here: an action calls one tool or is an answer, an action that fails is
+an error site, and an episode ends by an answer, by a tool, or with its last turn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
+    ToolCall,
+    assistant_message,
+    parse_action,
+)
+from composer_mesh.rollouts.traces import ErrorSite, Message
+from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.errors import TaskCodeError, TaskTimeout, ToolError, UnusableTask
+from composer_mesh.tasks.reward import Ending, Transcript
+from composer_mesh.tasks.session import Reply
+from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.tool import ToolSpec, unknown_tool
+
+LONGEST_RESULT = 1_000_000
+"""Characters of the longest tool result; a longer one is cut, and the agent is told."""
+
+
+class RunningEpisode:
+    """One running episode; one call at a time. The task's functions are called by `calls`."""
+
+    def __init__(self, task: Task, episode: Episode, calls: Calls | None = None) -> None:
+        self._task, self._calls = task, calls or Calls()
+        self._session = task.session(episode)
+        self._messages: list[Message] = []
+        self._seen: list[int] = []
+        self._errors: list[ErrorSite] = []
+        self._failures, self._turn = 0, 0
+        self._ended: Ending | None = None
+
+    async def begin(self) -> list[Message]:
+        """Start the session; return the first messages."""
+        await self._call("start", self._session.start)
+        opening = await self._call("opening", self._session.opening)
+        self._messages = _messages(opening, f"the opening of task {self._task.name!r}")
+        if not self._messages:
+            raise UnusableTask(f"task {self._task.name!r} opens an episode with no message")
+        self._seen = [len(self._messages)]
+        return self.messages
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return deepcopy(self._messages)
+
+    def state(self, turn: int) -> list[Message]:
+        """Return exactly what the agent saw when it acted at `turn` (0-based)."""
+        if not 0 <= turn < len(self._seen):
+            raise IndexError(
+                f"turn {turn} of an episode with {len(self._seen)} states: ask for 0 to "
+                f"{len(self._seen) - 1}"
+            )
+        return deepcopy(self._messages[: self._seen[turn]])
+
+    async def step(self, text: str) -> StepResult:
+        """Apply the agent's action; raise RuntimeError after the end of the episode."""
+        if self._ended is not None:
+            raise RuntimeError(f"turn {self._turn} after the end: start a new session")
+        call_id = f"call_{self._turn}"
+        self._messages.append(assistant_message(text, call_id))
+        action = parse_action(text)
+        if action is None:
+            messages, error = await self._reply(text)
+        else:
+            messages, error = await self._tool(action, call_id)
+        return self._result(messages, error)
+
+    async def outcome(self) -> Outcome:
+        """Score the episode, ended or not; one that is not has a full context."""
+        transcript = Transcript(
+            self._session.episode,
+            self.messages,
+            list(self._errors),
+            self._ended or "context",
+            self._session,
+        )
+        values = {one.name: await self._value(one, transcript) for one in self._task.rewards}
+        total = sum(one.weight * values[one.name] for one in self._task.rewards)
+        success = await self._call("success", self._task.success, transcript, total)
+        penalty = self._task.settings.tool_error_penalty * self._failures
+        reward = max(min(0.0, total), total - penalty)
+        stated = self._task.verified_answer
+        answer = await self._call("verified_answer", stated, self._session.episode)
+        return Outcome(self.messages, reward, bool(success), values, answer)
+
+    async def close(self) -> None:
+        """Release the session."""
+        await self._call("close", self._session.close)
+
+    async def _reply(self, text: str) -> tuple[list[Message], ErrorSite | None]:
+        try:
+            reply = _reply(await self._call("reply", self._session.reply, text))
+        except ToolError as failure:
+            self._failures += 1
+            return [{"role": "user", "content": f"error: {failure.text}"}], self._site(failure)
+        if reply.done:
+            self._ended = "answer"
+        error = self._site(reply.error) if reply.error is not None else None
+        return _messages(list(reply.messages), "a reply"), error
+
+    async def _tool(
+        self, action: ToolCall | MalformedCall, call_id: str
+    ) -> tuple[list[Message], ErrorSite | None]:
+        role: Message = {"role": "tool", "tool_call_id": call_id}
+        error: ErrorSite | None = None
+        try:
+            if isinstance(action, MalformedCall):
+                role = {"role": "user"}
+                raise ToolError("malformed_call", action.reason, {"reason": action.reason})
+            content = _shown(await self._execute(action))
+        except ToolError as failure:
+            self._failures += 1
+            content, error = f"error: {failure.text}", self._site(failure)
+        if self._session.ended:
+            self._ended = "tool"
+        return [{**role, "content": content}], error
+
+    async def _execute(self, action: ToolCall) -> Any:
+        spec = self._task.tool_specs.get(action.name)
+        if spec is None:
+            raise unknown_tool(action.name, list(self._task.tool_specs))
+        arguments = spec.checked(action.arguments)
+        return await self._call_tool(spec, arguments)
+
+    async def _call_tool(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> Any:
+        function = spec.function
+        if spec.is_method:
+            function = getattr(self._session, spec.function.__name__)
+        try:
+            return await self._call(f"tool {spec.name!r}", partial(function, **arguments))
+        except TaskTimeout as late:
+            text = f"{spec.name} took longer than {late.limit_s:g} s"
+            raise ToolError("tool_timeout", text, {"tool": spec.name}) from late
+        except TaskCodeError as failed:
+            for kind, name in spec.errors.items():
+                if isinstance(failed.__cause__, kind):
+                    raise ToolError(name, str(failed.__cause__)) from failed
+            raise
+
+    def _result(self, messages: list[Message], error: ErrorSite | None) -> StepResult:
+        if self._ended is None and self._turn + 1 >= self._task.settings.max_turns:
+            self._ended = "turns"
+            error = error or ErrorSite(self._turn, "no_answer", "no_answer", {})
+        if error is not None:
+            self._errors.append(error)
+        self._turn += 1
+        if self._ended is not None:
+            return StepResult([], True, error)
+        self._messages += deepcopy(messages)
+        self._seen.append(len(self._messages))
+        return StepResult(messages, False, error)
+
+    async def _value(self, one: Any, transcript: Transcript) -> float:
+        value = await self._call(f"reward {one.name!r}", one.function, transcript)
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            return float(value)
+        raise UnusableTask(
+            f"reward {one.name!r} of task {self._task.name!r} returned {str(value)[:40]!r} for "
+            f"{transcript.episode.split} episode {transcript.episode.index}: return a finite number"
+        )
+
+    async def _call(self, what: str, function: Any, *args: Any) -> Any:
+        return await self._calls(f"{what} of task {self._task.name!r}", function, *args)
+
+    def _site(self, failure: ToolError) -> ErrorSite:
+        facts = {str(key): str(value) for key, value in failure.facts.items()}
+        known = self._task.hint_keys
+        if failure.hint is not None and failure.hint not in known:
+            raise UnusableTask(
+                f"an error of kind {failure.kind!r} names the hint template {failure.hint!r}, "
+                f"which does not exist: add it to hint_templates of task {self._task.name!r}, or "
+                "under [sdpo.hints.templates]"
+            )
+        if failure.hint is not None or failure.kind in known:
+            return ErrorSite(self._turn, failure.kind, failure.hint or failure.kind, facts)
+        return ErrorSite(self._turn, failure.kind, "tool_error", {**facts, "text": failure.text})
+
+
+def _reply(returned: Any) -> Reply:
+    if returned is None:
+        return Reply()
+    if isinstance(returned, Reply):
+        return returned
+    return Reply(_messages(returned, "a reply"), done=False)
+
+
+def _messages(value: Any, what: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, Sequence) and all(_is_message(one) for one in value):
+        return [dict(one) for one in value]
+    raise UnusableTask(
+        f"{what} is {str(value)[:60]!r}: return a text, or messages with a role and a content"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+
+
+def _shown(result: Any) -> str:
+    """Return a tool's result as the agent reads it."""
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise UnusableTask(
+                f"a tool returned a {type(result).__name__}, which JSON cannot carry ({error}): "
+                "return a text, or plain values"
+            ) from error
+    result = result.encode(errors="replace").decode()  # a lone surrogate cannot be stored
+    if len(result) <= LONGEST_RESULT:
+        return str(result)
+    return f"{result[:LONGEST_RESULT]}… ({len(result):,} characters, cut)"

@@ -1,0 +1,225 @@
+"""A task: a family of episodes that agents are trained and measured on.
+
+    class Sums(Task):
+        def generate(self, rng):
+            a, b = rng.randint(1, 9), rng.randint(1, 9)
+            return {"question": f"What is {a} plus {b}?", "answer": str(a + b)}
+
+        def prompt(self, row):
+            return row["question"]
+
+        @reward
+        def correct(self, transcript):
+            return float(transcript.answer.strip() == transcript.row["answer"])
+
+Rows come from `generate`, or from a file by `rows`. Training and held-out episodes never share one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from composer_mesh.rollouts.hints import TEMPLATES
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import Message, Split
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.reward import RewardFunction, Transcript, rewards_of
+from composer_mesh.tasks.rows import Row, held_out, read_rows
+from composer_mesh.tasks.session import Session
+from composer_mesh.tasks.tool import ToolSpec, tools_of
+
+HELDOUT_SHARE = 0.25
+"""Share of generated rows that are held out."""
+
+MOST_DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What a run's config says to its task.
+
+    `seed` is the run's. An episode has `max_turns` actions; each failed call costs
+    `tool_error_penalty`. `path` is the file of the rows, if there is one, of which each
+    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config.
+    """
+
+    seed: int = 0
+    max_turns: int = 6
+    tool_error_penalty: float = 0.0
+    path: Path | None = None
+    heldout_every: int = 5
+    hint_templates: frozenset[str] = frozenset()
+
+
+class Task:
+    """A family of episodes. Subclass it, and name the subclass in `data.task`.
+
+    Keyword arguments of the subclass are set by `data.options`. Optional parts: `verified_answer`
+    lets hints be checked for leaks; `expert` and `corrupted` allow warm starts and builtin
+    teachers.
+    """
+
+    name: ClassVar[str] = ""
+    """Name of the task in traces and metrics; the class's own if it is empty."""
+
+    session_class: ClassVar[type[Session]] = Session
+    """Class of the task's sessions, with their tools."""
+
+    success_at: ClassVar[float] = 1.0
+    """Reward from which on an episode counts as a success."""
+
+    hint_templates: ClassVar[Mapping[str, str]] = {}
+    """Hints by error kind or template key, with fields in braces that the errors fill."""
+
+    settings: TaskSettings = TaskSettings()
+    """What the run's config says; set before `load` is called."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not cls.__dict__.get("name"):
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def create(cls, settings: TaskSettings | None = None, **options: Any) -> Self:
+        """Make and load a task; its own errors propagate."""
+        task = cls(**options)
+        task.settings = settings or TaskSettings()
+        task.load()
+        return task
+
+    # What a subclass defines.
+
+    def load(self) -> None:
+        """Load data; called once in each process that uses the task."""
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        """Return the rows of a split; None if rows are generated.
+
+        Without an override these are the rows of `data.path`, equal ones taken once.
+        """
+        return None if self._file_rows is None else self._file_rows[split]
+
+    def generate(self, rng: random.Random) -> Row:
+        """Return a new row, drawn with `rng` alone. Which split it belongs to is not up to it."""
+        raise UnusableTask(
+            f"task {self.name!r} has no rows: set data.path to a file of rows, or define rows() or "
+            "generate()"
+        )
+
+    def identity(self, row: Row) -> str:
+        """Return what makes a row a problem of its own: equal ones are in the same split."""
+        return json.dumps(row, sort_keys=True, default=repr)
+
+    def prompt(self, row: Row) -> str | list[Message]:
+        """Return the first messages of an episode, or the text of a single one from the user."""
+        raise UnusableTask(f"task {self.name!r} has no prompt: define prompt(self, row)")
+
+    def verified_answer(self, episode: Episode) -> str | None:
+        """Return the verified answer in the form in which a hint would leak it, or None."""
+        return None
+
+    def expert(self, messages: list[Message]) -> str:
+        """Return the text of the correct action, derived from the messages alone."""
+        raise UnusableTask(
+            f"task {self.name!r} has no expert, which warm starts and builtin teachers need: "
+            "define expert(self, messages), or set policy.warm_start and teachers to others"
+        )
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        """Return the text of a realistic wrong action for the same messages."""
+        raise UnusableTask(
+            f"task {self.name!r} makes no wrong actions, which imperfect experts need: define "
+            "corrupted(self, messages, rng)"
+        )
+
+    def success(self, transcript: Transcript, reward: float) -> bool:
+        """Whether an episode succeeded; `reward` is its sum before penalties."""
+        return reward >= self.success_at
+
+    # What the service calls.
+
+    @cached_property
+    def tool_specs(self) -> dict[str, ToolSpec]:
+        """The tools of the task's sessions by name."""
+        return tools_of(self.session_class, self.session_class.tools)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools in the format of OpenAI's `tools` parameter."""
+        return [spec.schema for spec in self.tool_specs.values()]
+
+    @cached_property
+    def rewards(self) -> list[RewardFunction]:
+        """The reward functions, in order of definition."""
+        return rewards_of(self)
+
+    @cached_property
+    def hint_keys(self) -> frozenset[str]:
+        """Keys of all hint templates that its errors may name."""
+        return frozenset((*TEMPLATES, *self.hint_templates, *self.settings.hint_templates))
+
+    @property
+    def states_answers(self) -> bool:
+        """Whether hints can be checked for the verified answer."""
+        return type(self).verified_answer is not Task.verified_answer
+
+    @property
+    def has_expert(self) -> bool:
+        """Whether the task has an expert."""
+        return type(self).expert is not Task.expert
+
+    def pick(self, split: Split, index: int) -> Episode:
+        """Return an episode without its row; calls nothing that a subclass defines."""
+        return Episode(self.name, split, index)
+
+    def episode(self, split: Split, index: int) -> Episode:
+        """Return an episode with its row; indices beyond the last row begin again with the first.
+
+        Raises UnusableTask where the split has no row.
+        """
+        rows = self.rows(split)
+        row = self._generated(split, index) if rows is None else self._row(rows, split, index)
+        return Episode(self.name, split, index, row)
+
+    def session(self, episode: Episode) -> Session:
+        """Return a new session of an episode that has its row."""
+        session = self.session_class()
+        session.task, session.episode = self, episode
+        return session
+
+    @cached_property
+    def _file_rows(self) -> dict[Split, list[Row]] | None:
+        if self.settings.path is None:
+            return None
+        rows = read_rows(self.settings.path)
+        return held_out(rows, self.settings.heldout_every, self.identity, self.settings.path)
+
+    def _row(self, rows: Sequence[Row], split: Split, index: int) -> Row:
+        if not rows:
+            raise UnusableTask(f"task {self.name!r} has no {split} rows: give it some")
+        return rows[index % len(rows)]
+
+    def _generated(self, split: Split, index: int) -> Row:
+        for attempt in range(MOST_DRAWS):
+            rng = random.Random(f"{self.settings.seed}:{split}:{index}:{attempt}")
+            row = self.generate(rng)
+            if split_of(self.identity(row)) == split:
+                return row
+        raise UnusableTask(
+            f"task {self.name!r} generated no {split} row in {MOST_DRAWS:,} draws: let generate() "
+            "draw from more problems"
+        )
+
+
+def split_of(identity: str) -> Split:
+    """Return the split of a generated row, from a hash of its identity."""
+    digest = hashlib.sha256(identity.encode()).digest()
+    return "heldout" if digest[0] < HELDOUT_SHARE * 256 else "train"

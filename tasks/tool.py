@@ -1,0 +1,200 @@
+"""Tools: typed Python functions that an agent calls by name.
+
+    @tool
+    async def add(self, item: str, count: int = 1) -> str:
+        '''Puts an item in the cart.
+
+        Args:
+            item: Name of the item.
+            count: How many of it.
+        '''
+
+The schema that the agent reads is made from the signature and the docstring, and pydantic checks
+the arguments by the same types. Model-written arguments are data and are never evaluated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import docstring_parser
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from composer_mesh.tasks.errors import ToolError, UnusableTask
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+MARK = "__composer_mesh_tool__"
+MOST_SHOWN = 40
+"""Characters of a model-written name that an error repeats."""
+BAD_VALUES = (
+    *("literal_error", "enum", "greater_than", "greater_than_equal", "less_than"),
+    *("less_than_equal", "multiple_of", "too_short", "too_long", "value_error"),
+    *("string_too_short", "string_too_long", "string_pattern_mismatch", "finite_number"),
+)
+"""Types of pydantic's errors for arguments of the right type with a value that is not taken."""
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """What a decorated function says of itself beside its signature.
+
+    `errors` maps exceptions that the function raises because of a wrong call to error kinds.
+    """
+
+    name: str | None = None
+    errors: Mapping[type[Exception], str] | None = None
+
+
+@overload
+def tool(function: Function, /) -> Function: ...
+
+
+@overload
+def tool(
+    *, name: str | None = None, errors: Mapping[type[Exception], str] | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def tool(function: Any = None, /, *, name: Any = None, errors: Any = None) -> Any:
+    """Make a function a tool; it may be a method of a session, plain or async.
+
+    What it returns is shown to the agent: a string as it is, anything else as JSON. It raises
+    `ToolError` for a call that the agent got wrong; so do the exceptions named in `errors`, each
+    with its error kind. Any other exception is a fault of the task.
+    """
+
+    def decorate(decorated: Function) -> Function:
+        setattr(decorated, MARK, ToolOptions(name, errors))
+        return decorated
+
+    return decorate if function is None else decorate(function)
+
+
+class ToolSpec:
+    """A tool: its name, description, schema and checked arguments."""
+
+    def __init__(self, function: Callable[..., Any], *, is_method: bool) -> None:
+        """Raises `UnusableTask` if a parameter has no type, or none that JSON can carry."""
+        options: ToolOptions = getattr(function, MARK, ToolOptions())
+        self.function = function
+        self.is_method = is_method
+        self.name = options.name or function.__name__
+        self.errors = dict(options.errors or {})
+        documented = docstring_parser.parse(inspect.getdoc(function) or "")
+        parts = (documented.short_description, documented.long_description)
+        self.description = "\n\n".join(part for part in parts if part)
+        notes = {one.arg_name: one.description for one in documented.params if one.description}
+        self.arguments = _arguments_model(self.name, function, notes, is_method)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool in the format of OpenAI's `tools` parameter."""
+        schema = self.arguments.model_json_schema()
+        parameters = {
+            "type": "object",
+            "properties": schema.get("properties", {}),
+            "required": schema.get("required", []),
+        }
+        if "$defs" in schema:
+            parameters["$defs"] = schema["$defs"]
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments as the function takes them; raise ToolError for invalid ones."""
+        try:
+            found = self.arguments.model_validate(arguments)
+        except ValidationError as error:
+            raise self._argument_error(error) from None
+        return {name: getattr(found, name) for name in type(found).model_fields}
+
+    def _argument_error(self, error: ValidationError) -> ToolError:
+        first = error.errors()[0]
+        argument = str(first["loc"][0] if first["loc"] else "")[:MOST_SHOWN]
+        fields = ", ".join(self.arguments.model_fields)
+        facts = {"tool": self.name, "argument": argument, "arguments": fields}
+        if first["type"] == "missing":
+            return ToolError("missing_argument", f"{self.name} needs {argument}", facts)
+        if first["type"] == "extra_forbidden":
+            return ToolError("unknown_argument", f"{self.name} has no {argument}", facts)
+        if first["type"] in BAD_VALUES:
+            return ToolError("bad_value", f"{argument}: {first['msg'][:80]}", facts)
+        wanted = _wanted(self.arguments, argument)
+        text = f"{argument} must be {wanted}"
+        return ToolError("wrong_type", text, {**facts, "wanted": wanted})
+
+
+def unknown_tool(name: str, tools: Sequence[str]) -> ToolError:
+    """Return the error of a call of a tool that does not exist."""
+    shown = name[:MOST_SHOWN]
+    return ToolError("unknown_tool", f"no tool {shown}", {"tool": shown, "tools": ", ".join(tools)})
+
+
+def tools_of(session: type, functions: Sequence[Callable[..., Any]] = ()) -> dict[str, ToolSpec]:
+    """Return the tools of a session class, in order of definition, then those of `functions`."""
+    found: dict[str, ToolSpec] = {}
+    methods: dict[str, Any] = {}
+    for base in reversed(session.__mro__):
+        for attribute, value in vars(base).items():
+            if attribute in methods or hasattr(value, MARK):
+                methods[attribute] = value
+    specs = [ToolSpec(one, is_method=True) for one in methods.values() if hasattr(one, MARK)]
+    for spec in (*specs, *(ToolSpec(one, is_method=False) for one in functions)):
+        if spec.name in found:
+            raise UnusableTask(
+                f"two tools are called {spec.name!r}: give one of them another name, such as "
+                f'@tool(name="{spec.name}_2")'
+            )
+        found[spec.name] = spec
+    return found
+
+
+def _arguments_model(
+    name: str, function: Callable[..., Any], notes: Mapping[str, str], is_method: bool
+) -> type[BaseModel]:
+    parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
+    try:
+        types = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise UnusableTask(f"tool {name!r} has a type that cannot be found: {error}") from error
+    fields: dict[str, Any] = {}
+    for one in parameters:
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise UnusableTask(
+                f"tool {name!r} takes {one}, but an agent names each argument: write them out"
+            )
+        if one.name not in types:
+            raise UnusableTask(
+                f"tool {name!r} has no type for {one.name!r}: annotate it, such as {one.name}: str"
+            )
+        default = ... if one.default is one.empty else one.default
+        note = notes.get(one.name)
+        fields[one.name] = (types[one.name], Field(default, description=note) if note else default)
+    strict = ConfigDict(strict=True, extra="forbid")
+    model: type[BaseModel] = create_model(f"{name}_arguments", __config__=strict, **fields)
+    try:
+        model.model_json_schema()
+    except Exception as error:
+        raise UnusableTask(
+            f"tool {name!r} has an argument that JSON cannot carry: {error}"
+        ) from error
+    return model
+
+
+def _wanted(arguments: type[BaseModel], argument: str) -> str:
+    """Return what an argument must be, in words."""
+    properties = arguments.model_json_schema().get("properties", {})
+    kinds = properties.get(argument, {})
+    names = [one.get("type") for one in kinds.get("anyOf", [kinds])]
+    if set(names) <= {"number", "integer"} and names:
+        return "a number"
+    words = {"string": "a string", "boolean": "true or false", "array": "a list", "null": "null"}
+    return " or ".join(words.get(str(one), "an object") for one in names)
