@@ -53,6 +53,16 @@ class EnvironmentActor(MeshActor):
         self._task: Task = await asyncio.to_thread(make_task, config)
 
     @concurrent_endpoint
+    async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
+        """Return an episode with its row, and its verified answer if the task states one."""
+        return await self._run(self._prepared(episode))
+
+    @concurrent_endpoint
+    async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
+        """Score a conversation that was had without a session."""
+        return await self._run(self._scored(episode, messages))
+
+    @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
         session, messages = await self._run(self._begun(episode))
@@ -94,15 +104,30 @@ class EnvironmentActor(MeshActor):
         return len(self._sessions)
 
     async def _begun(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
-        what = f"making {episode.split} episode {episode.index} of task {self._task.name!r}"
-        if not episode.payload:
-            episode = await self._calls(what, self._task.episode, episode.split, episode.index)
-        session = RunningEpisode(self._task, episode, self._calls)
+        session = RunningEpisode(self._task, await self._whole(episode), self._calls)
         try:
             return session, await session.begin()
         except BaseException:
             await session.close()
             raise
+
+    async def _prepared(self, episode: Episode) -> tuple[Episode, str | None]:
+        whole = await self._whole(episode)
+        return whole, await self._calls("verified_answer", self._task.verified_answer, whole)
+
+    async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
+        scored = RunningEpisode(self._task, await self._whole(episode), self._calls)
+        try:
+            return await scored.outcome(messages)
+        finally:
+            await scored.close()
+
+    async def _whole(self, episode: Episode) -> Episode:
+        if episode.payload:
+            return episode
+        what = f"making {episode.split} episode {episode.index} of task {self._task.name!r}"
+        whole: Episode = await self._calls(what, self._task.episode, episode.split, episode.index)
+        return whole
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:

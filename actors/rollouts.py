@@ -19,12 +19,14 @@ from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
 from composer_mesh.actors.rollout_workers.generation import PooledGeneration
 from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
 from composer_mesh.actors.rollout_workers.peers import Neighbours, OpenStream, Peers
+from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
+from composer_mesh.tasks.loading import make_workflow
 
 
 class RolloutActor(MeshActor):
@@ -39,12 +41,13 @@ class RolloutActor(MeshActor):
     def __init__(self) -> None:
         self._cleanup = AsyncExitStack()
         self._playing: set[str] = set()
-        self._player: EpisodePlayer | None = None
+        self._player: EpisodePlayer | WorkflowPlayer | None = None
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path, tools: list[dict[str, Any]]) -> None:
-        """Load the policy's tokenizer and chat format."""
+        """Load the policy's tokenizer and chat format, and the workflow."""
         self._config = config
+        self._workflow = await asyncio.to_thread(make_workflow, config)
         self._chat = await self._cleanup.enter_async_context(open_chat(config, folder, tools))
         # The first rendering starts the process of a foreign model's template.
         await asyncio.to_thread(check_chat, self._chat, hints=False)
@@ -98,7 +101,9 @@ class RolloutActor(MeshActor):
     async def __cleanup__(self, _: Exception | None) -> None:
         await self._cleanup.aclose()
 
-    def _connected(self, open_stream: OpenStream, chat: ChatFormat) -> EpisodePlayer:
+    def _connected(
+        self, open_stream: OpenStream, chat: ChatFormat
+    ) -> EpisodePlayer | WorkflowPlayer:
         rules = self._config.supervision
         self._generators, self._environments = Peers(open_stream), Peers(open_stream)
         self._generation: PooledGeneration | LockstepGeneration
@@ -107,7 +112,10 @@ class RolloutActor(MeshActor):
         else:
             self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
         environments = PeerEnvironments(self._environments, self._config.run.deadline_s)
-        return EpisodePlayer(self._generation, environments, chat)
+        if self._workflow is None:
+            return EpisodePlayer(self._generation, environments, chat)
+        limit_s = self._config.rollouts.workflow_s
+        return WorkflowPlayer(self._workflow, self._generation, environments, chat, limit_s)
 
     def _lockstep(self) -> LockstepGeneration:
         if not isinstance(self._generation, LockstepGeneration):

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from composer_mesh.configs.schema import Config, DataConfig
+from composer_mesh.configs.schema import Config
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -14,14 +14,18 @@ def with_whole_paths(config: Config, folder: Path | None = None) -> Config:
     """Return the config with absolute paths, resolved against `folder` or the cwd."""
     folder = folder or Path.cwd()
     whole = _section(config, folder)
-    return whole.model_copy(update={"data": _with_task_file(whole.data, folder)})
+    data = whole.data.model_copy(update={"task": _whole_import(whole.data.task, folder)})
+    changed: dict[str, Any] = {"data": data}
+    if whole.rollouts.workflow is not None:
+        workflow = _whole_import(whole.rollouts.workflow, folder)
+        changed["rollouts"] = whole.rollouts.model_copy(update={"workflow": workflow})
+    return whole.model_copy(update=changed)
 
 
-def _with_task_file(data: DataConfig, folder: Path) -> DataConfig:
-    file, _, name = data.task.rpartition(":")
-    if not file.endswith(".py"):
-        return data
-    return data.model_copy(update={"task": f"{folder / file}:{name}"})
+def _whole_import(path: str, folder: Path) -> str:
+    """Return an import path; where it is that of a file, with the absolute path of the file."""
+    file, _, name = path.rpartition(":")
+    return f"{folder / file}:{name}" if file.endswith(".py") else path
 
 
 def _section(section: Model, folder: Path) -> Model:

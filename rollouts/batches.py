@@ -18,9 +18,9 @@ from composer_mesh.rollouts.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class PolicySample:
-    """A trace with its advantage. `mask` is True at sampled ids; `logprobs` is 0 elsewhere.
+    """A trace with its advantage. `mask` is True at trained ids; `logprobs` is 0 elsewhere.
 
-    `versions` holds the policy version that sampled each id, -1 for ids that were not sampled.
+    `versions` holds the policy version that sampled each id, -1 for ids that are not trained.
     """
 
     trace_id: str
@@ -100,8 +100,11 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
     logprobs: list[float] = []
     versions: list[int] = []
     for turn in trace.turns:
-        logprobs += [0.0] * len(turn.context_ids) + turn.logprobs
-        versions += [-1] * len(turn.context_ids) + turn.versions
+        trained = turn.trained
+        logprobs += [0.0] * len(turn.context_ids)
+        logprobs += turn.logprobs if trained else [0.0] * len(turn.action_ids)
+        versions += [-1] * len(turn.context_ids)
+        versions += turn.versions if trained else [-1] * len(turn.action_ids)
     return PolicySample(
         trace.trace_id,
         trace.token_ids(),

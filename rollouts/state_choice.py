@@ -116,7 +116,8 @@ def _actions_at(trace: Trace) -> list[int]:
 
 
 def _in_order(traces: Iterable[Trace]) -> list[Trace]:
-    return sorted(traces, key=lambda trace: trace.trace_id)
+    every = [one for trace in traces for one in trace.trajectories()]
+    return sorted(every, key=lambda trace: trace.trace_id)
 
 
 def _candidates(trace: Trace) -> Iterator[_Candidate]:

@@ -92,7 +92,8 @@ class Trace:
     `messages` is the complete conversation as the environment saw it. `rewards` are the values of
     the task's reward functions by name, before weights; `answer` is its verified answer, which no
     hint may contain. `others` are further trajectories of the same episode, such as those of
-    sub-agents, each with a reward of its own.
+    sub-agents, each with a reward of its own. Rewards of a group are compared among trajectories
+    with the same `role`; one that has an `advantage` is compared with none.
     """
 
     trace_id: str
@@ -109,6 +110,8 @@ class Trace:
     rewards: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     others: list["Trace"] = field(default_factory=list)
+    role: str = ""
+    advantage: float | None = None
 
     def trajectories(self) -> list["Trace"]:
         """Return all trajectories of the episode, each as a trace without others."""
@@ -121,18 +124,24 @@ class Trace:
         return [token for turn in self.turns for token in (*turn.context_ids, *turn.action_ids)]
 
     def action_mask(self) -> list[bool]:
-        """Return a mask that is True at sampled ids; same length as `token_ids()`."""
+        """Return a mask that is True at trained ids; same length as `token_ids()`."""
         mask: list[bool] = []
         for turn in self.turns:
-            mask += [False] * len(turn.context_ids) + [True] * len(turn.action_ids)
+            mask += [False] * len(turn.context_ids) + [turn.trained] * len(turn.action_ids)
         return mask
 
     def action_tokens(self) -> int:
+        """Return the number of sampled tokens of this trajectory, without those of others."""
         return sum(len(turn.action_ids) for turn in self.turns)
+
+    def versions(self) -> list[int]:
+        """Return the policy versions of all sampled tokens, those of other trajectories too."""
+        turns = [turn for one in self.trajectories() for turn in one.turns]
+        return [version for turn in turns for version in turn.versions]
 
     def oldest_version(self) -> int:
         """Return the policy version of the oldest sampled token."""
-        return min(version for turn in self.turns for version in turn.versions)
+        return min(self.versions())
 
     def prompt_ids(self, turn: int) -> list[int]:
         """Return all ids that the policy had read when it acted at `turn`."""

@@ -27,6 +27,7 @@ from composer_mesh.services.replay.post_reward import LateRewardError
 from composer_mesh.services.schedule.signals import CommandSignals, Interrupted
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
+from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.gsm8k_rows import DataError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -34,7 +35,7 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 REFUSALS = (
     *(ConfigError, ControlRefused, DamagedRecord, DataError, LateRewardError, LaunchRefused),
     *(MissingKey, ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused),
-    *(UsageError, VllmUnavailable),
+    *(TaskError, UsageError, VllmUnavailable),
 )
 
 COMMANDS = {

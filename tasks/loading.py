@@ -7,13 +7,17 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from composer_mesh.configs.schema import Config, DataConfig
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.task import Task, TaskSettings
+from composer_mesh.tasks.workflow import Workflow
+
+T = TypeVar("T")
 
 BUILT_IN = {
     "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
@@ -43,41 +47,62 @@ def make_task(config: Config) -> Task:
 
 def task_class(name: str) -> type[Task]:
     """Import the class of a task: "toolbox", "my_package.my_task:MyTask" or "my_task.py:MyTask"."""
-    path = BUILT_IN.get(name, name)
-    file, _, attribute = path.rpartition(":")
-    found = _from_file(Path(file), attribute) if file.endswith(".py") else _imported(path)
-    if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise UnusableTask(
-            f"data.task is {name!r}, which is a {type(found).__name__} and no subclass of "
-            "composer_mesh.Task: name one that is"
-        )
-    return found
+    return _subclass("data.task", BUILT_IN.get(name, name), Task)
+
+
+def make_workflow(config: Config) -> Workflow | None:
+    """Make the configured workflow; None without one. Raises as `make_task`."""
+    if config.rollouts.workflow is None:
+        return None
+    kind = _subclass("rollouts.workflow", config.rollouts.workflow, Workflow)
+    return _made("rollouts", kind, config.rollouts.options)
 
 
 def _created(kind: type[Task], data: DataConfig, settings: TaskSettings) -> Task:
+    task = _made("data", kind, data.options)
+    task.settings = settings
     try:
-        inspect.signature(kind).bind(**data.options)
-    except TypeError as error:
-        raise UnusableTask(
-            f"data.options are {dict(data.options)}, but task {data.task!r} takes "
-            f"{inspect.signature(kind)} ({error}): change data.options"
-        ) from None
-    try:
-        task = kind.create(settings, **data.options)
+        task.load()
         _ = task.tools, task.rewards
     except (TaskError, ValueError):
         raise
     except Exception as error:
-        raise code_error(f"task {data.task!r}", error) from error
+        raise code_error(f"loading task {data.task!r}", error) from error
     return task
 
 
-def _imported(path: str) -> Any:
+def _made(section: str, kind: type[T], options: Mapping[str, Any]) -> T:
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise UnusableTask(
+            f"{section}.options are {dict(options)}, but {kind.__name__} takes "
+            f"{inspect.signature(kind)} ({error}): change {section}.options"
+        ) from None
+    try:
+        return kind(**options)
+    except Exception as error:
+        raise code_error(f"making a {kind.__name__}", error) from error
+
+
+def _subclass(key: str, path: str, base: type[T]) -> type[T]:
+    file, _, name = path.rpartition(":")
+    is_file = file.endswith(".py")
+    found = _from_file(key, Path(file), name) if is_file else _imported(key, path)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise UnusableTask(
+            f"{key} is {path!r}, which is a {type(found).__name__} and no subclass of "
+            f"composer_mesh.{base.__name__}: name one that is"
+        )
+    return found
+
+
+def _imported(key: str, path: str) -> Any:
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     if not module or not all(part.isidentifier() for part in [*module.split("."), attribute]):
         raise UnusableTask(
-            f"data.task is {path!r}: write {', '.join(BUILT_IN)}, my_package.my_task:MyTask, or "
-            "my_task.py:MyTask"
+            f"{key} is {path!r}: write my_package.my_module:MyClass or my_file.py:MyClass"
+            + (f", or one of {', '.join(BUILT_IN)}" if key == "data.task" else "")
         )
     try:
         found = importlib.import_module(module)
@@ -85,7 +110,7 @@ def _imported(path: str) -> Any:
         if not f"{module}.".startswith(f"{error.name}."):
             raise code_error(f"importing {module}", error) from error
         raise UnusableTask(
-            f"data.task is {path!r}, but there is no module {error.name!r}: install it, or name "
+            f"{key} is {path!r}, but there is no module {error.name!r}: install it, or name "
             'its folder in run.import_paths, such as --set run.import_paths=["."]'
         ) from None
     except Exception as error:
@@ -93,26 +118,26 @@ def _imported(path: str) -> Any:
     if not hasattr(found, attribute):
         close = difflib.get_close_matches(attribute, dir(found), n=1)
         repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
-        raise UnusableTask(f"data.task is {path!r}, but {module} has no {attribute!r}: {repair}")
+        raise UnusableTask(f"{key} is {path!r}, but {module} has no {attribute!r}: {repair}")
     return getattr(found, attribute)
 
 
-def _from_file(path: Path, attribute: str) -> Any:
+def _from_file(key: str, path: Path, attribute: str) -> Any:
     """Import a file as a module of its own; its folder is not searched for others."""
     whole = path.absolute()
     name = f"{whole.stem}_{sha256(str(whole).encode()).hexdigest()[:12]}"
     if name not in sys.modules:
-        _execute(name, whole)
+        _execute(key, name, whole)
     module = sys.modules[name]
     if not hasattr(module, attribute):
-        raise UnusableTask(f"data.task names {attribute!r}, which is not in {path}: check the name")
+        raise UnusableTask(f"{key} names {attribute!r}, which is not in {path}: check the name")
     return getattr(module, attribute)
 
 
-def _execute(name: str, path: Path) -> None:
+def _execute(key: str, name: str, path: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UnusableTask(f"data.task names the file {path}, which does not exist: check the path")
+        raise UnusableTask(f"{key} names the file {path}, which does not exist: check the path")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

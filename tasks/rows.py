@@ -43,7 +43,10 @@ def held_out(
     Rows with a column `split` of "train" or "heldout" are split by it. Raises UnusableTask if no
     row is held out.
     """
-    different = list({identity(row): row for row in reversed(rows)}.values())[::-1]
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(identity(row), row)
+    different = list(first.values())
     if all(row.get("split") in ("train", "heldout") for row in different):
         found: dict[Split, list[Row]] = {"train": [], "heldout": []}
         for row in different:

@@ -81,11 +81,15 @@ class RunningEpisode:
             messages, error = await self._tool(action, call_id)
         return self._result(messages, error)
 
-    async def outcome(self) -> Outcome:
-        """Score the episode, ended or not; one that is not has a full context."""
+    async def outcome(self, messages: list[Message] | None = None) -> Outcome:
+        """Score the episode, ended or not; one that is not has a full context.
+
+        `messages` replace the conversation, where it was not had by this object's steps.
+        """
+        said = self.messages if messages is None else messages
         transcript = Transcript(
             self._session.episode,
-            self.messages,
+            said,
             list(self._errors),
             self._ended or "context",
             self._session,
@@ -97,7 +101,7 @@ class RunningEpisode:
         reward = max(min(0.0, total), total - penalty)
         stated = self._task.verified_answer
         answer = await self._call("verified_answer", stated, self._session.episode)
-        return Outcome(self.messages, reward, bool(success), values, answer)
+        return Outcome(said, reward, bool(success), values, answer)
 
     async def close(self) -> None:
         """Release the session."""

@@ -25,6 +25,16 @@ class PeerEnvironments:
         self._sessions: Counter[str] = Counter()
         self._forgetting = BackgroundTasks(told_to_loop)
 
+    async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
+        """Return an episode with its row, and its verified answer if the task states one."""
+        prepared: tuple[Episode, str | None] = await self._anywhere("prepare", episode)
+        return prepared
+
+    async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
+        """Score a conversation that was had without a session."""
+        outcome: Outcome = await self._anywhere("score", episode, messages)
+        return outcome
+
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a session. Waits for an actor, including one that is still starting."""
         names = await self._environments.some_open()
@@ -67,6 +77,15 @@ class PeerEnvironments:
             raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
         except ActorDied as died:
             raise SessionLost(session_id, home, died.reason, True) from died
+
+    async def _anywhere(self, endpoint: str, *args: Any) -> Any:
+        """Call the least busy actor; raises `ActorDied` where it dies of it."""
+        home = min(await self._environments.some_open(), key=self._environments.load)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._environments.call(home, endpoint, *args)
+        except TimeoutError:
+            raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
 
     def _leave(self, session_id: str) -> str | None:
         home = self._homes.pop(session_id, None)

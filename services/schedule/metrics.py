@@ -18,18 +18,14 @@ def step_metrics(
     trained: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the counts and means of a step. Lags are in policy versions, money in US dollars."""
-    lags = [
-        batch.step - version
-        for trace in traces
-        for turn in trace.turns
-        for version in turn.versions
-    ]
+    lags = [batch.step - version for trace in traces for version in trace.versions()]
     return {
         "step": batch.step + 1,
         "policy_version": batch.step + 1,
         **trained,
         "reward/mean": _mean([trace.reward for trace in traces]),
         "reward/success": _mean([float(trace.success) for trace in traces]),
+        **_named_rewards(traces),
         "rollouts/count": len(traces),
         "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
         "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
@@ -83,6 +79,15 @@ def sync_metrics(waited_s: float, took_s: float) -> dict[str, float | None]:
         "time/weight_sync_s": waited_s,
         "time/weight_sync_total_s": took_s,
         "weights/hidden_share": max(0.0, 1 - waited_s / took_s) if took_s else None,
+    }
+
+
+def _named_rewards(traces: Sequence[Trace]) -> dict[str, float]:
+    """Return the mean of each reward function over the traces that have it, before weights."""
+    names = sorted({name for trace in traces for name in trace.rewards})
+    return {
+        f"reward/of/{name}": _mean([t.rewards[name] for t in traces if name in t.rewards])
+        for name in names
     }
 
 

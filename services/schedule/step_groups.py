@@ -79,4 +79,4 @@ class StepGroups:
 
 
 def _is_older(trace: Trace, version: int) -> bool:
-    return any(one < version for turn in trace.turns for one in turn.versions)
+    return any(one < version for one in trace.versions())

@@ -84,11 +84,23 @@ class Batcher:
         return sites
 
     def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
-        found = zip(groups, self.advantages(groups), strict=True)
+        every = [one for group in groups for trace in group for one in trace.trajectories()]
+        compared = [part for group in groups for part in compared_with_each_other(group)]
+        found = dict[str, float]()
+        for part, advantages in zip(compared, self.advantages(compared), strict=True):
+            found |= {one.trace_id: a for one, a in zip(part, advantages, strict=True)}
         return [
-            policy_sample(one, advantage)
-            for group, advantages in found
-            for trace, advantage in zip(group, advantages, strict=True)
-            for one in trace.trajectories()
+            policy_sample(one, found[one.trace_id] if one.advantage is None else one.advantage)
+            for one in every
             if one.turns
         ]
+
+
+def compared_with_each_other(group: Sequence[Trace]) -> list[list[Trace]]:
+    """Return the trajectories of a group by role, without those that have an advantage already."""
+    parts: dict[str, list[Trace]] = {"": []}
+    for trace in group:
+        for one in trace.trajectories():
+            if one.advantage is None:
+                parts.setdefault(one.role, []).append(one)
+    return [part for role, part in parts.items() if part or not role]

@@ -91,7 +91,7 @@ class HintWriting:
 
     async def ask(self, group: Sequence[Trace]) -> WordedHints:
         """Return the hint texts of one group. Waits for the writer, at most its timeout."""
-        asked = self._requests(group)
+        asked = self._requests([one for trace in group for one in trace.trajectories()])
         replies = await self._writer.write(list(asked.values())) if asked else []
         found = WordedHints()
         for place, reply in zip(asked, replies, strict=True):

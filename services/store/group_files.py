@@ -70,6 +70,8 @@ class _Head:
     rewards: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     untrained: list[int] = field(default_factory=list)
+    role: str = ""
+    advantage: float | None = None
     further: bool = False
 
 
@@ -217,6 +219,8 @@ def _head(trace: Trace, further: bool) -> _Head:
         trace.rewards,
         trace.answer,
         [number for number, turn in enumerate(trace.turns) if not turn.trained],
+        trace.role,
+        trace.advantage,
         further,
     )
 
@@ -250,6 +254,8 @@ def _trace(
         head.error_sites,
         head.rewards,
         head.answer,
+        role=head.role,
+        advantage=head.advantage,
     )
 
 

@@ -77,7 +77,7 @@ class RunRecords:
             size, crc = write_group(self._root, group_id, traces) if traces else (0, 0)
         except OSError as error:
             raise StoreError(str(self._root), KIND.purpose, str(error), KIND.repair) from None
-        versions = [v for trace in traces for turn in trace.turns for v in turn.versions]
+        versions = [version for trace in traces for version in trace.versions()]
         values = {
             "group_id": group_id,
             "entered": min(versions, default=0),
@@ -214,8 +214,8 @@ class RunRecords:
 
 def index_row(trace: Trace) -> tuple[object, ...]:
     """Return a trace's row for the table `traces`, in column order."""
-    versions = [version for turn in trace.turns for version in turn.versions]
-    sampled = trace.action_tokens()
+    versions, every = trace.versions(), trace.trajectories()
+    sampled = sum(one.action_tokens() for one in every)
     return (
         trace.trace_id,
         trace.group_id,
@@ -227,7 +227,7 @@ def index_row(trace: Trace) -> tuple[object, ...]:
         trace.success,
         len(trace.turns),
         sampled,
-        sampled + sum(len(turn.context_ids) for turn in trace.turns),
+        sampled + sum(len(turn.context_ids) for one in every for turn in one.turns),
         json.dumps([site.error_kind for site in trace.error_sites]),
         min(versions, default=None),
         max(versions, default=None),

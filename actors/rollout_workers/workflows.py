@@ -1,0 +1,298 @@
+"""Plays episodes by a user's workflow, which runs on an event loop of its own.
+
+WorkflowPlayer -- episode, engine --> the workflow's run(), on its loop
+engine -- prompts, actions --> this worker's loop --> generators, environments
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol, Self, TypeVar, cast
+
+from composer_mesh.actors.rollout_workers.stop_texts import cut_at
+from composer_mesh.mesh.actor import end_this_process
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import Played, Sample, seed_of
+from composer_mesh.rollouts.episode_ports import Environments, Generation
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.tasks.calls import Calls, in_a_thread
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.task_loop import TaskLoop, TaskLoopBlocked
+from composer_mesh.tasks.workflow import (
+    ContextFull,
+    Conversation,
+    Generated,
+    Trajectory,
+    Workflow,
+    as_messages,
+)
+
+T = TypeVar("T")
+BLOCKED_S = 30.0
+"""Seconds after which a workflow that blocks its event loop ends the worker."""
+
+
+class ScoringEnvironments(Environments, Protocol):
+    """Environments that also make rows and score conversations without a session."""
+
+    async def prepare(self, episode: Episode) -> tuple[Episode, str | None]: ...
+
+    async def score(self, episode: Episode, messages: list[Message]) -> Outcome: ...
+
+
+class WorkflowPlayer:
+    """Plays samples by one workflow; each may take `limit_s` seconds."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        generation: Generation,
+        environments: ScoringEnvironments,
+        chat: ChatFormat,
+        limit_s: float,
+    ) -> None:
+        self._workflow, self._loop = workflow, TaskLoop()
+        self._calls = Calls(in_a_thread, limit_s)
+        self._ports = generation, environments, chat
+
+    async def play(self, sample: Sample, session: str) -> Played:
+        """Play one attempt at a sample. Waits for the workflow; cancelled, it is cancelled too."""
+        _, environments, _ = self._ports
+        episode, answer = await environments.prepare(sample.episode)
+        engine = EpisodeEngine(sample, episode, session, *self._ports)
+        what = f"workflow {type(self._workflow).__name__}"
+        try:
+            running = self._calls(what, self._workflow.run, episode, engine)
+            found = await self._loop.run(running, BLOCKED_S)
+        except TaskLoopBlocked as blocked:
+            end_this_process(blocked)
+            raise
+        finally:
+            engine.close()
+        trace = trace_of(replace(sample, episode=episode), found, answer, what)
+        return Played(trace, engine.prompt_tokens, engine.cached_tokens)
+
+
+class EpisodeEngine:
+    """The engine of one episode; its methods are called on the workflow's event loop."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        episode: Episode,
+        session: str,
+        generation: Generation,
+        environments: ScoringEnvironments,
+        chat: ChatFormat,
+    ) -> None:
+        """Requests are made on the event loop that is running now."""
+        self._own = asyncio.get_running_loop()
+        self._sample, self._episode, self._session = sample, episode, session
+        self._generation, self._environments, self._chat = generation, environments, chat
+        self._requests, self._sessions = count(), count()
+        self._open: set[str] = set()
+        self._chats: dict[str, ChatFormat] = {}
+        self.prompt_tokens = self.cached_tokens = 0
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return list(self._chat.tools)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        *,
+        n: int = 1,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Generated]:
+        return await self._there(self._generate(prompt, n, greedy, max_tokens, stop, tools))
+
+    async def next_ids(self, messages: Sequence[Message], closed: bool) -> list[int]:
+        async def continued() -> list[int]:
+            return self._chat.continuation(list(messages), closed)
+
+        return await self._there(continued())
+
+    def conversation(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        role: str = "",
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Conversation:
+        return Conversation(self, as_messages(messages), role, tools)
+
+    def environment(self) -> EngineEnvironment:
+        return EngineEnvironment(self, f"{self._session}/{next(self._sessions)}")
+
+    async def score(self, messages: Sequence[Message]) -> Outcome:
+        return await self._there(self._environments.score(self._episode, list(messages)))
+
+    async def begin(self, session: str) -> list[Message]:
+        """Open a session of the task."""
+        self._open.add(session)
+        return await self._there(self._environments.begin(session, self._episode))
+
+    async def step(self, session: str, text: str) -> StepResult:
+        """Apply an action in a session of the task."""
+        return await self._there(self._environments.step(session, text))
+
+    async def finish(self, session: str) -> Outcome:
+        """Score and close a session of the task."""
+        outcome = await self._there(self._environments.finish(session))
+        self._open.discard(session)
+        return outcome
+
+    def close(self) -> None:
+        """Abandon the sessions that were not finished; call it on the worker's loop."""
+        for session in self._open:
+            self._environments.abandon(session)
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the worker's loop. Waits for it; cancelled, it is cancelled there."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._own))
+
+    async def _generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        n: int,
+        greedy: bool,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> list[Generated]:
+        ids = self._prompt_ids(prompt, tools)
+        sampling = self._sample.sampling
+        room = sampling.max_context - len(ids)
+        if room <= 0:
+            raise ContextFull(
+                f"a prompt of {len(ids)} tokens leaves no place in a context of "
+                f"{sampling.max_context}: end the conversation, or raise policy.max_context"
+            )
+        longest = min(room, sampling.max_new_tokens, max_tokens or sampling.max_new_tokens)
+        requests = [self._request(ids, longest, greedy) for _ in range(n)]
+        group = self._sample.group
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._generation.generate(request, group)) for request in requests
+            ]
+        return [self._generated(ids, task.result(), stop) for task in asked]
+
+    def _generated(
+        self, ids: list[int], result: GenerationResult, stop: Sequence[str]
+    ) -> Generated:
+        self.prompt_tokens += len(ids)
+        self.cached_tokens += result.cached_tokens
+        result = cut_at(stop, result, self._chat.action_text)
+        return Generated(self._chat.action_text(result.token_ids), ids, result)
+
+    def _prompt_ids(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> list[int]:
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            return list(cast(Sequence[int], prompt))
+        messages = as_messages(cast("str | Sequence[Message]", prompt))
+        return self._chat_with(tools).first_prompt(messages)
+
+    def _chat_with(self, tools: Sequence[dict[str, Any]] | None) -> ChatFormat:
+        if tools is None:
+            return self._chat
+        key = json.dumps(list(tools))
+        if key not in self._chats:
+            self._chats[key] = replace(self._chat, tools=list(tools))
+        return self._chats[key]
+
+    def _request(self, ids: list[int], longest: int, greedy: bool) -> GenerationRequest:
+        sampling = self._sample.sampling
+        request_id = f"{self._sample.trace_id}-{next(self._requests):02d}"
+        return GenerationRequest(
+            request_id,
+            ids,
+            longest,
+            0.0 if greedy else sampling.temperature,
+            seed_of(sampling.seed, request_id),
+            [self._chat.stop_id],
+            sampling.deadline_s,
+        )
+
+
+class EngineEnvironment:
+    """A session of the episode's task, opened by `async with`."""
+
+    def __init__(self, engine: EpisodeEngine, session: str) -> None:
+        self._engine, self._session = engine, session
+        self.messages: list[Message] = []
+        """The first messages of the session."""
+
+    async def step(self, text: str) -> StepResult:
+        """Apply an action."""
+        return await self._engine.step(self._session, text)
+
+    async def finish(self) -> Outcome:
+        """Score and close the session."""
+        return await self._engine.finish(self._session)
+
+    async def __aenter__(self) -> Self:
+        self.messages = await self._engine.begin(self._session)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Do nothing: a session that was not finished is abandoned with the episode."""
+
+
+def trace_of(sample: Sample, found: Any, answer: str | None, what: str) -> Trace:
+    """Return the trace of a workflow's trajectories; raise UnusableTask for anything else."""
+    every = [found] if isinstance(found, Trajectory) else found
+    if not isinstance(every, Sequence) or not every:
+        raise UnusableTask(f"{what} returned {str(found)[:40]!r}: return at least one Trajectory")
+    for one in every:
+        _check(one, what)
+    first, *others = [_trace(sample, one, number, answer) for number, one in enumerate(every)]
+    return replace(first, others=others)
+
+
+def _check(one: Any, what: str) -> None:
+    if not isinstance(one, Trajectory):
+        raise UnusableTask(f"{what} returned a {type(one).__name__}: return Trajectory objects")
+    numbers: Mapping[str, Any] = {"reward": one.reward, "advantage": one.advantage, **one.rewards}
+    for name, value in numbers.items():
+        if value is None and name == "advantage":
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UnusableTask(
+                f"{what} returned the {name} {value!r} for {one.role or 'a trajectory'}: give a "
+                "finite number"
+            )
+
+
+def _trace(sample: Sample, one: Trajectory, number: int, answer: str | None) -> Trace:
+    episode = sample.episode
+    return Trace(
+        sample.trace_id if number == 0 else f"{sample.trace_id}.{number}",
+        sample.group_id,
+        sample.sample,
+        episode.task,
+        episode.split,
+        episode.index,
+        list(one.turns),
+        list(one.messages),
+        float(one.reward),
+        one.success,
+        list(one.error_sites),
+        dict(one.rewards),
+        answer,
+        role=one.role,
+        advantage=one.advantage,
+    )

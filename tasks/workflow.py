@@ -1,0 +1,228 @@
+"""Workflows: how an episode is played, where one agent with tools is not enough.
+
+    class Debate(Workflow):
+        async def run(self, episode, engine):
+            first = engine.conversation(episode.payload["question"], role="speaker")
+            claim = await first.act()
+            critic = engine.conversation(f"What is wrong with this? {claim}", role="critic")
+            first.say(await critic.act())
+            await first.act()
+            outcome = await engine.score(first.messages)
+            return [
+                first.trajectory(outcome.reward),
+                critic.trajectory(outcome.reward),
+            ]
+
+Everything that the policy writes here is trained by its own token ids, with the log-probs and
+versions that the generator reported. Rewards of a group are compared among trajectories with the
+same role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from composer_mesh.rollouts.generation import GenerationResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tool_calls import assistant_message
+from composer_mesh.rollouts.traces import ErrorSite, Message, Turn
+from composer_mesh.tasks.errors import TaskError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class ContextFull(TaskError):
+    """A conversation has as many tokens as the model's context holds, so nothing can be added."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A conversation of one agent, to be trained on.
+
+    `reward` is the trajectory's own. Without `advantage` it is compared with those of the same
+    `role` in the other samples of the group.
+    """
+
+    turns: Sequence[Turn]
+    messages: Sequence[Message]
+    reward: float
+    success: bool
+    role: str = ""
+    advantage: float | None = None
+    error_sites: Sequence[ErrorSite] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A sampled continuation: its text, and its ids with a log-prob and a version for each."""
+
+    text: str
+    prompt_ids: list[int]
+    result: GenerationResult
+
+
+class Environment(Protocol):
+    """A session of the episode's task, which is stepped by the text of actions."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The first messages of the session."""
+
+    async def step(self, text: str) -> StepResult:
+        """Apply an action."""
+
+    async def finish(self) -> Outcome:
+        """Score and close the session."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+class Engine(Protocol):
+    """What a workflow plays an episode with."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The task's tools in the format of OpenAI's `tools` parameter."""
+
+    async def generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        *,
+        n: int = 1,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Generated]:
+        """Sample `n` continuations of a text, messages or ids. Waits for all of them.
+
+        A continuation ends before the first text of `stop`. `tools` default to the task's.
+        """
+
+    async def next_ids(self, messages: Sequence[Message], closed: bool) -> list[int]:
+        """Return the ids between an action and the next one; `closed` if it ended by itself."""
+
+    def conversation(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        role: str = "",
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Conversation:
+        """Begin a conversation of an agent."""
+
+    def environment(self) -> Environment:
+        """Return a new session of the task; use it in `async with`."""
+
+    async def score(self, messages: Sequence[Message]) -> Outcome:
+        """Score a conversation by the task's reward functions."""
+
+
+class Workflow:
+    """How an episode is played. Subclass it, and name the subclass in `rollouts.workflow`.
+
+    Keyword arguments of the subclass are set by `rollouts.options`. One object plays many episodes
+    at once, so `run` keeps what belongs to an episode in local variables.
+    """
+
+    async def run(self, episode: Episode, engine: Engine) -> Sequence[Trajectory]:
+        """Play an episode, which has its row; return at least one trajectory.
+
+        The first one stands for the episode in metrics. An exception fails this attempt alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no run(self, episode, engine)")
+
+
+class Conversation:
+    """A conversation of one agent, which grows by token ids. Made by `Engine.conversation`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        messages: Sequence[Message],
+        role: str = "",
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        self.messages: list[Message] = [dict(message) for message in messages]
+        """All messages so far."""
+        self.turns: list[Turn] = []
+        """What the agent has written so far."""
+        self.role = role
+        self._engine, self._tools = engine, tools
+        self._ids: list[int] = []
+        self._new: list[Message] = []
+
+    def say(self, messages: str | Sequence[Message]) -> None:
+        """Add messages that the agent reads before it acts next; a text is one of the user."""
+        added = as_messages(messages)
+        self.messages += added
+        self._new += added
+
+    async def act(
+        self, *, greedy: bool = False, trained: bool = True, max_tokens: int | None = None
+    ) -> str:
+        """Have the agent write its next message; return its text. Waits for the last token.
+
+        With `trained` False the message is context only. Raises ContextFull.
+        """
+        context = await self._context()
+        prompt: Sequence[Message] | Sequence[int]
+        prompt = self._ids + context if self.turns else self.messages
+        (found,) = await self._engine.generate(
+            prompt, greedy=greedy, max_tokens=max_tokens, tools=self._tools
+        )
+        fresh = found.prompt_ids[len(self._ids) :]
+        self.turns.append(_turn(fresh, found.result, trained))
+        self._ids = found.prompt_ids + found.result.token_ids
+        self.messages.append(assistant_message(found.text, f"call_{len(self.turns) - 1}"))
+        self._new = []
+        return found.text
+
+    def trajectory(
+        self,
+        reward: float,
+        *,
+        success: bool | None = None,
+        advantage: float | None = None,
+        error_sites: Sequence[ErrorSite] = (),
+        rewards: Mapping[str, float] | None = None,
+    ) -> Trajectory:
+        """Return the conversation with its reward; without `success` a reward of 1 is one."""
+        won = reward >= 1 if success is None else success
+        return Trajectory(
+            list(self.turns),
+            list(self.messages),
+            reward,
+            won,
+            self.role,
+            advantage,
+            error_sites,
+            dict(rewards or {}),
+        )
+
+    async def _context(self) -> list[int]:
+        """Return the ids that were added since the last action."""
+        if not self.turns:
+            return []
+        if not self._new:
+            raise ValueError("the agent has just acted: say() something before it acts again")
+        closed = self.turns[-1].stop_reason == "stop"
+        return await self._engine.next_ids(self._new, closed)
+
+
+def as_messages(messages: str | Sequence[Message]) -> list[Message]:
+    """Return messages as they are, and a text as one message of the user."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    return [dict(message) for message in messages]
+
+
+def _turn(context: list[int], result: GenerationResult, trained: bool) -> Turn:
+    ids, logprobs, versions = result.token_ids, result.logprobs, result.versions
+    return Turn(context, ids, logprobs, versions, result.stop_reason, trained)
