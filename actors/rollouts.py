@@ -7,7 +7,9 @@ controller hands out samples and gets finished traces, whatever the number of tu
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,16 +43,20 @@ class RolloutActor(MeshActor):
     def __init__(self) -> None:
         self._cleanup = AsyncExitStack()
         self._playing: set[str] = set()
-        self._player: EpisodePlayer | WorkflowPlayer | None = None
+        self._players: dict[str, EpisodePlayer | WorkflowPlayer] = {}
 
     @concurrent_endpoint
-    async def load(self, config: Config, folder: Path, tools: list[dict[str, Any]]) -> None:
-        """Load the policy's tokenizer and chat format, and the workflow."""
+    async def load(
+        self, config: Config, folder: Path, tools: Mapping[str, list[dict[str, Any]]]
+    ) -> None:
+        """Load the policy's tokenizer and chat format, and the workflow; `tools` are by task."""
         self._config = config
         self._workflow = await asyncio.to_thread(make_workflow, config)
-        self._chat = await self._cleanup.enter_async_context(open_chat(config, folder, tools))
+        chat = await self._cleanup.enter_async_context(open_chat(config, folder, []))
+        self._chats = {task: replace(chat, tools=found) for task, found in tools.items()}
         # The first rendering starts the process of a foreign model's template.
-        await asyncio.to_thread(check_chat, self._chat, hints=False)
+        for one in self._chats.values():
+            await asyncio.to_thread(check_chat, one, hints=False)
 
     @concurrent_endpoint
     async def connect(self, name: str, neighbours: Neighbours) -> None:
@@ -58,23 +64,21 @@ class RolloutActor(MeshActor):
 
         The controller repeats it with every change. Calls to actors that are gone end at once.
         """
-        if self._player is None:
-            self._player = self._connected(
-                partial(CallStream, name, failed=end_this_process), self._chat
-            )
+        if not self._players:
+            self._connect(partial(CallStream, name, failed=end_this_process))
         self._generators.update(neighbours.generators, neighbours.gone)
         self._environments.update(neighbours.environments, neighbours.gone)
 
     @concurrent_endpoint
     async def play(self, sample: Sample, session: str) -> Played:
         """Play one attempt at a sample. Waits for its last turn; cancelled, it leaves nothing."""
-        if self._player is None:
+        if not self._players:
             raise RuntimeError("the rollout worker knows no generators: call connect first")
         self._playing.add(session)
         if isinstance(self._generation, PooledGeneration):
             self._generation.routing.begin(sample.group)
         try:
-            return await self._player.play(sample, session)
+            return await self._players[sample.episode.task].play(sample, session)
         finally:
             self._ended(sample, session)
 
@@ -101,9 +105,7 @@ class RolloutActor(MeshActor):
     async def __cleanup__(self, _: Exception | None) -> None:
         await self._cleanup.aclose()
 
-    def _connected(
-        self, open_stream: OpenStream, chat: ChatFormat
-    ) -> EpisodePlayer | WorkflowPlayer:
+    def _connect(self, open_stream: OpenStream) -> None:
         rules = self._config.supervision
         self._generators, self._environments = Peers(open_stream), Peers(open_stream)
         self._generation: PooledGeneration | LockstepGeneration
@@ -112,6 +114,13 @@ class RolloutActor(MeshActor):
         else:
             self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
         environments = PeerEnvironments(self._environments, self._config.run.deadline_s)
+        self._players = {
+            task: self._player(environments, chat) for task, chat in self._chats.items()
+        }
+
+    def _player(
+        self, environments: PeerEnvironments, chat: ChatFormat
+    ) -> EpisodePlayer | WorkflowPlayer:
         if self._workflow is None:
             return EpisodePlayer(self._generation, environments, chat)
         limit_s = self._config.rollouts.workflow_s

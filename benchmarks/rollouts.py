@@ -238,7 +238,7 @@ async def measure(level: Level) -> Found:
                 RolloutActor,
                 n=config.rollout_workers,
                 name="rollouts",
-                load=(config, folder, task.tools),
+                load=(config, folder, {task.name: task.tools}),
                 **rules,
                 **many,
             ),

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.schema import Config
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -14,12 +15,20 @@ def with_whole_paths(config: Config, folder: Path | None = None) -> Config:
     """Return the config with absolute paths, resolved against `folder` or the cwd."""
     folder = folder or Path.cwd()
     whole = _section(config, folder)
-    data = whole.data.model_copy(update={"task": _whole_import(whole.data.task, folder)})
-    changed: dict[str, Any] = {"data": data}
+    changed: dict[str, Any] = {"data": _with_task_files(whole.data, folder)}
     if whole.rollouts.workflow is not None:
         workflow = _whole_import(whole.rollouts.workflow, folder)
         changed["rollouts"] = whole.rollouts.model_copy(update={"workflow": workflow})
     return whole.model_copy(update=changed)
+
+
+def _with_task_files(data: DataConfig, folder: Path) -> DataConfig:
+    if data.task is not None:
+        return data.model_copy(update={"task": _whole_import(data.task, folder)})
+    mixed = [
+        one.model_copy(update={"task": _whole_import(one.task, folder)}) for one in data.mixture
+    ]
+    return data.model_copy(update={"mixture": tuple(mixed)})
 
 
 def _whole_import(path: str, folder: Path) -> str:

@@ -9,11 +9,9 @@ from pydantic import Field, model_validator
 
 from composer_mesh.configs.advantages import AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
-    MOST,
     Count,
     CountOrZero,
     FilePath,
-    FreeTable,
     NotNegative,
     Processes,
     Seconds,
@@ -21,6 +19,7 @@ from composer_mesh.configs.base import (
     Share,
 )
 from composer_mesh.configs.cluster import ClusterConfig
+from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
@@ -62,41 +61,6 @@ class RunConfig(Section):
 
     telemetry: bool = False
     """Store messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
-
-
-class DataConfig(Section):
-    """Source of the episodes."""
-
-    task: Annotated[str, Field(min_length=1, max_length=1000)]
-    """The task: "toolbox" (episodes made from the seed), "gsm8k" (math word problems from a JSONL
-    file), or a class of your own, as "my_package.my_task:MyTask" or "my_task.py:MyTask".
-
-    A module is searched in run.import_paths too; a file is relative to the working directory."""
-
-    options: FreeTable = Field(default_factory=dict)
-    """Keyword arguments of your task's class."""
-
-    path: FilePath | None = None
-    """File of the task's rows (.jsonl, .json, .parquet, or a folder that datasets.save_to_disk
-    wrote), relative to the working directory."""
-
-    heldout_every: Annotated[int, Field(ge=2, le=MOST)] = 5
-    """Every n-th different row of the file is held out for evaluation."""
-
-    @model_validator(mode="after")
-    def _path_fits_the_task(self) -> Self:
-        if self.task == "gsm8k" and self.path is None:
-            raise ValueError(
-                "path is not set but task is 'gsm8k', which reads one JSONL file: "
-                "set data.path, for example --set data.path=FILE.jsonl"
-            )
-        if self.task == "toolbox" and (self.path is not None or self.options):
-            found = "options are set" if self.path is None else f"path is {str(self.path)!r}"
-            raise ValueError(
-                f"{found} but task is 'toolbox', which makes its own episodes: "
-                f"remove {found.split()[0]} or name another task"
-            )
-        return self
 
 
 class EnvironmentConfig(Section):

@@ -108,6 +108,7 @@ def plan_mesh(config: Config) -> MeshPlan:
 
 
 def _ring(config: Config) -> tuple[ActorRow, ...]:
+    tasks = ", ".join(one.task for one in config.data.tasks)
     return (
         ActorRow(
             "trainer",
@@ -123,7 +124,7 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
         ),
         ActorRow(
             "environment",
-            f"steps {config.data.task} episodes, verifies answers, finds error sites",
+            f"steps {tasks} episodes, verifies answers, finds error sites",
             replicas=config.environment.replicas,
             threads=1,
         ),

@@ -11,11 +11,12 @@ from composer_mesh.rollouts.traces import Message
 
 @dataclass(frozen=True, slots=True)
 class FrozenState:
-    """Input of a teacher: a conversation up to the assistant turn to answer."""
+    """Input of a teacher: a conversation of a task, up to the assistant turn to answer."""
 
     state_id: str
     messages: list[Message]
     seed: int
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
     text = message_text(trace.messages[at])
     seed = int.from_bytes(digest[:4]) >> 1
     return StudentState(
-        state=FrozenState(f"{trace.trace_id}/{turn}", trace.messages[:at], seed),
+        state=FrozenState(f"{trace.trace_id}/{turn}", trace.messages[:at], seed, trace.task),
         trace_id=trace.trace_id,
         turn=turn,
         action_text=text,

@@ -34,6 +34,7 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.services.schedule.metrics import success_of_tasks
 from composer_mesh.services.schedule.resume_state import ResumeState
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder
 from composer_mesh.services.schedule.step_groups import StepGroups
@@ -300,7 +301,7 @@ class Controller:
         traces = await self.stopping.unless(self._groups.evaluate())
         self.ports.rollouts.retries.check_evaluation(step, len(traces), len(self.heldout))
         success = sum(trace.success for trace in traces) / len(traces)
-        self.evaluations.append(Evaluation(step, success, len(traces)))
+        self.evaluations.append(Evaluation(step, success, len(traces), success_of_tasks(traces)))
         self.ports.store.add_evaluation(self.evaluations[-1])
         self.ports.watch.evaluation(self.evaluations[-1])
 

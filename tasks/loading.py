@@ -12,8 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from composer_mesh.configs.schema import Config, DataConfig
+from composer_mesh.configs.data import MixedTask
+from composer_mesh.configs.schema import Config
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
+from composer_mesh.tasks.mixture import TaskMixture
 from composer_mesh.tasks.task import Task, TaskSettings
 from composer_mesh.tasks.workflow import Workflow
 
@@ -32,17 +34,12 @@ def make_task(config: Config) -> Task:
     Raises UnusableTask where it cannot be imported, TaskCodeError where its own code raises, and
     whatever a task that ships says of bad data.
     """
-    data, environment = config.data, config.environment
-    kind = task_class(data.task)
-    settings = TaskSettings(
-        seed=config.run.seed,
-        max_turns=environment.max_turns,
-        tool_error_penalty=environment.tool_error_penalty,
-        path=data.path,
-        heldout_every=data.heldout_every,
-        hint_templates=frozenset(config.sdpo.hints.templates),
-    )
-    return _created(kind, data, settings)
+    tasks = [_created(config, one) for one in config.data.tasks]
+    if len(tasks) == 1:
+        return tasks[0]
+    mixture = TaskMixture(tasks, [one.weight for one in config.data.tasks])
+    mixture.settings = tasks[0].settings
+    return mixture
 
 
 def task_class(name: str) -> type[Task]:
@@ -58,16 +55,23 @@ def make_workflow(config: Config) -> Workflow | None:
     return _made("rollouts", kind, config.rollouts.options)
 
 
-def _created(kind: type[Task], data: DataConfig, settings: TaskSettings) -> Task:
-    task = _made("data", kind, data.options)
-    task.settings = settings
+def _created(config: Config, source: MixedTask) -> Task:
+    task = _made("data", task_class(source.task), source.options)
+    task.settings = TaskSettings(
+        seed=config.run.seed,
+        max_turns=config.environment.max_turns,
+        tool_error_penalty=config.environment.tool_error_penalty,
+        path=source.path,
+        heldout_every=source.heldout_every,
+        hint_templates=frozenset(config.sdpo.hints.templates),
+    )
     try:
         task.load()
         _ = task.tools, task.rewards
     except (TaskError, ValueError):
         raise
     except Exception as error:
-        raise code_error(f"loading task {data.task!r}", error) from error
+        raise code_error(f"loading task {source.task!r}", error) from error
     return task
 
 

@@ -36,8 +36,8 @@ class RunningEpisode:
     """One running episode; one call at a time. The task's functions are called by `calls`."""
 
     def __init__(self, task: Task, episode: Episode, calls: Calls | None = None) -> None:
-        self._task, self._calls = task, calls or Calls()
-        self._session = task.session(episode)
+        self._task, self._calls = task.of(episode.task), calls or Calls()
+        self._session = self._task.session(episode)
         self._messages: list[Message] = []
         self._seen: list[int] = []
         self._errors: list[ErrorSite] = []

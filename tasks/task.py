@@ -176,6 +176,15 @@ class Task:
         """Whether the task has an expert."""
         return type(self).expert is not Task.expert
 
+    def of(self, name: str) -> Task:
+        """Return the task of an episode: this one, or one of a mixture."""
+        return self
+
+    @property
+    def parts(self) -> Sequence[Task]:
+        """All tasks: this one, or those of a mixture."""
+        return [self]
+
     def pick(self, split: Split, index: int) -> Episode:
         """Return an episode without its row; calls nothing that a subclass defines."""
         return Episode(self.name, split, index)

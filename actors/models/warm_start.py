@@ -43,10 +43,18 @@ def policy_folder(config: Config) -> Path:
     """Return the path of this config's warm-started policy, whether or not it exists yet."""
     parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
     parts += [config.environment.model_dump_json(), str(config.run.seed), str(CACHE_FORMAT)]
-    if config.data.path is not None:
-        parts.append(hashlib.sha256(config.data.path.read_bytes()).hexdigest())
+    for one in config.data.tasks:
+        file, _, _ = one.task.rpartition(":")
+        files = [one.path, Path(file) if file.endswith(".py") else None]
+        parts += [_digest(path) for path in files if path is not None]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return config.policy.cache_dir / f"warm-start-{digest}"
+
+
+def _digest(path: Path) -> str:
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    content = b"".join(file.read_bytes() for file in files if file.is_file())
+    return hashlib.sha256(content).hexdigest()
 
 
 def prepare_policy(config: Config, task: Task, report: Report | None = None) -> Path:

@@ -165,7 +165,7 @@ class TeacherPanel:
         return reply
 
     def _key(self, slot: TeacherSlot, state: FrozenState) -> str:
-        key = question_key(slot.teacher, slot.copy, state, self._settings.tools)
+        key = question_key(slot.teacher, slot.copy, state, self._tools(state))
         return f"{key} {state.seed}" if slot.own else key  # free teachers are queried by seed
 
     async def _find(self, slot: TeacherSlot, state: FrozenState, key: str) -> TeacherReply:
@@ -189,11 +189,14 @@ class TeacherPanel:
         self._tallies[teacher.name].count(reply)
         return reply
 
+    def _tools(self, state: FrozenState) -> list[dict[str, Any]]:
+        return self._settings.tools_of.get(state.task, self._settings.tools)
+
     async def _ask(self, slot: TeacherSlot, state: FrozenState) -> TeacherAnswer:
         return await self._client.complete(
             slot.teacher,
             state.messages,
-            self._settings.tools,
+            self._tools(state),
             seed=state.seed + slot.copy,
             meter=None if slot.own else self._meter,
         )

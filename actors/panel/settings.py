@@ -1,6 +1,7 @@
 """The settings of a teacher panel: endpoints, limits, budget. They contain no API key."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,12 @@ class PanelSettings:
     `run` is the ledger account of its requests; without a `ledger` the ceilings hold for this panel
     alone, without a `cache` no answer is stored. `replicas` panels share the teachers' concurrency
     and rate limits. `own` names the teachers that the run serves itself: they are free, so they are
-    neither metered nor cached.
+    neither metered nor cached. `tools_of` holds the tools of tasks that have their own.
     """
 
     teachers: tuple[TeacherEndpoint, ...]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    tools_of: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     timeouts: Timeouts = field(default_factory=partial(Timeouts, total_s=30.0))
     retries: Retries = field(default_factory=Retries)
     breaker: BreakerRules = field(default_factory=BreakerRules)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Evaluation:
     step: int
     success: float
     episodes: int
+    tasks: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Success and episodes of each task, where there are several."""
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -210,12 +212,17 @@ def _totals(metrics: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, int]
 
 
 def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    low, high = evaluation.interval
+    (low, high), tasks = evaluation.interval, evaluation.tasks
     return {
         "success": evaluation.success,
         "episodes": evaluation.episodes,
         "interval_95": [round(low, 4), round(high, 4)],
+        **({"tasks": {name: _task(*one) for name, one in sorted(tasks.items())}} if tasks else {}),
     }
+
+
+def _task(success: float, episodes: int) -> dict[str, Any]:
+    return _evaluation(Evaluation(0, success, episodes))
 
 
 def _success(evaluation: Mapping[str, Any] | None) -> str:

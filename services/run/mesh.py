@@ -144,7 +144,9 @@ class RunMesh:
             loads.append(self.trainers.load(folder, checkpoint))
         if self.sampling is not None:
             loads += [self.generators.load(config, folder), self.environments.load(config)]
-            loads.append(self.rollouts.load(config, folder, task.tools))
+            loads.append(
+                self.rollouts.load(config, folder, {one.name: one.tools for one in task.parts})
+            )
         if self.teachers is not None:
             loads.append(self.teachers.load(folder))
         if self.reference is not None:
@@ -188,7 +190,10 @@ class RunMesh:
             url = await self._serve_experts(self.experts)
         if self.replay is not None:
             keys = keys_of(self.config, "teacher_replay", self.keys, self.token)
-            await self.replay.load(panel_settings(self.config, url, run, task.tools), keys)
+            settings = panel_settings(self.config, url, run, task.tools)
+            if len(task.parts) > 1:
+                settings = replace(settings, tools_of={one.name: one.tools for one in task.parts})
+            await self.replay.load(settings, keys)
         if self.hints is not None:
             await self.hints.load(url, run)
 

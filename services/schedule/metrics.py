@@ -26,6 +26,7 @@ def step_metrics(
         "reward/mean": _mean([trace.reward for trace in traces]),
         "reward/success": _mean([float(trace.success) for trace in traces]),
         **_named_rewards(traces),
+        **{f"reward/success/{task}": one for task, (one, _) in success_of_tasks(traces).items()},
         "rollouts/count": len(traces),
         "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
         "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
@@ -80,6 +81,16 @@ def sync_metrics(waited_s: float, took_s: float) -> dict[str, float | None]:
         "time/weight_sync_total_s": took_s,
         "weights/hidden_share": max(0.0, 1 - waited_s / took_s) if took_s else None,
     }
+
+
+def success_of_tasks(traces: Sequence[Trace]) -> dict[str, tuple[float, int]]:
+    """Return success and number of episodes of each task; empty where there is only one."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        found.setdefault(trace.task, []).append(float(trace.success))
+    if len(found) < 2:
+        return {}
+    return {task: (_mean(values), len(values)) for task, values in found.items()}
 
 
 def _named_rewards(traces: Sequence[Trace]) -> dict[str, float]:

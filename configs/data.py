@@ -1,0 +1,99 @@
+"""The section `[data]`: what the episodes are made from."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import MOST, FilePath, FreeTable, Positive, Section
+
+TaskPath = Annotated[str, Field(min_length=1, max_length=1000)]
+Every = Annotated[int, Field(ge=2, le=MOST)]
+MOST_TASKS = 100
+
+
+class MixedTask(Section):
+    """One task of several that are trained together."""
+
+    task: TaskPath
+    """As `data.task`."""
+
+    weight: Positive = 1.0
+    """Share of the training episodes, relative to the other weights."""
+
+    options: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of your task's class."""
+
+    path: FilePath | None = None
+    """As `data.path`."""
+
+    heldout_every: Every = 5
+    """As `data.heldout_every`."""
+
+    @model_validator(mode="after")
+    def _path_fits_the_task(self) -> Self:
+        check_path(self.task, self.path, self.options)
+        return self
+
+
+class DataConfig(Section):
+    """Source of the episodes."""
+
+    task: TaskPath | None = None
+    """The task: "toolbox" (episodes made from the seed), "gsm8k" (math word problems from a JSONL
+    file), or a class of your own, as "my_package.my_task:MyTask" or "my_task.py:MyTask".
+
+    A module is searched in run.import_paths too; a file is relative to the working directory."""
+
+    options: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of your task's class."""
+
+    path: FilePath | None = None
+    """File of the task's rows (.jsonl, .json, .parquet, or a folder that datasets.save_to_disk
+    wrote), relative to the working directory."""
+
+    heldout_every: Every = 5
+    """Every n-th different row of the file is held out for evaluation."""
+
+    mixture: Annotated[tuple[MixedTask, ...], Field(strict=False, max_length=MOST_TASKS)] = ()
+    """Several tasks in place of one: tables [[data.mixture]], each with a `task` and a `weight`."""
+
+    @model_validator(mode="after")
+    def _one_task_or_several(self) -> Self:
+        if self.mixture and (self.task is not None or self.path is not None or self.options):
+            raise ValueError(
+                "task, path or options are set beside mixture: give each table of [[data.mixture]] "
+                "its own"
+            )
+        if not self.mixture and self.task is None:
+            raise ValueError(
+                'task is not set: set data.task, for example to "toolbox", or add tables '
+                "[[data.mixture]]"
+            )
+        if self.task is not None:
+            check_path(self.task, self.path, self.options)
+        return self
+
+    @property
+    def tasks(self) -> tuple[MixedTask, ...]:
+        """All tasks; a single one has weight 1."""
+        if self.task is None:
+            return self.mixture
+        one = MixedTask(
+            task=self.task, options=self.options, path=self.path, heldout_every=self.heldout_every
+        )
+        return (one,)
+
+
+def check_path(task: str, path: object, options: object) -> None:
+    """Raise ValueError for a task that ships with a file or options that it does not take."""
+    if task == "gsm8k" and path is None:
+        raise ValueError(
+            "path is not set but task is 'gsm8k', which reads one JSONL file: "
+            "set data.path, for example --set data.path=FILE.jsonl"
+        )
+    if task == "toolbox" and (path is not None or options):
+        found = "options are set" if path is None else f"path is {str(path)!r}"
+        raise ValueError(
+            f"{found} but task is 'toolbox', which makes its own episodes: "
+            f"remove {found.split()[0]} or name another task"
+        )
