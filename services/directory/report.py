@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -37,9 +37,9 @@ Z_95 = 1.959963984540054
 class Evaluation:
     """Held-out success of the policy after `step` optimizer steps, as a share of the episodes."""
 
-    step: int
-    success: float
-    episodes: int
+    step: Annotated[int, Field(ge=0)]
+    success: Annotated[float, Field(ge=0, le=1)]
+    episodes: Annotated[int, Field(ge=0)]
 
     @property
     def interval(self) -> tuple[float, float]:
