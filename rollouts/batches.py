@@ -77,6 +77,14 @@ class StepBatch:
         """Policy version that the step trains: the step number, as each step makes one version."""
         return self.step
 
+    def check_trains(self, version: int) -> None:
+        """Raise ValueError unless the step trains this policy version."""
+        if self.version != version:
+            raise ValueError(
+                f"the batch of step {self.step} trains version {self.version} of the policy, which "
+                f"is at version {version}: train the batches in order, each once"
+            )
+
     @property
     def refused_hints(self) -> int:
         """Number of hints that leaked the answer or did not fit into the context."""

@@ -78,7 +78,11 @@ class Learner:
         source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
-        """Run one optimizer step and return its metrics; arguments as in `ThreeChannelStep.run`."""
+        """Run one optimizer step and return its metrics; arguments as in `ThreeChannelStep.run`.
+
+        Raises ValueError for a batch of another version, such as one that was trained already.
+        """
+        batch.check_trains(self.version)
         metrics = self.step.run(batch, source, before_update)
         self.version += 1
         if self._teacher is not None:

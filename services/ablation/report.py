@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -63,7 +63,7 @@ class Outcome:
 class _Summary:
     """What is read of a `summary.json`."""
 
-    wall_s: float
+    wall_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 _SUMMARY = TypeAdapter(_Summary)

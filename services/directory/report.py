@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -32,15 +32,18 @@ LONGEST_FILE = 1 << 30
 
 Z_95 = 1.959963984540054
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Episodes = Annotated[int, Field(ge=0)]
+
 
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out success of the policy after `step` optimizer steps, as a share of the episodes."""
 
-    step: int
-    success: float
-    episodes: int
-    tasks: dict[str, tuple[float, int]] = field(default_factory=dict)
+    step: Annotated[int, Field(ge=0)]
+    success: Share
+    episodes: Episodes
+    tasks: dict[str, tuple[Share, Episodes]] = field(default_factory=dict)
     """Success and episodes of each task, where there are several."""
 
     @property

@@ -4,10 +4,14 @@ Only displays what is passed to it: reads no files, queries no actors and stores
 renders it.
 """
 
+import errno
 import math
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,13 +26,26 @@ REFRESH_S = 0.25
 LONGEST_HINT = 5000
 
 
+class RunConsole(Console):
+    """A console that outlives the reader of its pipe, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard what is written from now on; raises BrokenPipeError once."""
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
+
+
 class RunView:
     """The terminal output of one run, as a context manager; thread-safe.
+
+    A run does not end with its display: `failure` says why nothing is shown, empty if all is.
 
     `ceiling_usd` is the teachers' budget limit, None where no teachers are queried.
 
     On a terminal the page is redrawn after an update, at most every quarter of a second, and at
-    least once a second for its clock. Elsewhere each update is printed as one line, immediately.
+    least once a second for its clock. Elsewhere each update is printed as one line. A thread writes
+    both, since a pipe that nobody reads and a terminal that is held up let a writer wait.
     """
 
     def __init__(
@@ -40,25 +57,27 @@ class RunView:
         ceiling_usd: float | None = None,
         console: Console | None = None,
     ) -> None:
-        self._console = console or Console()
+        self.failure = ""
+        self._console = console or RunConsole()
         self._shown = Shown(
             plain_text(name), steps, plain_text(transport), time.monotonic(), ceiling_usd
         )
         self._lock = threading.Lock()
         self._told = threading.Event()
         self._closed = threading.Event()
+        self._lines: SimpleQueue[Text | None] = SimpleQueue()
         self._live: Live | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if _can_redraw(self._console):
             # Rich's own refresh thread is not joined on stop; the one below is.
-            self._live = Live(
-                console=self._console, auto_refresh=False, get_renderable=lambda: self
-            )
-            self._live.start(refresh=True)
-            self._thread = threading.Thread(target=self._redraw, name="view", daemon=True)
-            self._thread.start()
+            live = Live(console=self._console, auto_refresh=False, get_renderable=lambda: self)
+            self._live = live
+            self._draw(lambda: live.start(refresh=True))
+        write = self._print_lines if self._live is None else self._redraw
+        self._thread = threading.Thread(target=write, name="view", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
@@ -73,10 +92,11 @@ class RunView:
         """Draw the last state and restore the terminal; a second call does nothing."""
         self._closed.set()
         self._told.set()
+        self._lines.put(None)
         if self._thread is not None:
             self._thread.join()
         if self._live is not None:
-            self._live.stop()
+            self._draw(self._live.stop)
         self._thread = self._live = None
 
     def update(self, step: Mapping[str, Any]) -> None:
@@ -117,7 +137,7 @@ class RunView:
             self._tell(f"event look_into_it {'; '.join(shown)}")
         else:
             for command in shown:
-                self._live.console.print(Text(command, style="dim"), soft_wrap=True)
+                self._print(Text(command, style="dim"))
 
     def transport(self, text: str) -> None:
         """Show the transport of bulk tensors."""
@@ -141,14 +161,28 @@ class RunView:
         self._told.set()
         if self._live is None and not self._closed.is_set():
             known = line.encode(self._console.encoding, "backslashreplace")
-            self._console.print(Text(known.decode(self._console.encoding)), soft_wrap=True)
+            self._lines.put(Text(known.decode(self._console.encoding)))
+
+    def _print_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._print(line)
+
+    def _print(self, text: Text) -> None:
+        self._draw(lambda: self._console.print(text, soft_wrap=True))
+
+    def _draw(self, draw: Callable[[], object]) -> None:
+        """Write to the display, or note why it takes nothing: a full disk, a closed terminal."""
+        try:
+            draw()
+        except OSError as error:
+            self.failure = self.failure or str(error)
 
     def _redraw(self) -> None:
         while not self._closed.wait(REFRESH_S):
             self._told.wait(1 - REFRESH_S)
             self._told.clear()
             if self._live is not None and not self._closed.is_set():
-                self._live.refresh()
+                self._draw(self._live.refresh)
 
 
 def _can_redraw(console: Console) -> bool:

@@ -75,6 +75,7 @@ class RunWatch:
         self._known: dict[str, Any] = {}
         self._hosts: Hosts | None = None
         self._writer = ThreadPoolExecutor(1, "run-status")
+        self._display_lost = False
 
     async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
         """Start the servers, before the first actor, and show the commands for inspection."""
@@ -108,6 +109,7 @@ class RunWatch:
 
         The write completes even if the caller is cancelled; a disk error is recorded.
         """
+        self._check_display()
         if not self._known:
             return
         try:
@@ -129,6 +131,7 @@ class RunWatch:
     async def _watch(self, mesh: Inspectable) -> None:
         shown: tuple[ActorStatus, ...] = ()
         while True:
+            self._check_display()
             with suppress(MeshError):  # a dead actor ends the run through the supervisor
                 shown = census(await mesh.describe(), mesh.pools, shown)
                 await self._show(shown)
@@ -137,6 +140,12 @@ class RunWatch:
     async def _show(self, actors: Sequence[ActorStatus]) -> None:
         self._view.actors(actors)
         await self._write(state="running", actors=tuple(actors))
+
+    def _check_display(self) -> None:
+        """Record once that the run is no longer shown."""
+        if self._view.failure and not self._display_lost:
+            self._display_lost = True
+            self._record("display_lost", "", self._view.failure)
 
     def _watch_failed(self, _task: str, error: BaseException) -> None:
         self._cannot_tell(error)

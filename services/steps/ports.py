@@ -51,7 +51,11 @@ class HintWriter(Protocol):
 
 
 class Training(Protocol):
-    """Trains version v+1 on a batch; returns the step's metrics."""
+    """Trains version v+1 on a batch of version v; returns the step's metrics, as JSON values.
+
+    A batch of another version is refused, and nothing is trained. A step that fails raises its
+    cause and makes no version.
+    """
 
     async def train(self, batch: StepBatch) -> dict[str, Any]: ...
 
@@ -101,7 +105,11 @@ class Store(Protocol):
 
 
 class Watcher(Protocol):
-    """Receives progress reports and displays them."""
+    """Receives progress reports and displays them.
+
+    Keeps no reference to what it is passed. No call waits or raises, whatever becomes of the
+    display.
+    """
 
     def update(self, step: Mapping[str, Any]) -> None: ...
 

@@ -224,13 +224,13 @@ class FaultTolerantTrainer:
         The checkpoint of step `save` is written when that step has been replayed.
         """
         found, average = Differences(), self._average is not None
-        teachers = self._teachers
+        teachers, lost = self._teachers, False
         if self._average is not None and not await self._average.restore(*self._begun()):
-            teachers = None
+            teachers, lost = None, True
         for past in list(self._since):
             if teachers is not None and (past.taught or average):
                 await teachers.follow()
-            teacher_outputs = past.taught and teachers is not None
+            teacher_outputs = past.taught and not lost
             found.note(past, await self._step.train(past.batch, teacher_outputs))
             if past.batch.step + 1 == save:
                 if teachers is not None and average:

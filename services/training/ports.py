@@ -36,7 +36,12 @@ class Ranks(Writer, Protocol):
 
 
 class Step(Protocol):
-    """One attempt at an optimizer step, implemented by `MeshTraining`."""
+    """One attempt at an optimizer step, implemented by `MeshTraining`.
+
+    Trains version v+1 on the batch of version v, and refuses the batch of any other version.
+    Without `teacher_outputs` SDPO teachers in separate processes are not asked, and a step with
+    views counts itself in `sdpo/lost_steps`.
+    """
 
     async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> Metrics: ...
 

@@ -1,16 +1,17 @@
 """Every command that reads a run directory, on directories that a stranger has prepared.
 
 A command ends with a status, and where it fails with one plain line: never with a traceback, a
-hang, a process, a signal, or a request to another machine. Each of 2,000 changed directories is
-read by commands that open the changed file: by some of them, and by `make fuzz` by all.
+hang, a process, a signal, or a request to another machine. 2,000 directories are changed, each in
+one file. Each is read by every command that opens this file, in a situation of the run (it is live,
+it has ended, it is on another machine) in which the command opens it: both were found by letting
+all commands read the unchanged run in all situations. A command that never opens the changed file
+would show nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-import json
-import os
 import random
 import resource
 import shutil
@@ -34,14 +35,21 @@ from mutations import (
     toml_changed,
 )
 from offline_runs import BUILTIN, replay_section
+from run_readers import (
+    OF_SITUATIONS,
+    PLACE,
+    SEED,
+    SITUATIONS,
+    Openers,
+    Reader,
+    live,
+    openers_of,
+    readers_of,
+)
 
 from composer_mesh.actors.checkpoints.manifest import write_manifest, written
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.machine import this_host
-from composer_mesh.services.cli import main
-from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
-from composer_mesh.services.store.group_files import path_of
+from composer_mesh.services.directory.report import Evaluation, write_summary
 from composer_mesh.services.store.signatures import STATE_HOME
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.task import TaskSettings
@@ -49,25 +57,10 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 
 CPU_S = 20.0
 MEMORY = 2 << 30
-NOWHERE = "http://127.0.0.1:9"
 PROGRAMS = {"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork", "os.kill"}
-TRACE = "train-000000-000"
-LAUNCH = {
-    "kind": "hosts",
-    "run": "/far/run",
-    "job": "1",
-    "python": "python",
-    "folder": "/far",
-    "log": None,
-    "destination": "far",
-    "options": ["-x"],
-    "setup": [],
-    "context": "",
-    "namespace": "",
-    "reach": ["touch", "ran"],
-}
 
 Cases = Callable[[int], Iterator[int]]
+Change = Callable[[Path], None]
 _armed: list[bool] = []
 _done: list[str] = []
 
@@ -89,34 +82,50 @@ def _is_elsewhere(address: Any) -> bool:
 sys.addaudithook(_watch)
 
 
+CONFIG = Config.model_validate(
+    {
+        "data": {"task": "toolbox"},
+        "run": {"name": "fuzzed", "seed": SEED, "steps": 3},
+        "schedule": {"prompts_per_step": 1, "group_size": 3, "max_lag": 0},
+        "late_rewards": {"max_age": 2},
+        "sdpo": {"alpha": 0.1},
+        "replay": replay_section(BUILTIN),
+    }
+)
+READERS = readers_of(CONFIG)
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where this account keeps the key that signs the run's files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STATE_HOME, str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(state_home: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run directory, as a run of this program leaves it."""
     root = tmp_path_factory.mktemp("base") / "run"
-    config = Config.model_validate(
-        {
-            "data": {"task": "toolbox"},
-            "run": {"name": "fuzzed", "seed": 3, "steps": 3},
-            "schedule": {"prompts_per_step": 2, "group_size": 3, "max_lag": 0},
-            "late_rewards": {"max_age": 2},
-            "sdpo": {"alpha": 0.1},
-            "replay": replay_section(BUILTIN),
-        }
-    )
-    task = ToolboxTask.create(TaskSettings(3))
-    asyncio.run(write_run(root, config, [group_of(task, number) for number in range(3)], 1))
-    asyncio.run(_more(root, config))
+    task = ToolboxTask.create(TaskSettings(SEED))
+    asyncio.run(write_run(root, CONFIG, [group_of(task, number) for number in range(2)], 1))
+    asyncio.run(_more(root, CONFIG))
     checkpoint = root / "checkpoints" / "step-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_bytes(b"w" * 100)
     write_manifest(checkpoint, 1, written(checkpoint, [checkpoint / "weights"]))
-    actors = (ActorStatus("generator-0", "generator", None), ActorStatus("trainer", "trainer", 1))
-    write_status(
-        root,
-        RunStatus(os.getpid(), NOWHERE, "train", 1, 3, 1, "shm", actors, host=this_host()),
-    )
+    write_summary(root, wall_s=2.0)
     (root / ".lock").write_text("4194000\n")
     return root
+
+
+@pytest.fixture(scope="module")
+def openers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Openers:
+    """The readers of each file of the run, and when they open it."""
+    folder = tmp_path_factory.mktemp("opened")
+    with copied(base, folder) as run, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return openers_of(run, READERS, ends_plainly)
 
 
 async def _more(root: Path, config: Config) -> None:
@@ -128,9 +137,8 @@ async def _more(root: Path, config: Config) -> None:
 
 
 @pytest.fixture
-def bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def bounded(openers: Openers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that gets little memory, and whose commands may not use up the time."""
-    monkeypatch.setenv(STATE_HOME, str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "150")
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -150,7 +158,7 @@ def _too_long(*_: object) -> None:
 @contextmanager
 def copied(base: Path, folder: Path) -> Iterator[Path]:
     """A copy of the run, for one case."""
-    run = folder / "run"
+    run = folder / PLACE
     shutil.copytree(base, run, symlinks=True)
     try:
         yield run
@@ -158,57 +166,15 @@ def copied(base: Path, folder: Path) -> Iterator[Path]:
         shutil.rmtree(run)
 
 
-SHOWS: dict[str, tuple[str, ...]] = {
-    "events": (),
-    "events as json": ("--json",),
-    "traces": (),
-    "traces as json": ("--json", "--error", "unknown_tool"),
-    "traces show": ("show", "0/0"),
-    "traces show as json": ("show", TRACE, "--json", "--full"),
-    "traces export": ("export", "--format", "jsonl", "--out", "out"),
-    "verify": (),
-    "replay": ("--dry-run",),
-    "tree": ("--json",),
-    "stacks": (),
-    "query": ("SELECT 1",),
-    "scale": ("generator=2",),
-    "join": ("tls://127.0.0.1:9",),
-    "stop": (),
-    "reward": (TRACE, "0.5"),
-}
-"""Every command that reads a run directory, by what it is called here, and its words."""
-OF_TRACES = [name for name in SHOWS if name.startswith("traces")]
-OF_STATUS = ["events", "verify", "tree", "stacks", "query", "scale", "join", "stop"]
-OPENERS: dict[str, list[str]] = {
-    "status.json": OF_STATUS,
-    "events.jsonl": ["events", "events as json", "tree"],
-    "metrics.jsonl": ["verify", "stop"],
-    "evaluations.jsonl": ["verify", "stop"],
-    "config.toml": ["traces show", "traces show as json", "replay", "reward"],
-    ".lock": ["events", "verify", "stop"],
-    "checkpoints/step-1/manifest.json": ["verify"],
-    "launch.json": [*OF_STATUS, "traces", "reward"],
-    "traces": [*OF_TRACES, "verify", "replay"],
-    "run.sqlite": [*OF_TRACES, "verify", "replay", "reward"],
-}
-"""The commands that open a file."""
-SOME = 3
-THOROUGH = int(os.environ.get("COMPOSER_MESH_FUZZ_FACTOR", "1")) > 1
-
-
-def words_of(name: str, run: Path) -> list[str]:
-    return [name.partition(" ")[0], str(run), *SHOWS[name]]
-
-
-def ends_plainly(words: list[str]) -> int:
-    """Run a command; fail unless it ends with a status and, where it fails, one plain line."""
+def ends_plainly(read: Reader, run: Path) -> int:
+    """Let a command read a run; it ends with a status and, where it fails, one plain line."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     _armed.append(True)
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            status = main(words)
+            status = read(run)
             out.flush()
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -226,26 +192,39 @@ def ends_plainly(words: list[str]) -> int:
 
 
 def attack(
-    base: Path, folder: Path, rng: random.Random, file: str, change: Callable[[Path], None]
+    base: Path, folder: Path, openers: Openers, rng: random.Random, file: str, change: Change
 ) -> None:
-    """Let commands read a copy of the run in which a file was changed."""
-    names = OPENERS[file]
-    if not THOROUGH:
-        names = sorted(rng.sample(names, min(SOME, len(names))), key=names.index)
+    """Change a file in a copy of the run, and let every command read it that opens this file."""
+    when = {name: rng.choice(found) for name, found in openers[file].items()}
+    if file in OF_SITUATIONS:
+        only = rng.choice(sorted(set(when.values())))
+        when = {name: only for name, found in openers[file].items() if only in found}
     with copied(base, folder) as run:
-        change(run)
-        for name in names:
-            ends_plainly(words_of(name, run))
-    shutil.rmtree(folder / "out", ignore_errors=True)
+        for situation in sorted(set(when.values())):
+            SITUATIONS[situation](run)
+            if situation == min(when.values()):
+                change(run / file)
+            for name in (name for name in READERS if when.get(name) == situation):
+                ends_plainly(READERS[name], run)
+                shutil.rmtree(folder / "out", ignore_errors=True)
 
 
 def test_a_run_that_nobody_changed_is_read_by_every_command(
     base: Path, bounded: None, tmp_path: Path
 ) -> None:
     with copied(base, tmp_path) as run:
-        found = {name: ends_plainly(words_of(name, run)) for name in SHOWS}
-    live = {"stacks", "query", "scale", "join", "stop"}  # the run is not
-    assert {name for name, status in found.items() if status} == live
+        live(run)
+        found = {name: ends_plainly(read, run) for name, read in READERS.items()}
+    fail = {"stacks", "query", "scale", "join", "stop"}  # the run is not
+    assert {name for name, status in found.items() if status} == fail
+
+
+def test_every_file_of_a_run_that_commands_read_is_changed(base: Path, openers: Openers) -> None:
+    """What no command opens is none of a stranger's ways in."""
+    files = {str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()}
+    changed = {*FILES, "run.sqlite", *GROUPS, CHECKED}
+    assert (files | {*OF_SITUATIONS}) & openers.keys() == changed
+    assert all(openers[file] for file in changed)
 
 
 FILES: dict[str, Callable[[random.Random, bytes], bytes]] = {
@@ -254,66 +233,66 @@ FILES: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "metrics.jsonl": lines_changed,
     "evaluations.jsonl": lines_changed,
     "config.toml": toml_changed,
+    ".config.toml.signature": bytes_changed,
+    "summary.json": json_changed,
     ".lock": bytes_changed,
     "checkpoints/step-1/manifest.json": json_changed,
     "launch.json": json_changed,
 }
 
+GROUPS = ("traces/000/000000.safetensors", "traces/000/000001.safetensors")
+CHECKED = "checkpoints/step-1/weights"
+"""Only its size and checksum are read, which its manifest states."""
+
 
 @pytest.mark.parametrize("part", range(4))
 def test_no_plain_file_breaks_a_command(
-    base: Path, bounded: None, tmp_path: Path, cases: Cases, part: int
+    base: Path, bounded: None, tmp_path: Path, openers: Openers, cases: Cases, part: int
 ) -> None:
     for seed in cases(250):
         rng = random.Random(f"plain {part} {seed}")
         name = rng.choice(sorted(FILES))
 
-        def change(run: Path, rng: random.Random = rng, name: str = name) -> None:
-            path = run / name
-            if name == "launch.json":
-                (run / "status.json").unlink()
-                path.write_text(json.dumps(LAUNCH))
+        def change(path: Path, rng: random.Random = rng, name: str = name) -> None:
             if rng.random() < 0.1 and name != "config.toml":  # the configs' own tests do that
                 other_kind(rng, path)
             else:
                 path.write_bytes(FILES[name](rng, path.read_bytes()))
 
-        attack(base, tmp_path, rng, name, change)
+        attack(base, tmp_path, openers, rng, name, change)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_no_group_file_breaks_a_command(
-    base: Path, bounded: None, tmp_path: Path, cases: Cases, part: int
+    base: Path, bounded: None, tmp_path: Path, openers: Openers, cases: Cases, part: int
 ) -> None:
     for seed in cases(250):
         rng = random.Random(f"group {part} {seed}")
 
-        def change(run: Path, rng: random.Random = rng) -> None:
-            path = path_of(run, rng.randrange(2))
+        def change(path: Path, rng: random.Random = rng) -> None:
             how = rng.choice((arrays_changed, arrays_changed, arrays_changed, bytes_changed))
             if rng.random() < 0.05:
                 other_kind(rng, path)
             else:
-                group_replaced(run, path, how(rng, path.read_bytes()))
+                group_replaced(path.parents[2], path, how(rng, path.read_bytes()))
 
-        attack(base, tmp_path, rng, "traces", change)
+        attack(base, tmp_path, openers, rng, rng.choice(GROUPS), change)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_no_store_breaks_a_command(
-    base: Path, bounded: None, tmp_path: Path, cases: Cases, part: int
+    base: Path, bounded: None, tmp_path: Path, openers: Openers, cases: Cases, part: int
 ) -> None:
     for seed in cases(250):
         rng = random.Random(f"store {part} {seed}")
 
-        def change(run: Path, rng: random.Random = rng) -> None:
-            path = run / ("run.sqlite" + rng.choice(("", "", "-wal", "-journal")))
+        def change(store: Path, rng: random.Random = rng) -> None:
+            path = store.with_name(store.name + rng.choice(("", "", "-wal", "-journal")))
             if rng.random() < 0.1:
                 other_kind(rng, path)
             elif rng.random() < 0.3:
-                store = run / "run.sqlite"
                 store.write_bytes(bytes_changed(rng, store.read_bytes()))
             else:
-                rows_changed(rng, run)
+                rows_changed(rng, store.parent)
 
-        attack(base, tmp_path, rng, "run.sqlite", change)
+        attack(base, tmp_path, openers, rng, "run.sqlite", change)

@@ -1,4 +1,4 @@
-"""The trainer's real processes keep the contract of its fakes (`unit/test_ranks_contract`)."""
+"""The trainer's real processes keep the contracts of their fakes (`unit/services/training`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 import learning
 import pytest
 from ranks_contract import CLAIMS
+from training_contract import STEP_CLAIMS_OF_PROCESSES
 
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.step import MeshTraining
 
 pytestmark = pytest.mark.timeout(600)
 
 
 class RankProcesses:
-    """`TrainerRanks` with one rank; its seat can be refused."""
+    """`TrainerRanks` with one rank, whose placement can be refused."""
 
     version = 0
 
@@ -38,7 +40,28 @@ class RankProcesses:
         self.refused.append(error)
 
 
-async def test_the_processes_of_a_trainer_keep_the_contract_of_ranks(
+class StepProcess:
+    """Steps on the ranks of `RankProcesses`."""
+
+    def __init__(self, processes: RankProcesses) -> None:
+        self._processes, self._ranks = processes, processes.ranks
+        self.step = MeshTraining(learning.config(), lambda: self._ranks.all, None)
+
+    async def version(self) -> int:
+        return int((await self._ranks.first.call("describe", deadline_s=20.0))["policy_version"])
+
+    async def serve(self) -> None:
+        """The teacher in the trainer has its version."""
+
+    async def begin_again(self) -> None:
+        await self._ranks.begin_again(None)
+
+    async def kill(self) -> None:
+        self._processes.kill_one()
+        await self._ranks.until_one_dies()
+
+
+async def test_the_processes_of_a_trainer_keep_the_contracts_of_ranks_and_steps(
     host: MeshHost, tmp_path: Path
 ) -> None:
     learning.write_policy(tmp_path / "policy")
@@ -51,3 +74,7 @@ async def test_the_processes_of_a_trainer_keep_the_contract_of_ranks(
         except BaseException as error:
             error.add_note(f"while it was to be shown: {claim.__name__}")
             raise
+    steps = StepProcess(harness)
+    for of_steps in STEP_CLAIMS_OF_PROCESSES:
+        await steps.begin_again()
+        await of_steps(steps)

@@ -150,22 +150,31 @@ class FakeRank(FakeActor):
     The gate of a microbatch blocks the reading of its signals.
     """
 
-    def __init__(self, name: str, log: Log, expects: int) -> None:
+    def __init__(self, name: str, log: Log, expects: int, taught: bool = True) -> None:
         super().__init__(name, log)
-        self.expects, self.lost = expects, ""
+        self.expects, self.lost, self.taught = expects, "", taught
         self.taken: list[tuple[int, int, tuple[ViewKey, ...]]] = []
         self.error: Exception | None = None
+        self.version = 0
         self._moved = asyncio.Event()
 
     async def train(self, packed: PackedBatch, teachers: int) -> TrainReply:
-        self.log.append(("train", self.name, packed.unpack().step, teachers))
+        batch = packed.unpack()
+        batch.check_trains(self.version)
+        self.log.append(("train", self.name, batch.step, teachers))
         while teachers and len(self.taken) < self.expects and not self.lost:
             self._moved.clear()
             await self._moved.wait()
         bytes_read = 10.0 * len(self.taken)
+        self.version += 1
+        lost = {"sdpo/lost_steps": 1} if self._loses(batch, teachers) else {}
         return TrainReply(
-            {"loss/total": 1.0}, {"sdpo/bytes": bytes_read, "sdpo/bytes_per_token": 7}
+            {"loss/total": 1.0, **lost}, {"sdpo/bytes": bytes_read, "sdpo/bytes_per_token": 7}
         )
+
+    def _loses(self, batch: StepBatch, teachers: int) -> bool:
+        """Whether a step that should be taught by teachers of the mesh is not."""
+        return bool(self.lost) or (self.taught and bool(batch.views) and not teachers)
 
     async def take_teacher_output(
         self, step: int, micro: int, part: int, handle: TeacherOutputHandle
@@ -230,7 +239,10 @@ class Ring:
         self.log: Log = []
         self.events: Log = []
         self.host = FakeHost(self.log)
-        self.ranks = [FakeRank(f"trainer-{n}", self.log, count) for n, count in enumerate(ranks)]
+        taught = config.sdpo.has_own_actors
+        self.ranks = [
+            FakeRank(f"trainer-{n}", self.log, count, taught) for n, count in enumerate(ranks)
+        ]
         self.placements: dict[int, str] = {}
         self.sdpo = SdpoTeachers(config, self.host, self.placement, self.record)  # type: ignore[arg-type]
 
@@ -263,10 +275,10 @@ def config(build_config: Any, restarts: int = 5, **sdpo: Any) -> Any:
     )
 
 
-def batch(samples: int = 3, views: Sequence[HintedView] | None = None) -> StepBatch:
+def batch(samples: int = 3, views: Sequence[HintedView] | None = None, step: int = 0) -> StepBatch:
     """Samples too long to share a microbatch; each has a view where nothing else is told."""
     own = [hinted.view(f"t{n}") for n in range(samples)]
-    return hinted.batch([BUDGET] * samples, own if views is None else views)
+    return hinted.batch([BUDGET] * samples, own if views is None else views, step=step)
 
 
 def training(ring: Ring, settings: Any) -> MeshTraining:

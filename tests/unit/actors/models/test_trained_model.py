@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_adapters_go_on_from_a_checkpoint_whose_policy_has_them_merged(
 ) -> None:
     config = build_config(trainer={"lora": ADAPTED, "lr": 1e-2})
     learner, rng = Learner(config, folder, Ranks()), random.Random(0)
-    batches = [batch_of(load_model(folder), rng) for _ in range(2)]
+    batches = [replace(batch_of(load_model(folder), rng), step=step) for step in range(2)]
     learner.train(batches[0], None)
     learner.copy()
     learner.write(tmp_path / "step-1")

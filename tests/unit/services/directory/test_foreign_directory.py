@@ -81,6 +81,15 @@ def test_a_line_that_is_no_object_is_named_with_its_file(tmp_path: Path, line: b
         read_evaluations(path)
 
 
+@pytest.mark.parametrize("changed", ['"success": NaN', '"success": 1.5', '"step": -1'])
+def test_an_evaluation_that_cannot_be_is_named_with_its_file(tmp_path: Path, changed: str) -> None:
+    """A report as JSON has no number for it, and ended with a traceback."""
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text(f'{{"step": 0, "success": 0.5, "episodes": 8, {changed}}}\n')
+    with pytest.raises(RunDirectoryError, match=r"evaluations\.jsonl holds no evaluation"):
+        read_evaluations(path)
+
+
 def test_a_line_that_is_too_long_is_left_out_and_the_next_one_is_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     long = b"x" * (2 * LONGEST_LINE + 5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from controller_world import CHANNELS, World, others, rollouts_of
+from fake_stored_training import Trainer
 from hint_traces import group_of
 from inspected_runs import a_pair, write_run
 
@@ -217,43 +218,6 @@ async def test_rollouts_of_another_policy_are_refused_before_anything_is_trained
         steps = StoredSteps(reader, config, composer_of(config, toolbox, chat))
         with pytest.raises(OtherPolicy, match=r"train-000000-000 .*policy\.path"):
             list(steps)
-
-
-@dataclass
-class Trainer:
-    """All ports of a replay, which note what is asked of them."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    done: list[tuple[str, int]] = field(default_factory=list)
-
-    async def train(self, batch: StepBatch) -> dict[str, Any]:
-        self.done.append(("train", batch.step))
-        return {"loss/total": self.losses.get(batch.step, 1.0), "policy/grad_norm": 2.0}
-
-    async def sync(self, on_snapshot: Any = None) -> int:
-        assert on_snapshot is None
-        self.done.append(("sync", len(self.done)))
-        return 0
-
-    async def save(self, step: int) -> None:
-        self.done.append(("save", step))
-
-    async def saved(self) -> None:
-        self.done.append(("saved", 0))
-
-    async def plan_step(self, step: int, groups: Sequence[int], manifest: bytes, *_: Any) -> None:
-        assert (list(groups), manifest) == ([], b"")
-        self.done.append(("plan", step))
-
-    async def end_step(self, step: int, metrics: Any) -> None:
-        assert metrics["step"] == step + 1
-        self.done.append(("end", step))
-
-    def update(self, step: Any) -> None:
-        self.done.append(("shown", step["step"]))
-
-    def names(self, *kinds: str) -> list[tuple[str, int]]:
-        return [one for one in self.done if one[0] in kinds]
 
 
 def a_step(step: int, loss: float | None = None) -> StoredStep:

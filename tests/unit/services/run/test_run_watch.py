@@ -67,9 +67,9 @@ class World:
         self.root = root
         self.events: list[tuple[str, str, str]] = []
         config = RunConfig(name="run", steps=20)
-        view = RunView("run", 20, console=Console(file=StringIO()))
+        self.view = RunView("run", 20, console=Console(file=StringIO()))
         self.watch = RunWatch(
-            root, config, view, lambda *event: self.events.append(event), lambda: (3, 2)
+            root, config, self.view, lambda *event: self.events.append(event), lambda: (3, 2)
         )
 
 
@@ -125,6 +125,14 @@ async def test_a_dead_actor_does_not_end_the_watch_and_an_error_of_it_does_not_e
     async with world.watch.over(mesh):
         await until(lambda: bool(world.events))
         assert world.events == [("status_stopped", "", "OSError: no space")]
+
+
+async def test_a_display_that_fails_is_recorded_once_and_ends_nothing(world: World) -> None:
+    world.view.failure = "No space left on device"
+    async with world.watch.over(FakeMesh()):
+        await until(lambda: bool(world.events))
+    await world.watch.ended("finished")
+    assert world.events == [("display_lost", "", "No space left on device")]
 
 
 async def test_a_run_without_a_control_socket_goes_on_and_says_so(world: World) -> None:

@@ -49,9 +49,9 @@ async def test_where_one_is_given_up_the_others_serve_the_steps(
     ring = Ring(settings, ranks=[3])
     dead, other = await ring.begin()
     dead.die()
-    for _ in range(2):
+    for step in range(2):
         ring.ranks[0].taken.clear()
-        await asyncio.wait_for(training(ring, settings).train(batch()), 5)
+        await asyncio.wait_for(training(ring, settings).train(batch(step=step)), 5)
         assert len(ring.ranks[0].taken) == 3
     assert other.served == 6
     (event,) = ring.events

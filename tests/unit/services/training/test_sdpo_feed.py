@@ -162,7 +162,7 @@ async def test_a_frozen_head_travels_once_and_a_moving_one_at_each_step(
     trainer = training(ring, settings)
     await trainer.train(batch())
     ring.ranks[0].taken.clear()
-    await trainer.train(batch())
+    await trainer.train(batch(step=1))
     assert len(ring.of("head")) == len(ring.of("take_head")) == times
 
 
@@ -175,7 +175,7 @@ async def test_a_frozen_head_travels_again_to_a_trainer_that_began_again(
     await trainer.train(batch())
     ring.ranks[0].taken.clear()
     await ring.sdpo.forget()
-    await trainer.train(batch())
+    await trainer.train(batch(step=1))
     assert len(ring.of("forget")) == 1
     assert len(ring.of("take_head")) == 2
 

@@ -97,7 +97,7 @@ async def test_the_next_step_has_the_replacement(build_config: Any) -> None:
     await ring.settle()
     ring.ranks[0].taken.clear()
     ring.ranks[0].lost = ""
-    await training(ring, settings).train(batch())
+    await training(ring, settings).train(batch(step=1))
     assert len(ring.ranks[0].taken) == 3
     assert ring.host.started[1].served == 3
 
