@@ -144,6 +144,9 @@ class World:
 
     # --- the task, its rollouts and their batches
 
+    def pick(self, split: Split, index: int) -> Episode:
+        return self.episode(split, index)
+
     def episode(self, split: Split, index: int) -> Episode:
         return Episode("async", split, index, {"number": index})
 

@@ -27,6 +27,7 @@ _TURN = pa.struct(
         ("logprobs", pa.list_(_REAL)),
         ("versions", pa.list_(pa.int32())),
         ("stop_reason", _TEXT),
+        ("trained", pa.bool_()),
     ]
 )
 _SITE = pa.struct(
@@ -38,6 +39,7 @@ TRACES = pa.schema(
         *(("split", _TEXT), ("index", _INT), ("state", _TEXT), ("step", _INT)),
         *(("reward", _REAL), ("late_reward", _REAL), ("success", pa.bool_())),
         *(("messages", _TEXT), ("turns", pa.list_(_TURN)), ("error_sites", pa.list_(_SITE))),
+        *(("rewards", _TEXT), ("answer", _TEXT), ("role", _TEXT), ("advantage", _REAL)),
     ]
 )
 _SAID = pa.list_(pa.struct([("role", _TEXT), ("content", _TEXT)]))
@@ -63,7 +65,7 @@ class Parquet:
         self._rows: list[dict[str, Any]] = []
 
     def traces(self, rollouts: Sequence[Both]) -> None:
-        self._add([_row(one, trace) for one, trace in rollouts])
+        self._add([_row(one, part) for one, trace in rollouts for part in trace.trajectories()])
 
     def pairs(self, pairs: Sequence[PreferencePair]) -> None:
         self._add([pair_record(pair) for pair in pairs])
@@ -84,7 +86,7 @@ class Parquet:
 
 
 def _row(one: Listed, trace: Trace) -> dict[str, Any]:
-    """Convert a rollout to a row: ids and numbers as lists, messages and error data as JSON."""
+    """Convert a trajectory of a rollout to a row; messages, rewards and error data are JSON."""
     late = one.late.reward if one.late else None
     return {
         "trace_id": trace.trace_id,
@@ -106,6 +108,7 @@ def _row(one: Listed, trace: Trace) -> dict[str, Any]:
                 "logprobs": turn.logprobs,
                 "versions": turn.versions,
                 "stop_reason": turn.stop_reason,
+                "trained": turn.trained,
             }
             for turn in trace.turns
         ],
@@ -118,4 +121,8 @@ def _row(one: Listed, trace: Trace) -> dict[str, Any]:
             }
             for site in trace.error_sites
         ],
+        "rewards": json.dumps(trace.rewards),
+        "answer": trace.answer,
+        "role": trace.role,
+        "advantage": trace.advantage,
     }

@@ -76,6 +76,8 @@ def build_config() -> BuildConfig:
 
     def build(**sections: dict[str, Any]) -> Config:
         names = {*SECTIONS, *sections}
+        if "mixture" in sections.get("data", {}):
+            sections["data"] = {"task": None, **sections["data"]}
         return Config.model_validate(
             {name: {**SECTIONS.get(name, {}), **sections.get(name, {})} for name in names}
         )

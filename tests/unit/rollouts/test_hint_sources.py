@@ -120,7 +120,7 @@ def test_a_demonstration_holds_what_worked_before_the_answer_and_says_what_is_tr
     chat: ChatFormat, toolbox: ToolboxTask, long_index: int
 ) -> None:
     failed, stumbling = group_of(toolbox, chat, long_index, ["quits", "stumbles"])
-    answer = toolbox.answer(toolbox.episode("train", long_index))
+    answer = toolbox.verified_answer(toolbox.episode("train", long_index))
     results = answers(toolbox, long_index)
     sources = sources_of(chat, "sibling", answer=answer)
     (hint,), counts = hints_of(sources, failed, 0, [failed, stumbling])

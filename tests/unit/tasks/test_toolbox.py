@@ -14,7 +14,7 @@ from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.numbers import format_number
 from composer_mesh.tasks.plans import Reference, Step
 from composer_mesh.tasks.sync_session import SyncSession
-from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.task import TaskSettings, split_of
 from composer_mesh.tasks.toolbox import ToolboxTask, plan
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")

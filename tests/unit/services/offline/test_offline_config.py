@@ -14,6 +14,8 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.services.offline.config import merged, offline_config
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
 from composer_mesh.services.store.signatures import sign
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.loading import make_task
 
 ONLY_TEACHERS = {"replay": {"teachers": paid("far", "farther"), "ask": 2}}
 
@@ -127,8 +129,9 @@ def test_traces_without_a_run_need_teachers() -> None:
 
 
 def test_a_task_that_nobody_knows_is_refused_with_its_name() -> None:
-    with pytest.raises(ConfigError, match="chess"):
-        offline_config(Known(task="chess"), "a/one,b/two", (), 1.0)
+    config = offline_config(Known(task="chess"), "a/one,b/two", (), 1.0)
+    with pytest.raises(UnusableTask, match=r"data\.task is 'chess': write"):
+        make_task(config)
 
 
 def test_merging_changes_neither_table() -> None:

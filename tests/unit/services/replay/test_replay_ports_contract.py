@@ -13,6 +13,7 @@ from in_process_host import InProcessHost
 from monarch.actor import concurrent_endpoint
 from scripted_provider import ENVIRON, ScriptedProvider, answer, teacher
 
+from composer_mesh import SyncSession
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import Retries
@@ -63,7 +64,7 @@ async def teachers(request: Any, toolbox: ToolboxTask, tokenizer: Any) -> AsyncI
 async def test_each_of_so_many_teachers_answers_or_fails_and_nothing_is_raised(
     teachers: Teachers, toolbox: ToolboxTask, asked: int
 ) -> None:
-    messages = toolbox.session(toolbox.episode("train", 0)).messages
+    messages = SyncSession(toolbox, toolbox.episode("train", 0)).messages
     replies = await teachers.query(FrozenState("train-000000-000/0", messages, 0), asked)
     assert [reply.teacher for reply in replies] == list(NAMES[:asked])
     assert all(isinstance(reply, TeacherAnswer | TeacherFailure) for reply in replies)

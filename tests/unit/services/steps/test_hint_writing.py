@@ -110,7 +110,7 @@ def test_no_question_of_any_failure_tells_its_answer(
     chat: ChatFormat, toolbox: ToolboxTask
 ) -> None:
     for index in range(40):
-        answer = toolbox.answer(toolbox.episode("train", index))
+        answer = toolbox.verified_answer(toolbox.episode("train", index))
         for script in ([f"Answer: {answer} </tool_call>"], SCRIPTS["fails twice"]):
             trace = play(toolbox, chat, index, script)
             for site in trace.error_sites:
@@ -179,7 +179,7 @@ async def test_words_that_tell_the_answer_are_refused_and_counted(
     chat: ChatFormat, toolbox: ToolboxTask, config: Config
 ) -> None:
     group = group_of(toolbox, chat, 0, ["quits"] * 2)
-    answer = toolbox.answer(toolbox.episode("train", 0))
+    answer = toolbox.verified_answer(toolbox.episode("train", 0))
     writer = Writer(HintReply(f"It is {answer}.0", "cached"))
     worded = await HintWriting(writer, config, toolbox, chat, silent).ask(group)
     batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))

@@ -169,6 +169,10 @@ def trace_of(row: dict[str, Any]) -> Trace:
         row["reward"],
         row["success"],
         [ErrorSite(**{**site, "data": json.loads(site["data"])}) for site in row["error_sites"]],
+        json.loads(row["rewards"]),
+        row["answer"],
+        role=row["role"],
+        advantage=row["advantage"],
     )
 
 
