@@ -1,0 +1,1 @@
+"""Single-turn arithmetic with rows from a Parquet file."""

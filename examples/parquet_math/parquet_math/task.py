@@ -1,0 +1,46 @@
+"""A question, one answer, and a reward that compares both."""
+
+import random
+
+from composer_mesh import Episode, Message, Reply, Row, Session, Task, ToolError, Transcript, reward
+
+
+class Answer(Session):
+    """The agent answers once."""
+
+    def reply(self, text: str) -> Reply:
+        if text.strip() == self.row["answer"]:
+            return Reply()
+        facts = {"answer": text.strip()[:20]}
+        return Reply(error=ToolError("wrong_result", "wrong", facts))
+
+
+class ParquetMath(Task):
+    """Rows with a question and an answer, from data.path."""
+
+    name = "parquet_math"
+    session_class = Answer
+    hint_templates = {"wrong_result": "{answer} is wrong. Count again."}
+
+    def prompt(self, row: Row) -> str:
+        return row["question"]
+
+    @reward
+    def correct(self, transcript: Transcript) -> float:
+        """1 for the right answer."""
+        return float(transcript.answer.strip() == transcript.row["answer"])
+
+    @reward(weight=0.1)
+    def a_number(self, transcript: Transcript) -> float:
+        """1 for any number, right or wrong."""
+        return float(transcript.answer.strip().lstrip("-").isdecimal())
+
+    def verified_answer(self, episode: Episode) -> str:
+        return episode.payload["answer"]
+
+    def expert(self, messages: list[Message]) -> str:
+        a, word, b = messages[0]["content"].rstrip("?").split()
+        return str(int(a) + int(b) if word == "plus" else int(a) - int(b))
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        return str(int(self.expert(messages)) + rng.choice([-2, -1, 1, 2]))

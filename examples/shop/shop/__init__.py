@@ -1,0 +1,1 @@
+"""A stateful task with several tools: buy what is asked for, within a budget."""
