@@ -53,7 +53,8 @@ class LockstepGeneration:
 
     def changed(self) -> None:
         """Check whether every episode waits; call it when an episode has ended too."""
-        if self._waiting and len(self._waiting) >= self._playing():
+        episodes = {request_id.rpartition("-")[0] for request_id in self._waiting}
+        if episodes and len(episodes) >= self._playing():
             self._all_wait.set()
 
     async def waiting(self) -> list[str]:

@@ -65,6 +65,9 @@ from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task
 
 FAILED = 1
+UNGUARDED = (
+    "task {} states no verified answer, so hints are not checked for it: define verified_answer()"
+)
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
     *(
@@ -306,6 +309,8 @@ class Run:
         heldout = await asyncio.to_thread(heldout_indices, task, episodes)
         if fewer := fewer_episodes(heldout, episodes):
             self.event("evaluation_smaller", "", fewer)
+        if self.config.sdpo.on and not task.states_answers:
+            self.event("hints_unguarded", "", UNGUARDED.format(task.name))
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
