@@ -51,7 +51,7 @@ from composer_mesh.services.service import Service  # noqa: E402
 RATE = 300.0
 """Turns a second, which leaves two cores time to spare."""
 GROUP = 8
-BEAT_S = 0.005
+BEAT_S = 0.05
 
 
 @dataclass(frozen=True)

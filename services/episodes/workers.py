@@ -22,6 +22,7 @@ from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
+from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.services.episodes.lockstep import LockstepRounds
@@ -32,8 +33,8 @@ from composer_mesh.services.service import Service
 OpenStream = Callable[[str, Any], Calls]
 
 
-TRACES_EVERY_S, ROUNDS_EVERY_S = 0.05, 0.002
-"""Least time between two messages to or from a worker: of episodes, and of rounds of lockstep."""
+ROUNDS_WAIT_S = 0.002
+"""Longest wait of a message to or from a worker in lockstep, where all episodes wait for it."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class RolloutWorkers:
         lockstep: bool,
         open_stream: OpenStream | None = None,
     ) -> None:
-        pause_s = ROUNDS_EVERY_S if lockstep else TRACES_EVERY_S
-        ours = partial(CallStream, "controller", pause_s=pause_s)
+        longest_wait_s = ROUNDS_WAIT_S if lockstep else LONGEST_WAIT_S
+        ours = partial(CallStream, "controller", longest_wait_s=longest_wait_s)
         self._pools, self._open_stream = pools, open_stream or ours
         self._calls: dict[str, Calls] = {}
         self._open: list[str] = []
