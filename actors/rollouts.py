@@ -56,9 +56,7 @@ class RolloutActor(MeshActor):
         The controller repeats it with every change. Calls to actors that are gone end at once.
         """
         if self._player is None:
-            self._player = self._connected(
-                partial(CallStream, name, failed=end_this_process), self._chat
-            )
+            self._player = self._connected(self.open_stream(name), self._chat)
         self._generators.update(neighbours.generators, neighbours.gone)
         self._environments.update(neighbours.environments, neighbours.gone)
 
@@ -95,18 +93,26 @@ class RolloutActor(MeshActor):
             "playing": playing,
         }
 
+    def open_stream(self, name: str) -> OpenStream:
+        """Return how this actor, of that name, opens the calls to another one."""
+        return partial(CallStream, name, failed=end_this_process)
+
     async def __cleanup__(self, _: Exception | None) -> None:
         await self._cleanup.aclose()
 
     def _connected(self, open_stream: OpenStream, chat: ChatFormat) -> EpisodePlayer:
         rules = self._config.supervision
         self._generators, self._environments = Peers(open_stream), Peers(open_stream)
+        closing = [self._generators.close, self._environments.close]
         self._generation: PooledGeneration | LockstepGeneration
         if self._config.schedule.max_lag == 0:
             self._generation = LockstepGeneration(self._generators, lambda: len(self._playing))
+            closing.append(self._generation.close)
         else:
             self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
         environments = PeerEnvironments(self._environments, self._config.run.deadline_s)
+        for close in (*closing, environments.close):
+            self._cleanup.push_async_callback(close)
         return EpisodePlayer(self._generation, environments, chat)
 
     def _lockstep(self) -> LockstepGeneration:

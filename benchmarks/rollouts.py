@@ -37,6 +37,7 @@ from composer_mesh.actors.rollouts import RolloutActor  # noqa: E402
 from composer_mesh.configs.schema import Config  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
+from composer_mesh.planning.rollout_workers import rollout_workers  # noqa: E402
 from composer_mesh.rollouts.episode import Sampling  # noqa: E402
 from composer_mesh.rollouts.tasks import Episode  # noqa: E402
 from composer_mesh.rollouts.toolbox import ToolboxTask  # noqa: E402
@@ -236,7 +237,7 @@ async def measure(level: Level) -> Found:
         workers, generators, environments = await asyncio.gather(
             service.spawn(
                 RolloutActor,
-                n=config.rollout_workers,
+                n=rollout_workers(config),
                 name="rollouts",
                 load=(config, folder, task.tools),
                 **rules,

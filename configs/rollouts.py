@@ -2,9 +2,6 @@
 
 from composer_mesh.configs.base import Processes, Section
 
-EPISODES_PER_WORKER = 256
-MOST_WORKERS = 32
-
 
 class RolloutsConfig(Section):
     """The actors that play episodes: they render chats, tokenize and call generators and

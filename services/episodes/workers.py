@@ -30,8 +30,8 @@ from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
 
-OpenStream = Callable[[str, Any], Calls]
-
+OpenStream = Callable[[str, Any, Callable[[BaseException], None]], Calls]
+"""Opens the calls to a worker, given its name, its reference and whom to tell that they broke."""
 
 ROUNDS_WAIT_S = 0.002
 """Longest wait of a message to or from a worker in lockstep, where all episodes wait for it."""
@@ -61,7 +61,7 @@ class RolloutWorkers:
         open_stream: OpenStream | None = None,
     ) -> None:
         longest_wait_s = ROUNDS_WAIT_S if lockstep else LONGEST_WAIT_S
-        ours = partial(CallStream, "controller", longest_wait_s=longest_wait_s)
+        ours = partial(_open_stream, longest_wait_s)
         self._pools, self._open_stream = pools, open_stream or ours
         self._calls: dict[str, Calls] = {}
         self._open: list[str] = []
@@ -159,9 +159,15 @@ class RolloutWorkers:
 
     def _begin(self, worker: Replica) -> None:
         assert worker.actor is not None
-        self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref)
+        broken = partial(self._broken, worker.name)
+        self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref, broken)
         if self._known is not None:
             self._connect(worker.name, self._known)
+
+    def _broken(self, worker: str, error: BaseException) -> None:
+        """Have a worker replaced whose answers can no longer be read here."""
+        reason = f"its answers can no longer be read: {cause_of(error)}"
+        self._pools.workers.lose(worker, reason)
 
     def _lose(self, worker: str) -> None:
         calls = self._calls.pop(worker)
@@ -250,6 +256,12 @@ class RolloutWorkers:
         self._died = died
         for calls in self._calls.values():
             calls.lose(died)
+
+
+def _open_stream(
+    longest_wait_s: float, worker: str, ref: Any, broken: Callable[[BaseException], None]
+) -> Calls:
+    return CallStream("controller", worker, ref, longest_wait_s, broken)
 
 
 def _peers(pool: Service) -> tuple[Peer, ...]:
