@@ -300,8 +300,9 @@ def fill(report: Report, found: Sequence[Found]) -> None:
     report.ratios["worker_ms_per_turn"] = max(one.worker_ms for one in found)
     report.ratios["loop_lag_p99_ms"] = max(one.lag_p99_ms for one in found)
     short = sorted((one for one in found if one.level.turns <= 10), key=lambda f: f.level.in_flight)
-    large, small = short[-1], next((one for one in short if one.level.in_flight == 1000), short[0])
-    if large is not small:
+    if len(short) > 1:
+        large = short[-1]
+        small = next((one for one in short if one.level.in_flight == 1000), short[0])
         report.ratios["growth_10k_over_1k"] = (
             large.controller_ms_per_rollout / small.controller_ms_per_rollout
         )
