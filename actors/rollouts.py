@@ -65,7 +65,7 @@ class RolloutActor(MeshActor):
         The controller repeats it with every change. Calls to actors that are gone end at once.
         """
         if not self._players:
-            self._connect(partial(CallStream, name, failed=end_this_process))
+            self._connect(self.open_stream(name))
         self._generators.update(neighbours.generators, neighbours.gone)
         self._environments.update(neighbours.environments, neighbours.gone)
 
@@ -102,18 +102,26 @@ class RolloutActor(MeshActor):
             "playing": playing,
         }
 
+    def open_stream(self, name: str) -> OpenStream:
+        """Return how this actor, of that name, opens the calls to another one."""
+        return partial(CallStream, name, failed=end_this_process)
+
     async def __cleanup__(self, _: Exception | None) -> None:
         await self._cleanup.aclose()
 
     def _connect(self, open_stream: OpenStream) -> None:
         rules = self._config.supervision
         self._generators, self._environments = Peers(open_stream), Peers(open_stream)
+        closing = [self._generators.close, self._environments.close]
         self._generation: PooledGeneration | LockstepGeneration
         if self._config.schedule.max_lag == 0:
             self._generation = LockstepGeneration(self._generators, lambda: len(self._playing))
+            closing.append(self._generation.close)
         else:
             self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
         environments = PeerEnvironments(self._environments, self._config.run.deadline_s)
+        for close in (*closing, environments.close):
+            self._cleanup.push_async_callback(close)
         self._players = {
             task: self._player(environments, chat) for task, chat in self._chats.items()
         }

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos_audit import Audit, Rules, audit
+from chaos_audit import Audit, audit
 from chaos_inject import Applied
 from chaos_logprobs import Checked, check_versions, policies
 from chaos_outcomes import Outcome, outcomes, unprovoked
 from chaos_run import LiveRun
 from chaos_schedule import Planned
+from taken_groups import TakenGroups, taken_groups
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.rollouts.traces import Trace
@@ -59,16 +60,14 @@ def judge(ended: Ended) -> Verdict:
     """Judge a run from its directory. Waits for the log-probs of its tokens to be recomputed."""
     run = ended.run
     config = load_config(run.root / "config.toml", [])
-    traces = stored_traces(run.root)
-    schedule = config.schedule
-    rules = Rules(schedule.prompts_per_step, schedule.group_size, schedule.max_lag)
+    traces, taken = stored(run.root)
     poisoned = read_lines(run.root / "poisoned.jsonl")
     folders = policies(run.policies, _initial(run.events))
     summary = _summary(run.root)
     final = (summary.get("eval") or {}).get("final")
     return Verdict(
         ended,
-        audit(traces, run.metrics, run.first_seen, poisoned, rules),
+        audit(traces, run.metrics, taken, run.first_seen, poisoned, config.schedule),
         check_versions(
             [trace for trace in traces if trace.split == "train"],
             folders,
@@ -98,12 +97,13 @@ def _seconds(one: Outcome) -> dict[str, float | None]:
     return {"detected_s": one.detected_s, "recovered_s": one.recovered_s}
 
 
-def stored_traces(root: Path) -> list[Trace]:
+def stored(root: Path) -> tuple[list[Trace], list[TakenGroups]]:
+    """Return a run's rollouts and the groups of its steps; none where it did not come so far."""
     try:
         with RunReader(root) as reader:
-            return list(reader.all_traces())
+            return list(reader.all_traces()), taken_groups(reader)
     except StoreMissing:
-        return []
+        return [], []
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

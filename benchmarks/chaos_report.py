@@ -42,6 +42,8 @@ def print_tables(report: Report, peace: Verdict, chaos: Verdict) -> None:
     for event in chaos.unprovoked:
         print(f"no fault explains: {event['actor']}: {event['detail']}")
     for name, verdict in (("in peace", peace), ("under faults", chaos)):
+        for violation in verdict.audit.violations:
+            print(f"the run {name}: {violation}")
         if verdict.ended.status != 0:
             print(f"the run {name} ended with {verdict.ended.status}: {_last(verdict)}")
 
@@ -59,7 +61,7 @@ def fill_report(report: Report, peace: Verdict, chaos: Verdict) -> None:
             report.figures[f"{name}_p95_s"] = percentile(seconds, 0.95)
     audit = chaos.audit
     report.ratios["traces_lost"] = audit.traces_lost + len(chaos.rewritten)
-    report.ratios["traces_wrong"] = audit.duplicates + audit.broken
+    report.ratios["traces_wrong"] = audit.duplicates + audit.broken + len(audit.violations)
     report.ratios["stale_tokens"] = chaos.checked.stale + audit.lag_breaks + audit.from_the_future
     report.ratios["hangs"] = chaos.ended.hangs
     report.ratios["not_healed"] = summary.fates[Fate.LOST] + summary.fates[Fate.GIVEN_UP]
@@ -97,6 +99,7 @@ def _figures(verdict: Verdict) -> dict[str, float]:
         "traces_twice": audit.duplicates,
         "traces_broken": audit.broken,
         "samples_given_up": audit.given_up,
+        "steps_wrong": len(audit.violations),
         "lag_breaks": audit.lag_breaks + audit.from_the_future,
         "stale_tokens": checked.stale,
         "tokens_checked": checked.tokens,

@@ -1,14 +1,15 @@
 """Kills and resumes a run repeatedly, and audits that nothing is lost.
 
-    python benchmarks/crash_consistency.py [--quick] [--json FILE]
+    python benchmarks/crash_consistency.py [--quick] [--dynamic-sampling] [--json FILE]
 
 A short run of the quickstart preset, whose rollouts run ahead and whose teachers cost money, is
 killed with SIGKILL, every process at once: at random moments, inside a checkpoint, while a group's
 file is written, and during a weight transfer. After each kill the run is resumed. Audits of the
 store count prompts that no step trained (`prompts_skipped`), prompts that two steps trained
-(`trained_twice`) and finished groups that are gone or changed (`traces_lost`); the provider's
-ledger gives what was paid for twice (`paid_twice_usd`), without answers in flight when the run was
-killed, which are reported separately.
+(`trained_twice`), finished groups that are gone or changed (`traces_lost`) and what steps took or
+dropped against the rules of dynamic sampling (`steps_wrong`); the provider's ledger gives what was
+paid for twice (`paid_twice_usd`), without answers in flight when the run was killed, which are
+reported separately.
 """
 
 import os
@@ -147,7 +148,7 @@ def kill_moments(rng: random.Random, kills: int) -> list[tuple[str, Moment]]:
     return found
 
 
-def write_config(file: Path, url: str, steps: int, cache: Path) -> None:
+def write_config(file: Path, url: str, steps: int, cache: Path, dynamic_sampling: bool) -> None:
     """Write the run's config: short steps, a checkpoint every third, paid teachers."""
     table = tomllib.loads(PRESET.read_text())
     paid = {
@@ -160,7 +161,11 @@ def write_config(file: Path, url: str, steps: int, cache: Path) -> None:
     changes: dict[str, dict[str, Any]] = {
         "run": {"name": "crash", "steps": steps},
         "policy": {"cache_dir": str(cache)},
-        "schedule": {"prompts_per_step": PROMPTS, "group_size": 4},
+        "schedule": {
+            "prompts_per_step": PROMPTS,
+            "group_size": 4,
+            "dynamic_sampling": dynamic_sampling,
+        },
         "replay": {
             "actors": 1,
             "budget": {"usd": 100.0},
@@ -210,6 +215,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, metavar="N", help="30, or 3 with --quick")
     parser.add_argument("--steps", type=int, metavar="N", help="of the run; as many as fit")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--dynamic-sampling", action="store_true", help="drop and replace groups of equal rewards"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the run stays")
     given = parser.parse_args()
     kills = given.kills or (3 if given.quick else 30)
@@ -217,10 +225,12 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     task = make_task(load_config(PRESET))
     assert isinstance(task, ToolboxTask)
-    provider, audit = Provider(task, TEACHERS), Audit(PROMPTS)
+    provider = Provider(task, TEACHERS)
     with provider.serving() as url:
         config = folder / "crash.toml"
-        write_config(config, url, given.steps or 3 * kills, folder / "policies")
+        steps = given.steps or 3 * kills
+        write_config(config, url, steps, folder / "policies", given.dynamic_sampling)
+        audit = Audit(load_config(config).schedule)
         run = CrashedRun(folder / "run", config)
         try:
             rows = crash(run, audit, kill_moments(random.Random(given.seed), kills))
@@ -246,6 +256,7 @@ def main() -> int:
         "prompts_skipped": len(audit.skipped),
         "trained_twice": len(audit.twice),
         "traces_lost": len(audit.lost),
+        "steps_wrong": len(audit.violations),
         "paid_twice_usd": again - lost,
     }
     report.finish(given.json)

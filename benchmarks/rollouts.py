@@ -37,6 +37,7 @@ from composer_mesh.actors.rollouts import RolloutActor  # noqa: E402
 from composer_mesh.configs.schema import Config  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
+from composer_mesh.planning.rollout_workers import rollout_workers  # noqa: E402
 from composer_mesh.rollouts.episode import Sampling  # noqa: E402
 from composer_mesh.rollouts.tasks import Episode  # noqa: E402
 from composer_mesh.services import service  # noqa: E402
@@ -51,7 +52,7 @@ from composer_mesh.tasks.toolbox import ToolboxTask  # noqa: E402
 RATE = 300.0
 """Turns a second, which leaves two cores time to spare."""
 GROUP = 8
-BEAT_S = 0.005
+BEAT_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ async def measure(level: Level) -> Found:
         workers, generators, environments = await asyncio.gather(
             service.spawn(
                 RolloutActor,
-                n=config.rollout_workers,
+                n=rollout_workers(config),
                 name="rollouts",
                 load=(config, folder, {task.name: task.tools}),
                 **rules,
@@ -299,8 +300,9 @@ def fill(report: Report, found: Sequence[Found]) -> None:
     report.ratios["worker_ms_per_turn"] = max(one.worker_ms for one in found)
     report.ratios["loop_lag_p99_ms"] = max(one.lag_p99_ms for one in found)
     short = sorted((one for one in found if one.level.turns <= 10), key=lambda f: f.level.in_flight)
-    large, small = short[-1], next((one for one in short if one.level.in_flight == 1000), short[0])
-    if large is not small:
+    if len(short) > 1:
+        large = short[-1]
+        small = next((one for one in short if one.level.in_flight == 1000), short[0])
         report.ratios["growth_10k_over_1k"] = (
             large.controller_ms_per_rollout / small.controller_ms_per_rollout
         )

@@ -4,9 +4,6 @@ from pydantic import Field
 
 from composer_mesh.configs.base import FreeTable, ImportPath, Processes, Seconds, Section
 
-EPISODES_PER_WORKER = 256
-MOST_WORKERS = 32
-
 
 class RolloutsConfig(Section):
     """The actors that play episodes: they render chats, tokenize and call generators and

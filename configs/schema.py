@@ -26,7 +26,7 @@ from composer_mesh.configs.losses import GrpoLoss, LossConfig
 from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.configs.rollouts import EPISODES_PER_WORKER, MOST_WORKERS, RolloutsConfig
+from composer_mesh.configs.rollouts import RolloutsConfig
 from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.supervision import SupervisionConfig
@@ -163,16 +163,6 @@ class Config(Section):
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
-
-    @property
-    def rollout_workers(self) -> int:
-        """Number of rollout workers."""
-        if self.rollouts.workers is not None:
-            return self.rollouts.workers
-        schedule = self.schedule
-        training = schedule.prompts_per_step * schedule.samples_per_group * (schedule.max_lag + 1)
-        in_flight = max(training, self.eval.episodes)
-        return min(MOST_WORKERS, -(-in_flight // EPISODES_PER_WORKER))
 
     @property
     def pairs_wait(self) -> bool:

@@ -56,12 +56,12 @@ class MeshActor(Actor):
 
     @concurrent_endpoint
     async def open_calls(
-        self, caller: str, answers: Port[list[Item]], pause_s: float
+        self, caller: str, answers: Port[list[Item]], longest_wait_s: float
     ) -> Port[list[Item]]:
         """Return the port for the calls of a `CallStream`; they are answered to `answers`."""
         if self._streams is None:
             self._streams = StreamServer(partial(own_endpoint, self), end_this_process)
-        return self._streams.open(caller, answers, pause_s)
+        return self._streams.open(caller, answers, longest_wait_s)
 
     @concurrent_endpoint
     async def hang_up(self, caller: str) -> None:

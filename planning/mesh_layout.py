@@ -10,6 +10,7 @@ from typing import Literal
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.weights import WeightsConfig, WeightTransport
+from composer_mesh.planning.rollout_workers import rollout_workers
 
 ActorKind = Literal[
     "trainer",
@@ -131,7 +132,7 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
         ActorRow(
             "rollouts",
             "plays episodes between generators and environments",
-            replicas=config.rollout_workers,
+            replicas=rollout_workers(config),
             threads=1,
         ),
     )

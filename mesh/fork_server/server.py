@@ -78,8 +78,8 @@ class ForkServer:
                 self._accept()
             elif key.fileobj is self._woken:
                 self._reap()
-            elif isinstance(key.fileobj, socket.socket):
-                self._left(key.fileobj)
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._asking:
+                self._left(key.fileobj)  # unless its fork has just ended too
         return False
 
     def _accept(self) -> None:

@@ -22,6 +22,7 @@ from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
+from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.services.episodes.lockstep import LockstepRounds
@@ -29,11 +30,11 @@ from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
 
-OpenStream = Callable[[str, Any], Calls]
+OpenStream = Callable[[str, Any, Callable[[BaseException], None]], Calls]
+"""Opens the calls to a worker, given its name, its reference and whom to tell that they broke."""
 
-
-TRACES_EVERY_S, ROUNDS_EVERY_S = 0.05, 0.002
-"""Least time between two messages to or from a worker: of episodes, and of rounds of lockstep."""
+ROUNDS_WAIT_S = 0.002
+"""Longest wait of a message to or from a worker in lockstep, where all episodes wait for it."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class RolloutWorkers:
         lockstep: bool,
         open_stream: OpenStream | None = None,
     ) -> None:
-        pause_s = ROUNDS_EVERY_S if lockstep else TRACES_EVERY_S
-        ours = partial(CallStream, "controller", pause_s=pause_s)
+        longest_wait_s = ROUNDS_WAIT_S if lockstep else LONGEST_WAIT_S
+        ours = partial(_open_stream, longest_wait_s)
         self._pools, self._open_stream = pools, open_stream or ours
         self._calls: dict[str, Calls] = {}
         self._open: list[str] = []
@@ -158,9 +159,15 @@ class RolloutWorkers:
 
     def _begin(self, worker: Replica) -> None:
         assert worker.actor is not None
-        self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref)
+        broken = partial(self._broken, worker.name)
+        self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref, broken)
         if self._known is not None:
             self._connect(worker.name, self._known)
+
+    def _broken(self, worker: str, error: BaseException) -> None:
+        """Have a worker replaced whose answers can no longer be read here."""
+        reason = f"its answers can no longer be read: {cause_of(error)}"
+        self._pools.workers.lose(worker, reason)
 
     def _lose(self, worker: str) -> None:
         calls = self._calls.pop(worker)
@@ -249,6 +256,12 @@ class RolloutWorkers:
         self._died = died
         for calls in self._calls.values():
             calls.lose(died)
+
+
+def _open_stream(
+    longest_wait_s: float, worker: str, ref: Any, broken: Callable[[BaseException], None]
+) -> Calls:
+    return CallStream("controller", worker, ref, longest_wait_s, broken)
 
 
 def _peers(pool: Service) -> tuple[Peer, ...]:

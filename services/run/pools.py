@@ -17,6 +17,7 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.planning.rollout_workers import rollout_workers
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
@@ -57,7 +58,7 @@ class Pools:
 
     async def rollouts(self) -> Service:
         """Start the actors that play episodes; the attempts of one are lost with it."""
-        count = self.config.rollout_workers
+        count = rollout_workers(self.config)
         return await self._pool("rollouts", RolloutActor, count, max_outstanding=ALL_AT_ONCE)
 
     async def teachers(self) -> Service:

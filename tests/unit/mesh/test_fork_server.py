@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import selectors
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import pytest
 from composer_mesh.mesh.fork_server import protocol
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.fork_server.protocol import ForkRefused, ForkRequest
+from composer_mesh.mesh.fork_server.server import ForkServer
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -81,3 +86,18 @@ async def test_vllm_and_runs_without_preload_start_processes_by_themselves(
     assert await servers.environment({"VLLM_LOGGING_LEVEL": "ERROR"}, ["json"]) == {}
     assert await servers.environment({}, []) == {}
     assert servers.pids == []
+
+
+def test_a_process_that_ends_together_with_its_fork_does_not_end_the_server(
+    pair: Pair, tmp_path: Path
+) -> None:
+    with socket.socket() as listening, selectors.DefaultSelector() as selector:
+        server = ForkServer(listening, ExitStatuses(tmp_path), os.getpid())
+        server._owner_ended, server._woken, server._selector = -1, listening, selector
+        forked = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        server._asking[pair[0]] = forked.pid
+        gone = selector.register(pair[0], selectors.EVENT_READ)
+        ready = (gone, selectors.EVENT_READ)
+        assert not server._ended([ready, ready])
+        assert forked.wait() == -signal.SIGKILL
+        assert not server._asking

@@ -43,6 +43,7 @@ class Pool:
     hopeful: bool = True
     changed: list[Callable[[], None]] = field(default_factory=list)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def members(self) -> list[Member]:
         return self.replicas
@@ -62,6 +63,10 @@ class Pool:
         for changed in self.changed:
             changed()
 
+    def lose(self, name: str, reason: str) -> None:
+        self.lost.append(f"{name}: {reason}")
+        self.change(*(one.name for one in self.replicas if one.name != name))
+
     def reason(self, name: str) -> str:
         return f"{name} was killed"
 
@@ -75,9 +80,14 @@ class Pool:
 
 @dataclass
 class Worker:
-    """A worker's end of the calls; what it plays ends when a test says so, or with its death."""
+    """A worker's end of the calls; what it plays ends when a test says so, or with its death.
+
+    Its `connect` raises these errors first; `broken` is whom to tell that the calls broke.
+    """
 
     name: str
+    broken: Callable[[BaseException], None]
+    errors: list[Exception] = field(default_factory=list)
     playing: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     neighbours: list[Any] = field(default_factory=list)
     load: int = 0
@@ -85,6 +95,8 @@ class Worker:
     async def call(self, endpoint: str, /, *args: Any) -> Any:
         if endpoint == "connect":
             self.neighbours.append(args[1])
+            if self.errors:
+                raise self.errors.pop(0)
             return None
         assert endpoint == "play"
         playing = self.playing[args[1]] = asyncio.get_running_loop().create_future()
@@ -111,6 +123,7 @@ class World:
         self.generators = Pool([Member("generator-0")])
         self.environments = Pool([Member("environment-0")])
         self.ends: dict[str, Worker] = {}
+        self.errors: dict[str, list[Exception]] = {}
         pools = (self.workers, self.generators, self.environments)
         self.player = RolloutWorkers(
             RolloutPools(*(cast(Service, pool) for pool in pools)),
@@ -119,8 +132,8 @@ class World:
             open_stream=self.open,
         )
 
-    def open(self, name: str, _: Any) -> Worker:
-        self.ends[name] = Worker(name)
+    def open(self, name: str, _: Any, broken: Callable[[BaseException], None]) -> Worker:
+        self.ends[name] = Worker(name, broken, self.errors.get(name, []))
         return self.ends[name]
 
     def play(self, group: int, number: int = 0) -> asyncio.Task[Any]:
@@ -202,6 +215,46 @@ async def test_nothing_is_played_once_a_pool_has_nothing_left(world: World) -> N
     for one in (play, world.play(1)):
         with pytest.raises(NoReplicaLeft, match="given up"):
             await one
+    await world.player.close()
+
+
+async def test_a_worker_whose_answers_can_no_longer_be_read_is_replaced(world: World) -> None:
+    play = world.play(0)
+    await turns()
+    world.ends["rollouts-0"].broken(MemoryError("no more"))
+    with pytest.raises(ActorDied, match="rollouts-0 died"):
+        await play
+    assert world.workers.lost == [
+        "rollouts-0: its answers can no longer be read: MemoryError: no more"
+    ]
+    await world.player.close()
+
+
+async def test_a_worker_whose_connection_failed_once_is_connected_again_before_it_plays(
+    world: World,
+) -> None:
+    world.errors["rollouts-2"] = [RuntimeError("no")]
+    world.workers.change("rollouts-2")
+    play = world.play(0)
+    await turns()
+    assert len(world.ends["rollouts-2"].neighbours) == 2
+    world.ends["rollouts-2"].finish()
+    assert await play == "train-000000-000"
+    assert not world.workers.lost
+    await world.player.close()
+
+
+async def test_a_worker_that_cannot_be_connected_is_replaced_and_plays_nothing(
+    world: World,
+) -> None:
+    world.errors["rollouts-2"] = [RuntimeError("no"), RuntimeError("never")]
+    world.workers.change("rollouts-2", "rollouts-3")
+    play = world.play(0)
+    await turns()
+    assert world.workers.lost == ["rollouts-2: its connect failed: RuntimeError: never"]
+    assert not world.ends["rollouts-2"].playing
+    world.ends["rollouts-3"].finish()
+    assert await play == "train-000000-000"
     await world.player.close()
 
 

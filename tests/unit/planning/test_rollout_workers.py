@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.planning.rollout_workers import rollout_workers
+
 
 @pytest.mark.parametrize(
     ("prompts", "size", "lag", "workers"),
@@ -16,8 +18,8 @@ def test_there_is_a_worker_for_every_256_episodes_in_flight_and_32_at_most(
 ) -> None:
     schedule = {"prompts_per_step": prompts, "group_size": size, "max_lag": lag}
     evaluation = {"episodes": 1}
-    assert build_config(schedule=schedule, eval=evaluation).rollout_workers == workers
+    assert rollout_workers(build_config(schedule=schedule, eval=evaluation)) == workers
 
 
 def test_a_stated_number_of_workers_is_kept(build_config: Any) -> None:
-    assert build_config(rollouts={"workers": 3}).rollout_workers == 3
+    assert rollout_workers(build_config(rollouts={"workers": 3})) == 3
