@@ -20,6 +20,7 @@ from composer_mesh.planning.memory import (
     Training,
     cache_bytes,
     forward_parts,
+    total,
     training_parts,
     weight_parts,
 )
@@ -51,19 +52,31 @@ class _Model:
     process: int = MODEL_PROCESS
 
 
-def memory_of(kind: str, config: Config, sizes: ModelSizes | None, number: int = 0) -> Memory:
+def memory_of(
+    kind: str,
+    config: Config,
+    sizes: ModelSizes | None,
+    number: int = 0,
+    teacher: ModelSizes | None = None,
+) -> Memory:
     """Return the memory needs of a process; without sizes, those without its model.
 
-    Process number 0 of a kind may read or write for the others.
+    `teacher` are the sizes of an SDPO teacher that is another model. Process number 0 of a kind may
+    read or write for the others.
     """
     on_gpu = config.placement.gpus(kind) > 0
+    if kind == "sdpo_teacher" and config.sdpo.teacher == "model":
+        sizes = teacher
     if kind != "trainer" and kind not in _MODELS:
         tokenizes = kind == "rollouts"
         return Memory((Part("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS),))
     if sizes is None:
         base = Part("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
         return Memory((base,), (Part("CUDA", CUDA_CONTEXT),) if on_gpu else ())
-    model = _trainer(config, sizes, number) if kind == "trainer" else _MODELS[kind](config, sizes)
+    if kind == "trainer":
+        model = _trainer(config, sizes, number, teacher)
+    else:
+        model = _MODELS[kind](config, sizes)
     if not on_gpu:
         return Memory((Part("process", model.process), *model.device, *model.host))
     host = (Part("process", max(CUDA_PROCESS, model.process)), *model.host)
@@ -77,14 +90,15 @@ def served_bytes(config: Config) -> int:
 
 def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
     """Return the bytes of one version in transfer, or of a part: half precision if all use it."""
-    number = FLOAT if config.sdpo.has_own_actors else served_bytes(config)
+    number = FLOAT if config.sdpo.pulls_weights else served_bytes(config)
     return number * parameter_count(sizes) // parts
 
 
-def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
+def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes | None) -> _Model:
     trainer = config.trainer
     inline = config.sdpo.on and config.sdpo.placement == "inline"
-    copies = int(config.loss.needs_reference) + int(inline and config.sdpo.teacher != "live")
+    copied = inline and config.sdpo.teacher not in ("live", "model")
+    copies = int(config.loss.needs_reference) + int(copied)
     lora = trainer.lora
     whole = parameter_count(sizes)
     how = Training(
@@ -98,13 +112,31 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
         longest=config.policy.max_context if trainer.attention == "sdpa" else 0,
         on_gpu=config.placement.trainer.gpus > 0,
     )
-    parts = training_parts(sizes, how)
+    parts = (*training_parts(sizes, how), *_of_the_teacher(config, sizes, teacher, how))
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
     saved = FLOAT * (whole + 2 * how.trainable) // spread
     copied = Part("a checkpoint's copy", saved)
     return _Model(parts, (offered, copied, _reading(sizes, how, parts, rank, saved)))
+
+
+def _of_the_teacher(
+    config: Config, sizes: ModelSizes, other: ModelSizes | None, how: Training
+) -> Parts:
+    """Return what a trainer rank holds of the SDPO teacher: another model, or a received head."""
+    sdpo = config.sdpo
+    if sdpo.has_own_actors and sdpo.has_own_head:
+        widths = 2 if sdpo.teacher == "trust_region" else 1
+        width = widths * (other or sizes).hidden_size
+        return (Part("head of the SDPO teacher", FLOAT * sizes.vocab_size * width),)
+    if not sdpo.on or sdpo.has_own_actors or other is None:
+        return ()
+    parts = (
+        *weight_parts(other, FLOAT, split=how.ranks if how.sharded else 1),
+        *forward_parts(other, how.number, how.tokens, how.on_gpu),
+    )
+    return (Part("SDPO teacher", total(parts)),)
 
 
 def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: int) -> Part:
@@ -167,9 +199,10 @@ def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
 
 def _sdpo_teacher(config: Config, sizes: ModelSizes) -> _Model:
     copies = 2 if config.sdpo.teacher == "trust_region" else 1
-    arrived = Part("weights that arrive", _arriving(config, sizes))
     loading = _loading(sizes, config.placement.sdpo_teacher.gpus > 0)
-    return _Model(_frozen(config, sizes, "sdpo_teacher", copies), (arrived, *loading))
+    if config.sdpo.pulls_weights:
+        loading = (Part("weights that arrive", _arriving(config, sizes)), *loading)
+    return _Model(_frozen(config, sizes, "sdpo_teacher", copies), loading)
 
 
 def _reference(config: Config, sizes: ModelSizes) -> _Model:

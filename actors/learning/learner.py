@@ -33,8 +33,13 @@ from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
 from composer_mesh.actors.models.trained_model import frozen_model, trained_model
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
+from composer_mesh.actors.teacher_outputs.teacher_folder import (
+    check_teacher_tokenizer,
+    teacher_vocabulary,
+)
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_folder import TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch
 
 
@@ -53,13 +58,27 @@ class Learner:
         self._writer = CheckpointWriter(ranks, None if export is None else export.write)
         self._teacher: TeacherModel | None = None
         if config.sdpo.on and config.sdpo.placement == "inline":
-            self._teacher = TeacherModel(
-                self.model,
-                config.sdpo,
-                config.trainer.microbatch_tokens,
-                follows=True,
-                copied=lambda _: frozen_model(config, folder, ranks),
-            )
+            self._teacher = self._inline_teacher(folder)
+
+    def _inline_teacher(self, folder: Path) -> TeacherModel:
+        config = self._config
+        check_teacher_tokenizer(config.sdpo, folder)
+        return TeacherModel(
+            self.model,
+            config.sdpo,
+            config.trainer.microbatch_tokens,
+            follows=True,
+            copied=lambda _: self._frozen_teacher(folder),
+            vocabulary=teacher_vocabulary(config.sdpo, folder),
+        )
+
+    def _frozen_teacher(self, folder: Path) -> Any:
+        """Return the teacher's initial weights as a model of their own, placed like the trained."""
+        other = self._config.sdpo.teacher_model
+        try:
+            return frozen_model(self._config, folder if other is None else other.path, self._ranks)
+        except UnfitModelFolder as error:
+            raise error if other is None else error.at(TEACHER_KEY) from error
 
     @property
     def teaches_itself(self) -> bool:

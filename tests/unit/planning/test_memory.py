@@ -161,3 +161,33 @@ def test_many_long_turns_in_one_context_need_no_more_memory_than_few(
         return memory_of(kind, config, SMALL)
 
     assert needed(50, 2_048) == needed(2, 64)
+
+
+def of_kind(build_config: Any, kind: str, **sdpo: Any) -> dict[str, int]:
+    config = build_config(sdpo={"alpha": 1.0, **sdpo}, generator={"dtype": "bfloat16"})
+    return {part.what: part.bytes for part in memory_of(kind, config, SMALL, 0, SMALL).host}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "follows"), [("live", True), ("ema", True), ("frozen", False), ("model", False)]
+)
+def test_only_teachers_that_follow_the_trainer_hold_weights_that_arrive(
+    build_config: Any, teacher: str, follows: bool
+) -> None:
+    """Nor do they make the trainer publish in full precision where generators serve half of it."""
+    other = {"teacher_model": {"path": "large"}} if teacher == "model" else {}
+    parts = of_kind(build_config, "sdpo_teacher", teacher=teacher, **other)
+    assert ("weights that arrive" in parts) == follows
+    offered = of_kind(build_config, "trainer", teacher=teacher, **other)["weights on offer"]
+    assert offered == 2 * (FLOAT if follows else HALF) * parameter_count(SMALL)
+
+
+@pytest.mark.parametrize(("teacher", "heads"), [("live", 0), ("ema", 1), ("trust_region", 2)])
+def test_a_trainer_holds_the_head_of_teachers_that_have_their_own(
+    build_config: Any, teacher: str, heads: int
+) -> None:
+    parts = of_kind(build_config, "trainer", teacher=teacher)
+    wanted = heads * FLOAT * SMALL.vocab_size * SMALL.hidden_size
+    assert parts.get("head of the SDPO teacher", 0) == wanted
+    parts = of_kind(build_config, "trainer", teacher=teacher, teacher_output="full")
+    assert "head of the SDPO teacher" not in parts
