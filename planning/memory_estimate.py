@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.memory import (
@@ -26,6 +27,8 @@ from composer_mesh.planning.memory import (
 )
 from composer_mesh.planning.model_sizes import adapter_parameters, parameter_count
 
+LOGITS_COPIES = 4
+"""Logits, their log-softmax, and the gradients of both, in a custom loss that reads logits."""
 BATCH_CPU, BATCH_GPU = 512, 8192
 """Tokens of one pass after which engines admit no further prompt."""
 
@@ -112,7 +115,11 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         longest=config.policy.max_context if trainer.attention == "sdpa" else 0,
         on_gpu=config.placement.trainer.gpus > 0,
     )
-    parts = (*training_parts(sizes, how), *_of_the_teacher(config, sizes, teacher, how))
+    parts = (
+        *training_parts(sizes, how),
+        *_of_the_teacher(config, sizes, teacher, how),
+        *_of_a_custom_loss(config, sizes, how),
+    )
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
@@ -137,6 +144,15 @@ def _of_the_teacher(
         *forward_parts(other, how.number, how.tokens, how.on_gpu),
     )
     return (Part("SDPO teacher", total(parts)),)
+
+
+def _of_a_custom_loss(config: Config, sizes: ModelSizes, how: Training) -> Parts:
+    """Return the logits that a custom loss asks for, if each token of a microbatch is sampled."""
+    if not isinstance(config.loss, CustomLoss) or "logits" not in config.loss.needs:
+        return ()
+    head = 0 if how.number == FLOAT else FLOAT * sizes.vocab_size * sizes.hidden_size
+    scores = LOGITS_COPIES * FLOAT * how.tokens * sizes.vocab_size
+    return (Part("logits of the custom loss", scores + 2 * head),)
 
 
 def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: int) -> Part:

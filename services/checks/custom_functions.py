@@ -4,6 +4,7 @@
 """
 
 from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
 
@@ -22,8 +23,11 @@ def check_custom_functions(config: Config) -> None:
     if not sections:
         return
     add_import_paths(config.run.import_paths)
+    from composer_mesh.losses.custom import check_needs
     from composer_mesh.losses.custom_function import check_signature, load_function
 
     for section in sections:
         function = load_function(section.import_path)
         check_signature(function, section.import_path, section.kwargs)
+        if isinstance(section, CustomLoss):
+            check_needs(function, section.import_path, section.needs)

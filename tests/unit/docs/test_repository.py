@@ -33,13 +33,6 @@ def test_init_files_hold_a_docstring_and_nothing_else() -> None:
         assert len(module.body) == 1, path
 
 
-def test_importing_the_package_sets_one_variable_and_imports_nothing_of_it() -> None:
-    module = parsed(ROOT / "src" / "composer_mesh" / "__init__.py")
-    _, imports, call = module.body
-    assert ast.unparse(imports) == "import os"
-    assert ast.unparse(call).startswith("os.environ.setdefault('MONARCH_LOG_SUFFIX'")
-
-
 def test_every_module_says_what_it_is() -> None:
     assert [path for path in SOURCES if not ast.get_docstring(parsed(path))] == []
 

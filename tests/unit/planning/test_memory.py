@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.losses.logprobs import linear_logits
 from composer_mesh.planning.memory import (
     FLOAT,
     GB,
@@ -191,3 +192,34 @@ def test_a_trainer_holds_the_head_of_teachers_that_have_their_own(
     assert parts.get("head of the SDPO teacher", 0) == wanted
     parts = of_kind(build_config, "trainer", teacher=teacher, teacher_output="full")
     assert "head of the SDPO teacher" not in parts
+
+
+def test_only_a_loss_that_reads_logits_takes_memory_for_tokens_times_vocabulary(
+    build_config: Any,
+) -> None:
+    def parts(*needs: str, **trainer: Any) -> dict[str, int]:
+        loss = {"type": "custom", "import_path": "mine.loss", "needs": needs}
+        config = build_config(loss=loss, trainer={"microbatch_tokens": 1024, **trainer})
+        return {part.what: part.bytes for part in memory_of("trainer", config, SMALL).host}
+
+    scores = 4 * FLOAT * 1024 * SMALL.vocab_size
+    assert "logits of the custom loss" not in parts("entropies", "hidden_states")
+    assert parts("logits")["logits of the custom loss"] == scores
+    half = parts("logits", compute_dtype="bfloat16")["logits of the custom loss"]
+    assert half == scores + 2 * FLOAT * SMALL.vocab_size * SMALL.hidden_size
+
+
+def test_the_logits_of_a_loss_are_no_more_than_planned() -> None:
+    """Of a cross-entropy on them, counted with all that its backward makes."""
+    rows, width = 64, 32
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(4096, width, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        logits = linear_logits(hidden, weight, temperature=0.7)
+        (-logits.log_softmax(-1)[:, 3].sum()).backward()
+    held, most = 0, 0
+    for event in sorted(profile.events(), key=lambda one: one.time_range.start):
+        if event.name == "[memory]":
+            held += event.cpu_memory_usage
+            most = max(most, held)
+    assert most <= 4 * FLOAT * rows * 4096 + 2 * FLOAT * (rows + 4096) * width
