@@ -100,8 +100,8 @@ def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
 def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes | None) -> _Model:
     trainer = config.trainer
     inline = config.sdpo.on and config.sdpo.placement == "inline"
-    copied = inline and config.sdpo.teacher not in ("live", "model")
-    copies = int(config.loss.needs_reference) + int(copied)
+    own_teacher = inline and config.sdpo.teacher not in ("live", "model")
+    copies = int(config.loss.needs_reference) + int(own_teacher)
     lora = trainer.lora
     whole = parameter_count(sizes)
     how = Training(

@@ -108,10 +108,12 @@ def plan_mesh(config: Config) -> MeshPlan:
 
 
 def _ring(config: Config) -> tuple[ActorRow, ...]:
+    backend = config.trainer.backend
+    role = "sums the three losses, steps, publishes weights"
     return (
         ActorRow(
             "trainer",
-            "sums the three losses, steps, publishes weights",
+            role if backend is None else f"{role}, of the model of {backend.import_path}",
             replicas=config.trainer.ranks,
             threads=config.trainer.threads,
         ),

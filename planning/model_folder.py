@@ -40,7 +40,8 @@ class UnfitModelFolder(ConfigError):
 
     def at(self, key: str) -> "UnfitModelFolder":
         """Return the error for a folder that another key of the config names."""
-        return UnfitModelFolder(*self.args[:3], key)
+        where, why, repair, _ = self.args
+        return UnfitModelFolder(where, why, repair, key)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -37,6 +37,11 @@ FOUND_LATER = (
     "describe them in placement.hosts to check it"
 )
 
+BACKEND_COUNTED = (
+    "the trainer's memory is counted as for AdamW on all weights, or on trainer.lora's adapters: "
+    "{} may take more or less"
+)
+
 
 class NoPlacement(Exception):
     """A process beyond the placement needs dedicated cores or GPUs: its kind and number."""
@@ -99,6 +104,8 @@ class ProcessPlacements:
         check_described(config)
         notes: list[str] = []
         sizes, teacher = _sizes(config, notes), _teacher_sizes(config, notes)
+        if (backend := config.trainer.backend) is not None:
+            notes.append(BACKEND_COUNTED.format(backend.import_path))
         those = _hosts_of(config, hosts, found, notes)
         staying, groups = stay_with_controller(config), aliases_of(config.placement)
         if not those:

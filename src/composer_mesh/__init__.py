@@ -20,7 +20,14 @@ _LOSSES = {
     "loss_needs": "composer_mesh.losses.custom_types",
 }
 
-_PUBLIC = {**_LOSSES}
+# The trainer's backend (docs/trainer.md).
+_TRAINER = {
+    "BackendContext": "composer_mesh.actors.models.backend",
+    "TorchBackend": "composer_mesh.actors.models.backend",
+    "TrainerBackend": "composer_mesh.actors.models.backend",
+}
+
+_PUBLIC = {**_LOSSES, **_TRAINER}
 """Module of each public name."""
 
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605  a list of names
