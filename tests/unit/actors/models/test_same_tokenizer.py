@@ -14,6 +14,7 @@ from composer_mesh.actors.models.policy import build_tokenizer, save_policy
 from composer_mesh.actors.models.same_tokenizer import difference
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.planning.model_folder import UnfitModelFolder
+from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 
 
 def test_a_copy_with_another_chat_template_is_the_same(tokenizer: Any) -> None:
@@ -65,7 +66,7 @@ def test_equal_tokens_that_are_cut_in_another_way_are_told(tokenizer: Any, part:
 
 
 def test_a_folder_is_compared_within_limits_before_a_run(
-    tokenizer: Any, build_model: Any, tmp_path: Path
+    tokenizer: Any, build_model: Any, build_config: Any, toolbox: Any, tmp_path: Path
 ) -> None:
     save_policy(build_model(1), tokenizer, tmp_path / "policy")
     changed = deepcopy(tokenizer)
@@ -74,5 +75,12 @@ def test_a_folder_is_compared_within_limits_before_a_run(
     with closing(TemplateProcess(tmp_path / "teacher")) as templates:
         templates.check_teacher_of(None)
         templates.check_teacher_of(tmp_path / "teacher")
-        with pytest.raises(UnfitModelFolder, match=r"^sdpo.teacher_model.path: .*'<other>' is id"):
-            templates.check_teacher_of(tmp_path / "policy")
+    other = {"path": tmp_path / "teacher"}
+    sdpo = {"alpha": 0.1, "teacher": "model", "teacher_model": other}
+    config = build_config(policy={"path": tmp_path / "policy"}, sdpo=sdpo)
+    check_policy_files(config)
+    with pytest.raises(UnfitModelFolder, match=r"^sdpo.teacher_model.path: .*'<other>' is id"):
+        check_policy_template(config, toolbox.tools)
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    with pytest.raises(UnfitModelFolder, match=r"^sdpo.teacher_model.path: .* is missing"):
+        check_policy_files(config)
