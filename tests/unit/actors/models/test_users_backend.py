@@ -21,6 +21,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.users_backend import check_backend
 from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.losses.custom_function import CustomFunctionError
+from composer_mesh.services.checks.custom_functions import check_custom_functions
 
 OWN = "composer_mesh:TorchBackend"
 USERS = '''
@@ -267,3 +268,21 @@ def test_a_backend_is_checked_without_being_made(
     told = r"called with \(context, wrong=1\) but takes .*one positional argument, the context"
     with pytest.raises(CustomFunctionError, match=told):
         check_backend(CustomFunction(import_path="users_backends:Raises", kwargs={"wrong": 1}))
+
+
+def test_check_refuses_a_backend_and_a_loss_that_no_run_could_use(
+    write_module: Callable[[str, str], None], build_config: Any
+) -> None:
+    needy = (
+        "from composer_mesh import loss_needs\n\n\n@loss_needs('logits')\ndef loss(inputs): ...\n"
+    )
+    write_module("users_backends", USERS + needy)
+    backend = build_config(trainer={"backend": {"import_path": "users_backends.Bare"}})
+    with pytest.raises(CustomFunctionError, match=REFUSED["Bare"]):
+        check_custom_functions(backend)
+    loss = build_config(loss={"type": "custom", "import_path": "users_backends.loss"})
+    with pytest.raises(
+        CustomFunctionError, match=r'needs logits .* set loss.needs to \["logits"\]'
+    ):
+        check_custom_functions(loss)
+    check_custom_functions(build_config(trainer={"backend": {"import_path": OWN}}))
