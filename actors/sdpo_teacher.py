@@ -30,7 +30,8 @@ from composer_mesh.actors.teacher_outputs.messages import (
     view_keys,
 )
 from composer_mesh.actors.teacher_outputs.slots import SlotPool
-from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
+from composer_mesh.actors.teacher_outputs.teacher_folder import load_teacher, teacher_vocabulary
+from composer_mesh.actors.teacher_outputs.teaching import Blend, TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
@@ -62,8 +63,11 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy as version 0 and register the buffers for teacher outputs."""
-        self._folder = folder
+        """Load the policy or the teacher model as version 0; register the output buffers.
+
+        Raises `UnfitModelFolder` for a teacher model with another tokenizer.
+        """
+        self._folder, self._follows = folder, config.sdpo.follows_trainer
         self._kept: dict[str, Tensor] = {}
         self._teacher = await in_thread(_teacher_of, config, folder)
         self._receiver = WeightReceiver()
@@ -77,12 +81,15 @@ class SDPOTeacherActor(MeshActor):
     async def pull(self, handle: WeightsHandle) -> int:
         """Follow the trainer to a published version; return it. Waits for a running forward.
 
-        A transfer that an earlier pull still waits for is abandoned: its publisher may be gone.
+        A teacher whose weights are fixed reads none. A transfer that an earlier pull still waits
+        for is abandoned: its publisher may be gone.
         """
         self._receiver.abandon()
         async with self._order:
-            staged = await self._receiver.receive(handle)
-            await in_thread(self._teacher.absorb, handle.version, staged.apply)
+            apply: Blend = _unread
+            if self._follows:
+                apply = (await self._receiver.receive(handle)).apply
+            await in_thread(self._teacher.absorb, handle.version, apply)
             self.policy_version = handle.version
             return handle.version
 
@@ -213,5 +220,10 @@ class SDPOTeacherActor(MeshActor):
 
 def _teacher_of(config: Config, folder: Path) -> TeacherModel:
     """The teacher that a run begins with, on this process's device."""
-    model = load_model(folder).to(own_device())
-    return TeacherModel(model, config.sdpo, config.trainer.microbatch_tokens)
+    model = load_teacher(config.sdpo, folder).to(own_device())
+    rows = teacher_vocabulary(config.sdpo, folder)
+    return TeacherModel(model, config.sdpo, config.trainer.microbatch_tokens, vocabulary=rows)
+
+
+def _unread(_model: object, _rate: float) -> None:
+    raise AssertionError("a teacher with fixed weights takes none of the trainer's")

@@ -6,10 +6,10 @@ from composer_mesh.configs.base import FreeTable, ImportPath, Section
 
 
 class CustomFunction(Section):
-    """A user-defined function and its keyword arguments."""
+    """A user-defined function or class and its keyword arguments."""
 
     import_path: ImportPath
-    """Import path of the function, as my_module.my_function; searched in run.import_paths too."""
+    """Import path, as my_module.my_function; searched in run.import_paths too."""
 
     kwargs: FreeTable = Field(default_factory=dict)
     """Its keyword arguments."""

@@ -138,19 +138,22 @@ def _put(table: Any, path: Sequence[str | int], value: object) -> None:
 
 def _missing_files(config: Config, model_later: bool) -> list[str]:
     problems = []
-    data, policy = config.data.path, config.policy.path
-    if model_later and config.policy.sizes is not None:
-        policy = None
+    data, sdpo = config.data.path, config.sdpo
+    models = [("policy.path", config.policy.path, config.policy.sizes)]
+    if sdpo.on and (other := sdpo.teacher_model) is not None:
+        models.append(("sdpo.teacher_model.path", other.path, other.sizes))
     if data is not None and not _is_file(data):
         problems.append(
             f"data.path = {shown(str(data))}: no such file in {_cwd()}, or no regular one: "
             "correct the path, which is relative to the working directory"
         )
-    if policy is not None and not _is_file(policy / "config.json"):
-        problems.append(
-            f"policy.path = {shown(str(policy))}: must be a model folder that holds config.json: "
-            "correct the path, which is relative to the working directory"
-        )
+    for key, folder, sizes in models:
+        later = model_later and sizes is not None
+        if folder is not None and not later and not _is_file(folder / "config.json"):
+            problems.append(
+                f"{key} = {shown(str(folder))}: must be a model folder that holds config.json: "
+                "correct the path, which is relative to the working directory"
+            )
     return problems
 
 

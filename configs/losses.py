@@ -301,6 +301,13 @@ class CustomLoss(CustomFunction, Loss):
     reference: bool = False
     """Whether it reads ref_logprobs, those of the frozen initial policy."""
 
+    needs: Annotated[
+        tuple[Literal["entropies", "logits", "hidden_states"], ...],
+        Field(strict=False, max_length=3),
+    ] = ()
+    """Further fields that it reads, of sampled tokens: "entropies", "hidden_states", and "logits",
+    which take memory for tokens times vocabulary."""
+
     @property
     def needs_reference(self) -> bool:
         """Whether it reads the log-probs of the frozen initial policy."""

@@ -1,4 +1,7 @@
-"""The SDPO channel: self-distillation from the same model with a hint at its error sites."""
+"""The SDPO channel: distillation at error sites from a teacher that sees a hint.
+
+The teacher is the trained model itself, or another model with the same tokenizer.
+"""
 
 from typing import Annotated, Literal, Self
 
@@ -7,6 +10,7 @@ from pydantic import Field, model_validator
 from composer_mesh.configs.base import (
     Concurrent,
     Cores,
+    FilePath,
     NotNegative,
     Positive,
     Processes,
@@ -14,10 +18,25 @@ from composer_mesh.configs.base import (
     Share,
 )
 from composer_mesh.configs.hints import HintsConfig
+from composer_mesh.configs.policy import ModelSizes
+
+FIXED = ("frozen", "model")
+"""Teachers whose weights never change."""
+
+
+class TeacherModelConfig(Section):
+    """Another model with the policy's tokenizer, as the teacher."""
+
+    path: FilePath
+    """Local Hugging Face model folder; its tokenizer must be the policy's."""
+
+    sizes: ModelSizes | None = None
+    """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
+    the folder exists; validated against the folder once it does."""
 
 
 class SdpoConfig(Section):
-    """Self-distillation from the same model with a hint at its error sites."""
+    """Distillation at error sites from a teacher that sees a hint."""
 
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
@@ -47,9 +66,13 @@ class SdpoConfig(Section):
     """Model whose most likely entries a topk output holds. "student" queries again after the
     student's forward."""
 
-    teacher: Literal["live", "ema", "frozen", "trust_region"] = "live"
+    teacher: Literal["live", "ema", "frozen", "trust_region", "model"] = "live"
     """Weights of the teacher. "live": the trainer's; "ema": their moving average; "frozen": the
-    initial ones; "trust_region": interpolated logits of the initial and the trainer's weights."""
+    initial ones; "trust_region": interpolated logits of the initial and the trainer's weights;
+    "model": those of another model, in teacher_model."""
+
+    teacher_model: TeacherModelConfig | None = None
+    """The other model of teacher "model"."""
 
     ema_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Step of the ema towards the trainer's weights at each version; for trust_region, the
@@ -95,6 +118,21 @@ class SdpoConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_model_fits_the_kind(self) -> Self:
+        if self.teacher == "model" and self.teacher_model is None:
+            raise ValueError(
+                "teacher is 'model' but teacher_model is not set: set teacher_model.path to the "
+                "folder of a model with the policy's tokenizer"
+            )
+        if self.teacher != "model" and self.teacher_model is not None:
+            raise ValueError(
+                f"teacher_model.path is {str(self.teacher_model.path)!r} but teacher is "
+                f"{self.teacher!r}, which does not read it: set teacher to 'model', or remove "
+                "teacher_model"
+            )
+        return self
+
     @property
     def on(self) -> bool:
         """Whether the channel is active in the run."""
@@ -104,3 +142,18 @@ class SdpoConfig(Section):
     def has_own_actors(self) -> bool:
         """Whether teachers run in their own processes."""
         return self.on and self.placement == "mesh"
+
+    @property
+    def follows_trainer(self) -> bool:
+        """Whether the teacher's weights depend on versions after the initial one."""
+        return self.teacher not in FIXED
+
+    @property
+    def pulls_weights(self) -> bool:
+        """Whether teachers in their own processes pull the versions that the trainer publishes."""
+        return self.has_own_actors and self.follows_trainer
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether hidden states come from a teacher with another head than the trainer's."""
+        return self.teacher_output == "hidden" and self.teacher != "live"

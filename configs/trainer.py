@@ -19,6 +19,7 @@ from composer_mesh.configs.base import (
     Share,
     Tokens,
 )
+from composer_mesh.configs.custom_function import CustomFunction
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -93,6 +94,9 @@ class TrainerConfig(Section):
 
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own weights."""
+
+    backend: CustomFunction | None = None
+    """Class of your own that loads the model and makes its optimizers, instead of AdamW's."""
 
     checkpoint_every: CountOrZero = 10
     """Steps between checkpoints for restarts; 0 keeps only the last one."""

@@ -10,7 +10,7 @@ being short. Use it from the repository root with
 
 import torch
 
-from composer_mesh.losses.custom_advantage import AdvantageInputs, AdvantageOutputs
+from composer_mesh import AdvantageInputs, AdvantageOutputs
 
 
 def brief_advantage(inputs: AdvantageInputs, penalty: float = 0.2) -> AdvantageOutputs:

@@ -10,7 +10,7 @@ closer than rises, and rollouts below the baseline count less. Use it from the r
 
 import torch
 
-from composer_mesh.losses.custom import LossInputs, LossOutputs
+from composer_mesh import LossInputs, LossOutputs
 
 
 def asymmetric_loss(

@@ -4,8 +4,8 @@ The interface is PRIME-RL's: a function `(inputs: LossInputs, **kwargs)` that re
 `loss`, a scalar SUM over the sequence's tokens, and `metrics`. Functions written for PRIME-RL run
 unchanged, also with its own `LossOutputs`, and also if PRIME-RL is not installed.
 
-Axes: T tokens of one sequence. `custom_function` loads and calls functions, `custom_advantage` has
-advantages.
+Axes: T tokens of one sequence, S of them sampled. `custom_function` loads and calls functions,
+`custom_advantage` has advantages.
 """
 
 import math
@@ -27,7 +27,7 @@ from composer_mesh.losses.custom_function import (
     load_function,
     place_of,
 )
-from composer_mesh.losses.custom_types import LossInputs, LossOutputs
+from composer_mesh.losses.custom_types import NEEDS, LossInputs, LossOutputs, loss_needs
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 
 __all__ = [
@@ -35,9 +35,11 @@ __all__ = [
     "LossInputs",
     "LossOutputs",
     "MetricSum",
+    "check_needs",
     "check_signature",
     "custom_policy_loss",
     "load_function",
+    "loss_needs",
 ]
 
 
@@ -77,7 +79,8 @@ def custom_policy_loss(
 
     A sequence with an empty mask is not passed to the function and counts 0, with a valid graph.
     Non-finite values outside of the mask are passed as 0, other values there unchanged. Only
-    `trainer_logprobs` gets a gradient. Half precision is passed, and summed, as float32.
+    `trainer_logprobs`, `entropies`, `logits` and `hidden_states` get a gradient. Half precision is
+    passed, and summed, as float32.
 
     Raises `CustomFunctionError`: before anything runs if the signature does not fit; if the
     function raises (chained); if its loss is no finite floating scalar attached to the graph; if a
@@ -128,11 +131,52 @@ def _shown(name: str, place: str, sequence: LossInputs) -> LossInputs:
         return torch.where(mask | values.isfinite(), values, 0.0)
 
     fields = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages")
-    return replace(sequence, **{key: shown(key) for key in (*fields, "loss_weights")})
+    found = {key: shown(key) for key in (*fields, "loss_weights")}
+    return replace(sequence, **found, **_requested(name, place, sequence))
+
+
+def _requested(name: str, place: str, sequence: LossInputs) -> dict[str, Tensor | None]:
+    """Return the fields with a row for each sampled token, their shapes and types checked."""
+    sampled, found = int(sequence.loss_mask.sum()), dict[str, Tensor | None]()
+    for key in NEEDS:
+        values: Tensor | None = getattr(sequence, key)
+        dims = 1 if key == "entropies" else 2
+        if values is not None and (
+            values.dim() != dims or len(values) != sampled or not values.is_floating_point()
+        ):
+            raise CustomFunctionError(
+                name,
+                place,
+                f"{key} is {values.dtype} of shape {tuple(values.shape)} but has to be floating,"
+                f" {'one number' if dims == 1 else 'one row'} for each of {sampled} sampled tokens",
+            )
+        found[key] = None if values is None else at_least_float32(values)
+    return found
+
+
+def check_needs(function: Function, name: str, needs: Sequence[str]) -> None:
+    """Raise `CustomFunctionError` where a function declares a field that `needs` does not name."""
+    declared = getattr(function, "needs", ())
+    if isinstance(declared, str) or not all(isinstance(one, str) for one in declared):
+        problem = f"its needs are {declared!r} but have to be a tuple of names"
+        raise CustomFunctionError(name, "", f"{problem}: write ({NEEDS[0]!r},)")
+    if unknown := [one for one in declared if one not in NEEDS]:
+        problem = f"it needs {unknown[0]!r} but there are {', '.join(NEEDS)}"
+        raise CustomFunctionError(name, "", f"{problem}: correct it")
+    if missing := [one for one in declared if one not in needs]:
+        wanted = ", ".join(f'"{one}"' for one in NEEDS if one in {*declared, *needs})
+        raise CustomFunctionError(
+            name,
+            "",
+            f"it needs {', '.join(missing)} but loss.needs is {list(needs)}, by which memory is "
+            f"planned: set loss.needs to [{wanted}]",
+        )
 
 
 def _loss(name: str, place: str, output: object, inputs: LossInputs) -> Float[Tensor, ""]:
     loss = attribute(name, place, output, "loss")
+    sources = (inputs.trainer_logprobs, *(getattr(inputs, key) for key in NEEDS))
+    attached = any(one is not None and one.requires_grad for one in sources)
     if not isinstance(loss, Tensor):
         problem = f"its loss is a {type(loss).__name__} but has to be a scalar tensor"
     elif loss.shape != ():
@@ -141,7 +185,7 @@ def _loss(name: str, place: str, output: object, inputs: LossInputs) -> Float[Te
         problem = f"its loss is {loss.dtype} but has to be floating: compute it from the log-probs"
     elif not loss.isfinite():
         problem = f"its loss is {loss.item()} but has to be finite: mask before exp and log"
-    elif inputs.trainer_logprobs.requires_grad and not loss.requires_grad:
+    elif attached and not loss.requires_grad:
         problem = (
             "its loss has no graph, so it would train nothing: compute it from"
             " inputs.trainer_logprobs without detach, item or no_grad"

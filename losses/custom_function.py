@@ -52,8 +52,13 @@ def load_function(import_path: str) -> Function:
     return found
 
 
-def check_signature(function: Function, name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise unless `function(inputs, **kwargs)` can be called; it is not called."""
+def check_signature(
+    function: Function, name: str, kwargs: Mapping[str, Any], given: str = "inputs"
+) -> None:
+    """Raise unless `function(inputs, **kwargs)` can be called; it is not called.
+
+    `given` is the name of the one argument in errors.
+    """
     if inspect.iscoroutinefunction(function):
         raise CustomFunctionError(name, "", "it is a coroutine function: write def, not async def")
     try:
@@ -63,12 +68,12 @@ def check_signature(function: Function, name: str, kwargs: Mapping[str, Any]) ->
     try:
         signature.bind(object(), **kwargs)
     except TypeError as error:
-        given = ", ".join(["inputs", *(f"{key}={value!r}" for key, value in kwargs.items())])
+        called = ", ".join([given, *(f"{key}={value!r}" for key, value in kwargs.items())])
         raise CustomFunctionError(
             name,
             "",
-            f"it is called with ({given}) but takes {signature} ({error}): give it one positional"
-            " argument, the inputs, and a parameter for each key of kwargs, or change kwargs",
+            f"it is called with ({called}) but takes {signature} ({error}): give it one positional"
+            f" argument, the {given}, and a parameter for each key of kwargs, or change kwargs",
         ) from error
 
 

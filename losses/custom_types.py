@@ -1,19 +1,39 @@
-"""Inputs and outputs of user loss and advantage functions, with PRIME-RL's fields.
+"""Inputs and outputs of user loss and advantage functions: PRIME-RL's fields, and those on request.
 
-Axes: T tokens of one sequence, P prompts, G rollouts of one prompt. `custom` and `custom_advantage`
-check them when they call the functions.
+Axes: T tokens of one sequence, S of them sampled (True in its mask), V vocabulary, H hidden size, P
+prompts, G rollouts of one prompt. `custom` and `custom_advantage` check them when they call the
+functions.
 """
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NEEDS = ("entropies", "logits", "hidden_states")
+"""Fields of `LossInputs` that a function gets only if it asks for them."""
+
+
+def loss_needs(*names: str) -> Callable[[F], F]:
+    """Decorate a loss function that reads these fields; `loss.needs` must then name them too.
+
+    @loss_needs("entropies")
+    def my_loss(inputs: LossInputs) -> LossOutputs: ...
+    """
+
+    def mark(function: F) -> F:
+        function.needs = names  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 @dataclass
@@ -23,6 +43,12 @@ class LossInputs:
     `trainer_logprobs` is the current policy and carries the gradient, `inference_logprobs` are the
     generator's at sampling, `ref_logprobs` a frozen reference or teacher. `advantages` are per
     token; `loss_weights` scale a token's loss (None: 1 everywhere).
+
+    The last three are the current policy's too, carry a gradient, and are there if `loss.needs`
+    names them. Their rows are the predictions of the sampled tokens, `loss_mask` selects the
+    same of the others. `logits` are divided by the sampling temperature, so that
+    `logits.log_softmax(-1)` at the sampled ids are the `trainer_logprobs`; `entropies` are theirs
+    in nats, over the whole vocabulary. `hidden_states` are the last ones, which the head reads.
     """
 
     trainer_logprobs: Float[Tensor, "T"]
@@ -31,6 +57,9 @@ class LossInputs:
     advantages: Float[Tensor, "T"]
     loss_mask: Bool[Tensor, "T"]
     loss_weights: Float[Tensor, "T"] | None = None
+    entropies: Float[Tensor, "S"] | None = None
+    logits: Float[Tensor, "S V"] | None = None
+    hidden_states: Float[Tensor, "S H"] | None = None
 
     @property
     def teacher_logprobs(self) -> Float[Tensor, "T"] | None:

@@ -53,7 +53,7 @@ def linear_logprobs(
     Rows whose gradient is 0, such as clipped tokens, cost nothing in the backward. `block` is the
     size of the scratch in numbers, by default 2^22 on a CPU and 2^26 on an accelerator.
     """
-    _check(temperature, block)
+    check_linear(temperature, block)
     size = block or default_block(hidden)
     found: Tensor = _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size)
     return found
@@ -68,8 +68,8 @@ def linear_collision_logprobs(
     block: int | None = None,
 ) -> Float[Tensor, "N"]:
     """`collision_logprobs` of the head's scores, without a gradient: what `wpo_weights` needs."""
-    _check(1.0, block)
-    head = LinearHead(weight, bias, 1.0, _sum_dtype(hidden))
+    check_linear(1.0, block)
+    head = LinearHead(weight, bias, 1.0, sum_dtype(hidden))
     found = hidden.new_empty((len(hidden), 1), dtype=head.dtype)
     for rows, scores in head.scores(hidden, block or default_block(hidden)):
         for part, tile in tiles(found[rows], scores):
@@ -104,7 +104,7 @@ def linear_jsd(
     negative bias and not -inf.
     """
     check_jsd_beta(jsd_beta)
-    _check(temperature, block)
+    check_linear(temperature, block)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
     sink = [] if entropies is None else [entropies]
     rule = JsdRule(jsd_beta, temperature, float(one), sink)
@@ -137,7 +137,7 @@ def linear_distillation(
     keep the scores, whose memory the next block takes. The teacher's scores get no gradient;
     without a weight, what is passed as its hidden states are its scores.
     """
-    _check(1.0, block)
+    check_linear(1.0, block)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
@@ -162,7 +162,7 @@ def linear_scores(
     nothing = hidden.new_empty(len(hidden), 0)
     student, rule = (hidden, weight, bias), autograd_rule(lambda own, _, rows: loss(own, rows))
     size = block or default_block(hidden)
-    _check(1.0, block)
+    check_linear(1.0, block)
     total: Tensor = _LinearDivergence.apply(
         *student, nothing, None, None, 1.0, rule, size, torch.is_grad_enabled()
     )
@@ -182,7 +182,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: Number,
         block: int,
     ) -> Tensor:
-        head = LinearHead(weight, bias, temperature, _sum_dtype(hidden))
+        head = LinearHead(weight, bias, temperature, sum_dtype(hidden))
         picked = targets.long().unsqueeze(-1)
         chosen, log_z = hidden.new_empty((2, len(hidden), 1), dtype=head.dtype)
         for rows, scores in head.scores(hidden, block):
@@ -264,7 +264,7 @@ def _divergence(
     block: int,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    dtype = _sum_dtype(hidden)
+    dtype = sum_dtype(hidden)
     student = LinearHead(weight, bias, temperature, dtype)
     gradients = HeadGradients(student, hidden, wanted)
     total = hidden.new_zeros((), dtype=dtype)
@@ -283,11 +283,13 @@ def _divergence(
     return total, gradients.result()
 
 
-def _sum_dtype(hidden: Tensor) -> torch.dtype:
+def sum_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of scores and sums: float32, or float64 for hidden states in it."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _check(temperature: Number, block: int | None) -> None:
+def check_linear(temperature: Number, block: int | None) -> None:
+    """Raise ValueError for a temperature or a block size that no head can have."""
     check_temperature(temperature)
     if block is not None and block < 1:
         raise ValueError(f"block is {block} but has to be >= 1: leave it out for the default")

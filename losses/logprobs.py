@@ -59,6 +59,19 @@ def token_logprobs(
     return chosen - scores.logsumexp(-1)
 
 
+def linear_logits(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: Number = 1.0,
+) -> Float[Tensor, "N V"]:
+    """Scores `(hidden @ weight.T + bias) / temperature` in float32 at least, all at once."""
+    check_temperature(temperature)
+    head = None if bias is None else at_least_float32(bias)
+    scores = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), head)
+    return scores if temperature == 1 else scores / temperature
+
+
 def selected(values: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
     """Values under the mask in float32 at least, 0 elsewhere, so that no NaN remains."""
     return torch.where(mask, at_least_float32(values), 0.0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.memory import (
@@ -20,11 +21,14 @@ from composer_mesh.planning.memory import (
     Training,
     cache_bytes,
     forward_parts,
+    total,
     training_parts,
     weight_parts,
 )
 from composer_mesh.planning.model_sizes import adapter_parameters, parameter_count
 
+LOGITS_COPIES = 4
+"""Logits, their log-softmax, and the gradients of both, in a custom loss that reads logits."""
 BATCH_CPU, BATCH_GPU = 512, 8192
 """Tokens of one pass after which engines admit no further prompt."""
 
@@ -51,19 +55,31 @@ class _Model:
     process: int = MODEL_PROCESS
 
 
-def memory_of(kind: str, config: Config, sizes: ModelSizes | None, number: int = 0) -> Memory:
+def memory_of(
+    kind: str,
+    config: Config,
+    sizes: ModelSizes | None,
+    number: int = 0,
+    teacher: ModelSizes | None = None,
+) -> Memory:
     """Return the memory needs of a process; without sizes, those without its model.
 
-    Process number 0 of a kind may read or write for the others.
+    `teacher` are the sizes of an SDPO teacher that is another model. Process number 0 of a kind may
+    read or write for the others.
     """
     on_gpu = config.placement.gpus(kind) > 0
+    if kind == "sdpo_teacher" and config.sdpo.teacher == "model":
+        sizes = teacher
     if kind != "trainer" and kind not in _MODELS:
         tokenizes = kind == "rollouts"
         return Memory((Part("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS),))
     if sizes is None:
         base = Part("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
         return Memory((base,), (Part("CUDA", CUDA_CONTEXT),) if on_gpu else ())
-    model = _trainer(config, sizes, number) if kind == "trainer" else _MODELS[kind](config, sizes)
+    if kind == "trainer":
+        model = _trainer(config, sizes, number, teacher)
+    else:
+        model = _MODELS[kind](config, sizes)
     if not on_gpu:
         return Memory((Part("process", model.process), *model.device, *model.host))
     host = (Part("process", max(CUDA_PROCESS, model.process)), *model.host)
@@ -77,14 +93,15 @@ def served_bytes(config: Config) -> int:
 
 def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
     """Return the bytes of one version in transfer, or of a part: half precision if all use it."""
-    number = FLOAT if config.sdpo.has_own_actors else served_bytes(config)
+    number = FLOAT if config.sdpo.pulls_weights else served_bytes(config)
     return number * parameter_count(sizes) // parts
 
 
-def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
+def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes | None) -> _Model:
     trainer = config.trainer
     inline = config.sdpo.on and config.sdpo.placement == "inline"
-    copies = int(config.loss.needs_reference) + int(inline and config.sdpo.teacher != "live")
+    own_teacher = inline and config.sdpo.teacher not in ("live", "model")
+    copies = int(config.loss.needs_reference) + int(own_teacher)
     lora = trainer.lora
     whole = parameter_count(sizes)
     how = Training(
@@ -98,13 +115,44 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int) -> _Model:
         longest=config.policy.max_context if trainer.attention == "sdpa" else 0,
         on_gpu=config.placement.trainer.gpus > 0,
     )
-    parts = training_parts(sizes, how)
+    parts = (
+        *training_parts(sizes, how),
+        *_of_the_teacher(config, sizes, teacher, how),
+        *_of_a_custom_loss(config, sizes, how),
+    )
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
     saved = FLOAT * (whole + 2 * how.trainable) // spread
     copied = Part("a checkpoint's copy", saved)
     return _Model(parts, (offered, copied, _reading(sizes, how, parts, rank, saved)))
+
+
+def _of_the_teacher(
+    config: Config, sizes: ModelSizes, other: ModelSizes | None, how: Training
+) -> Parts:
+    """Return what a trainer rank holds of the SDPO teacher: another model, or a received head."""
+    sdpo = config.sdpo
+    if sdpo.has_own_actors and sdpo.has_own_head:
+        widths = 2 if sdpo.teacher == "trust_region" else 1
+        width = widths * (other or sizes).hidden_size
+        return (Part("head of the SDPO teacher", FLOAT * sizes.vocab_size * width),)
+    if not sdpo.on or sdpo.has_own_actors or other is None:
+        return ()
+    parts = (
+        *weight_parts(other, FLOAT, split=how.ranks if how.sharded else 1),
+        *forward_parts(other, how.number, how.tokens, how.on_gpu),
+    )
+    return (Part("SDPO teacher", total(parts)),)
+
+
+def _of_a_custom_loss(config: Config, sizes: ModelSizes, how: Training) -> Parts:
+    """Return the logits that a custom loss asks for, if each token of a microbatch is sampled."""
+    if not isinstance(config.loss, CustomLoss) or "logits" not in config.loss.needs:
+        return ()
+    head = 0 if how.number == FLOAT else FLOAT * sizes.vocab_size * sizes.hidden_size
+    scores = LOGITS_COPIES * FLOAT * how.tokens * sizes.vocab_size
+    return (Part("logits of the custom loss", scores + 2 * head),)
 
 
 def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: int) -> Part:
@@ -167,9 +215,10 @@ def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
 
 def _sdpo_teacher(config: Config, sizes: ModelSizes) -> _Model:
     copies = 2 if config.sdpo.teacher == "trust_region" else 1
-    arrived = Part("weights that arrive", _arriving(config, sizes))
     loading = _loading(sizes, config.placement.sdpo_teacher.gpus > 0)
-    return _Model(_frozen(config, sizes, "sdpo_teacher", copies), (arrived, *loading))
+    if config.sdpo.pulls_weights:
+        loading = (Part("weights that arrive", _arriving(config, sizes)), *loading)
+    return _Model(_frozen(config, sizes, "sdpo_teacher", copies), loading)
 
 
 def _reference(config: Config, sizes: ModelSizes) -> _Model:

@@ -110,10 +110,12 @@ def plan_mesh(config: Config) -> MeshPlan:
 
 def _ring(config: Config) -> tuple[ActorRow, ...]:
     tasks = ", ".join(one.task for one in config.data.tasks)
+    backend = config.trainer.backend
+    role = "sums the three losses, steps, publishes weights"
     return (
         ActorRow(
             "trainer",
-            "sums the three losses, steps, publishes weights",
+            role if backend is None else f"{role}, of the model of {backend.import_path}",
             replicas=config.trainer.ranks,
             threads=config.trainer.threads,
         ),
@@ -141,7 +143,10 @@ def _ring(config: Config) -> tuple[ActorRow, ...]:
 def _sdpo(config: Config) -> tuple[ActorRow, ...]:
     if not config.sdpo.has_own_actors:
         return ()
+    other = config.sdpo.teacher_model
     role = "reads the hint at error sites, hands over its signal"
+    if other is not None:
+        role = f"{role}, as the model in {other.path}"
     replicas, threads = config.sdpo.replicas, config.sdpo.threads
     return (ActorRow("sdpo_teacher", role, replicas=replicas, threads=threads),)
 
@@ -172,7 +177,8 @@ def _experts(config: Config) -> tuple[ActorRow, ...]:
 
 def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[TransportRow, ...]:
     kinds = [row.kind for row in actors]
-    pullers = tuple(kind for kind in kinds if kind in ("generator", "sdpo_teacher"))
+    pulling = ("generator", "sdpo_teacher") if config.sdpo.pulls_weights else ("generator",)
+    pullers = tuple(kind for kind in kinds if kind in pulling)
     rows = [TransportRow("weights", "trainer", pullers, _weights(config))]
     if "sdpo_teacher" in kinds:
         rows.append(TransportRow("teacher signals", "sdpo_teacher", ("trainer",), RDMA))

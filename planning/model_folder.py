@@ -25,16 +25,23 @@ MOST_FILES = 10_000
 MOST_JSON_BYTES = 1 << 26
 MOST_TEMPLATE_BYTES = 1 << 20
 AGAIN = "download or export the model again"
+TEACHER_KEY = "sdpo.teacher_model.path"
+OTHER_TOKENIZER = "give a teacher of the policy's model family, or set sdpo.teacher to 'ema'"
 
 
 class UnfitModelFolder(ConfigError):
-    """A model folder that no run can start from: the file, what is wrong with it, the repair."""
+    """A model folder that no run can use: the file, what is wrong, the repair, the config's key."""
 
-    def __init__(self, where: str, why: str, repair: str = AGAIN) -> None:
-        super().__init__(where, why, repair)
+    def __init__(self, where: str, why: str, repair: str = AGAIN, key: str = "policy.path") -> None:
+        super().__init__(where, why, repair, key)
 
     def __str__(self) -> str:
-        return f"policy.path: {self.args[0]} {self.args[1]}: {self.args[2]}"
+        return f"{self.args[3]}: {self.args[0]} {self.args[1]}: {self.args[2]}"
+
+    def at(self, key: str) -> "UnfitModelFolder":
+        """Return the error for a folder that another key of the config names."""
+        where, why, repair, _ = self.args
+        return UnfitModelFolder(where, why, repair, key)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.policy import Decoder, ModelSizes, PolicyConfig
+from composer_mesh.configs.sdpo import TeacherModelConfig
 
 KNOWN: tuple[str, ...] = get_args(Decoder)
 
@@ -34,13 +35,22 @@ def sizes_of(policy: PolicyConfig) -> ModelSizes:
     """
     if policy.path is None:
         return _built_in(policy)
-    if policy.sizes is not None and not (policy.path / "config.json").is_file():
-        return policy.sizes
-    found = read_sizes(policy.path)
-    if policy.sizes not in (None, found):
+    return _sizes_in(policy.path, policy.sizes, "policy")
+
+
+def teacher_sizes_of(teacher: TeacherModelConfig) -> ModelSizes:
+    """Return the sizes of an SDPO teacher that is another model, as `sizes_of` does."""
+    return _sizes_in(teacher.path, teacher.sizes, "sdpo.teacher_model")
+
+
+def _sizes_in(folder: Path, declared: ModelSizes | None, section: str) -> ModelSizes:
+    if declared is not None and not (folder / "config.json").is_file():
+        return declared
+    found = read_sizes(folder)
+    if declared not in (None, found):
         raise ConfigError(
-            f"policy.sizes declares {_difference(policy.sizes, found)} of {policy.path}: correct "
-            "policy.sizes, or policy.path"
+            f"{section}.sizes declares {_difference(declared, found)} of {folder}: correct "
+            f"{section}.sizes, or {section}.path"
         )
     return found
 

@@ -87,14 +87,16 @@ def place(
     hosts: Sequence[HostResources],
     sizes: ModelSizes | None,
     aliases: Aliases | None = None,
+    teacher: ModelSizes | None = None,
 ) -> Placement:
     """Place each process of a run; raises `CannotPlace`, or `UnfitPlace` whatever the hosts.
 
-    Without sizes the memory of models is left out. Processes that stay on a controller's machine
+    Without sizes the memory of models is left out; `teacher` are those of an SDPO teacher that is
+    another model. Processes that stay on a controller's machine
     which is not a host are in no sum.
     """
     aliases = aliases_of(config.placement) if aliases is None else aliases
-    processes = processes_of(config, sizes)
+    processes = processes_of(config, sizes, teacher)
     if not config.cluster.remote:
         return place_processes(processes, hosts, aliases)
     staying = stay_with_controller(config)

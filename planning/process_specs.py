@@ -46,8 +46,13 @@ class UnfitPlace(ConfigError):
     """A process's configured resources do not fit its kind or its needs."""
 
 
-def processes_of(config: Config, sizes: ModelSizes | None) -> tuple[Process, ...]:
-    """Return the controller and every actor process; without sizes, without models' memory."""
+def processes_of(
+    config: Config, sizes: ModelSizes | None, teacher: ModelSizes | None = None
+) -> tuple[Process, ...]:
+    """Return the controller and every actor process; without sizes, without models' memory.
+
+    `teacher` are the sizes of an SDPO teacher that is another model.
+    """
     place = config.placement.controller
     controller = Process(
         "controller",
@@ -59,13 +64,16 @@ def processes_of(config: Config, sizes: ModelSizes | None) -> tuple[Process, ...
         given=_bytes(place.memory_gb),
     )
     rows = plan_mesh(config).actors
-    return (controller, *(one for row in rows for one in _processes(row, config, sizes)))
+    return (controller, *(one for row in rows for one in _processes(row, config, sizes, teacher)))
 
 
-def _processes(row: ActorRow, config: Config, sizes: ModelSizes | None) -> tuple[Process, ...]:
+def _processes(
+    row: ActorRow, config: Config, sizes: ModelSizes | None, teacher: ModelSizes | None
+) -> tuple[Process, ...]:
     place, gpus = config.placement.of(row.kind), config.placement.gpus(row.kind)
     _check(row, place.cores, gpus, config)
-    needs = [memory_of(row.kind, config, sizes, number) for number in range(row.replicas)]
+    numbers = range(row.replicas)
+    needs = [memory_of(row.kind, config, sizes, number, teacher) for number in numbers]
     _check_given(row.kind, max(needs, key=lambda one: total(one.host)), place.memory_gb)
     return tuple(
         Process(
@@ -117,6 +125,8 @@ def _relief(kind: str, config: Config) -> str:
         return ", ".join(found)
     if kind == "generator" and config.generator.engine == "vllm":
         return "raise generator.vllm.tensor_parallel, or lower policy.max_context"
+    if kind == "sdpo_teacher" and config.sdpo.teacher == "model":
+        return "give sdpo.teacher_model.path a smaller model, or lower trainer.microbatch_tokens"
     if kind == "sdpo_teacher":
         return "set sdpo.placement to 'inline', where the trainer's ranks share the teacher"
     return _LESS.get(kind, "")

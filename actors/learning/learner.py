@@ -24,17 +24,22 @@ from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
-from composer_mesh.actors.models.export import export_state
-from composer_mesh.actors.models.lora import adapter_weights, restore_adapters
+from composer_mesh.actors.models.lora import restore_adapters
 from composer_mesh.actors.models.model_folder import ModelFolder
 from composer_mesh.actors.models.optimizer_state import check_weights
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
-from composer_mesh.actors.models.trained_model import frozen_model, trained_model
+from composer_mesh.actors.models.trained_model import frozen_model
+from composer_mesh.actors.models.users_backend import make_backend
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
+from composer_mesh.actors.teacher_outputs.teacher_folder import (
+    check_teacher_tokenizer,
+    teacher_vocabulary,
+)
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_folder import TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch
 
 
@@ -46,20 +51,36 @@ class Learner:
     ) -> None:
         self.version = 0
         self._config, self._ranks = config, ranks
-        self.model = trained_model(config, folder, ranks)
+        self._backend = make_backend(config, ranks)
+        self.model = self._backend.model(folder)
         reference = frozen_model(config, folder, ranks) if needs_reference(config) else None
-        self.step = ThreeChannelStep(self.model, reference, config, ranks, custom)
+        optimizers = self._backend.optimizers
+        self.step = ThreeChannelStep(self.model, reference, config, ranks, custom, optimizers)
         export = ModelFolder(folder) if ranks.rank == 0 else None
         self._writer = CheckpointWriter(ranks, None if export is None else export.write)
         self._teacher: TeacherModel | None = None
         if config.sdpo.on and config.sdpo.placement == "inline":
-            self._teacher = TeacherModel(
-                self.model,
-                config.sdpo,
-                config.trainer.microbatch_tokens,
-                follows=True,
-                copied=lambda _: frozen_model(config, folder, ranks),
-            )
+            self._teacher = self._inline_teacher(folder)
+
+    def _inline_teacher(self, folder: Path) -> TeacherModel:
+        config = self._config
+        check_teacher_tokenizer(config.sdpo, folder)
+        return TeacherModel(
+            self.model,
+            config.sdpo,
+            config.trainer.microbatch_tokens,
+            follows=True,
+            copied=lambda _: self._frozen_teacher(folder),
+            vocabulary=teacher_vocabulary(config.sdpo, folder),
+        )
+
+    def _frozen_teacher(self, folder: Path) -> Any:
+        """Return the teacher's initial weights as a model of their own, placed like the trained."""
+        other = self._config.sdpo.teacher_model
+        try:
+            return frozen_model(self._config, folder if other is None else other.path, self._ranks)
+        except UnfitModelFolder as error:
+            raise error if other is None else error.at(TEACHER_KEY) from error
 
     @property
     def teaches_itself(self) -> bool:
@@ -90,8 +111,8 @@ class Learner:
         return metrics
 
     def export(self) -> dict[str, Tensor]:
-        """Return the policy's tensors as `export_state` does; may run concurrently with a step."""
-        return export_state(self.model)
+        """Return the policy's tensors as generators load them; may run concurrently with a step."""
+        return self._backend.published(self.model)
 
     def copy(self, export: bool = True) -> None:
         """Copy the training state for a checkpoint; without `export`, only what a resume needs.
@@ -99,11 +120,10 @@ class Learner:
         Collective over all ranks. Training may continue when this returns.
         """
         tensors: dict[str, Tensor] = {}
-        lora = self._config.trainer.lora is not None
-        if export or not lora:
+        adapters = self._backend.adapters(self.model)
+        if export or not adapters:
             _add(tensors, WEIGHTS, self.export())
-        if lora:
-            _add(tensors, ADAPTERS, adapter_weights(self.model))
+        _add(tensors, ADAPTERS, adapters)
         if self._teacher is not None:
             _add(tensors, TEACHER, self._teacher.average())
         _add(tensors, OPTIMIZER, self.step.optimizer_state())
@@ -120,12 +140,13 @@ class Learner:
         Raises `UnreadableCheckpoint`, and `OtherWeights` or `OtherAdapters` for another policy's.
         """
         found = CheckpointReader(checkpoint)
-        if self._config.trainer.lora is None:
+        adapters = self._backend.adapters(self.model)
+        if not adapters:
             weights = distinct(own_weights(self.model))
             check_weights(weights, found.shapes(WEIGHTS))
             found.read(WEIGHTS, weights)
         else:
-            restore_adapters(self.model, found.of(ADAPTERS))
+            restore_adapters(adapters, found.of(ADAPTERS))
         with reading(checkpoint):
             self.step.restore(found.figures, found.of(OPTIMIZER))
         if self._teacher is not None:

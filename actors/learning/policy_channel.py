@@ -7,13 +7,14 @@ Axes: B sequences of a microbatch, T their padded length.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
+from composer_mesh.actors.learning.requested_fields import requested_fields
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.language_model import LanguageModel, padded
@@ -24,6 +25,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
     LossInputs,
     MetricSum,
+    check_needs,
     check_signature,
     custom_policy_loss,
     load_function,
@@ -108,6 +110,7 @@ class PolicyChannel:
         if isinstance(config.loss, configs.CustomLoss):
             function = load_function(config.loss.import_path)
             check_signature(function, config.loss.import_path, config.loss.kwargs)
+            check_needs(function, config.loss.import_path, config.loss.needs)
             custom = custom or RunningCall(config.supervision.custom_function_s)
             self._function = custom.watched(function, config.loss.import_path)
 
@@ -123,7 +126,8 @@ class PolicyChannel:
         tokens = self._tokens(model, samples, hidden, batch.version)
         self._logprob_mismatch.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
-            return self._custom(self._loss, tokens, samples, max(1, batch.action_tokens))
+            requested = requested_fields(self._loss, model, hidden, tokens.mask, self._temperature)
+            return self._custom(self._loss, tokens, samples, requested, batch.action_tokens)
         weights = self._correction(tokens)
         found = policy_loss(self._loss, tokens, self._normalizer(batch), weights)
         figures["policy/clipped_fraction"] += float(found.clipped_fraction)
@@ -209,15 +213,23 @@ class PolicyChannel:
         )
 
     def _custom(
-        self, loss: configs.CustomLoss, tokens: Tokens, samples: Sequence[PolicySample], count: int
+        self,
+        loss: configs.CustomLoss,
+        tokens: Tokens,
+        samples: Sequence[PolicySample],
+        requested: Sequence[dict[str, Tensor]],
+        count: int,
     ) -> Tensor:
-        inputs = [_loss_inputs(tokens, row, len(s.ids) - 1) for row, s in enumerate(samples)]
+        inputs = [
+            replace(_loss_inputs(tokens, row, len(sample.ids) - 1), **requested[row])
+            for row, sample in enumerate(samples)
+        ]
         found, metrics = custom_policy_loss(
             self._function,
             loss.import_path,
             loss.kwargs,
             inputs,
-            normalizer=count,
+            normalizer=max(1, count),
             ids=[sample.trace_id for sample in samples],
         )
         for name, metric in metrics.items():

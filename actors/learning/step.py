@@ -17,6 +17,7 @@ from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
 from composer_mesh.actors.learning.sums import StepSums
 from composer_mesh.actors.learning.weight_update import WeightUpdate
+from composer_mesh.actors.models.backend import Optimizers
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.optimizer_state import Kept
 from composer_mesh.actors.models.ranks import Ranks
@@ -62,6 +63,7 @@ class ThreeChannelStep:
         config: Config,
         ranks: Ranks | None = None,
         custom: RunningCall | None = None,
+        optimizers: Optimizers | None = None,
     ) -> None:
         self._config, self._ranks = config, ranks or Ranks()
         self._packed, self._budget = config.trainer.packing, config.trainer.microbatch_tokens
@@ -70,7 +72,7 @@ class ThreeChannelStep:
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config)
         self._replay = ReplayChannel(config.replay)
-        self._update = WeightUpdate(model, config, self._ranks)
+        self._update = WeightUpdate(model, config, self._ranks, optimizers)
 
     def figures(self) -> dict[str, Any]:
         """Return the non-tensor state for a checkpoint, as JSON values."""

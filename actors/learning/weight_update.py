@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.schedules import learning_rate
+from composer_mesh.actors.models.backend import Optimizers, adamw
 from composer_mesh.actors.models.optimizer_state import (
     Kept,
     check_weights,
@@ -23,28 +24,31 @@ from composer_mesh.configs.schema import Config
 
 
 class WeightUpdate:
-    """AdamW on the trainable weights of a model."""
+    """The optimizers of a model's trainable weights, AdamW unless others are made."""
 
-    def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
+    def __init__(
+        self, model: Any, config: Config, ranks: Ranks, make: Optimizers | None = None
+    ) -> None:
         trainer = config.trainer
         self._config, self._ranks, self._steps = trainer, ranks, config.run.steps
         # Stored now, as a sharded model exposes other tensors during a forward.
         self._weights = {n: one for n, one in model.named_parameters() if one.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            self._weights.values(),
-            lr=trainer.lr,
-            betas=(trainer.adam_beta1, trainer.adam_beta2),
-            weight_decay=trainer.weight_decay,
-        )
+        optimizers = [adamw(trainer, self._weights)] if make is None else make(self._weights)
+        self._optimizers = list(optimizers)
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        self._rates = [(group, group["lr"] / trainer.lr) for group in groups]
+        self._updated = False
 
     def begin(self) -> None:
         """Clear all gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def apply(self, step: int, before_update: Callable[[], object]) -> tuple[float, float]:
         """Update the weights after `before_update` returns; return gradient norm and learning rate.
 
-        Raises RuntimeError for a norm that is not finite.
+        Raises RuntimeError for a norm that is not finite, `UnsupportedState` for an optimizer whose
+        state is not of tensors.
         """
         weights = list(self._weights.values())
         self._ranks.sum_gradients(one for one in weights if not is_dtensor(one))
@@ -52,10 +56,14 @@ class WeightUpdate:
             weights, self._config.grad_clip, error_if_nonfinite=True
         )
         rate = learning_rate(self._config, step, self._steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for group, share in self._rates:
+            group["lr"] = share * rate
         before_update()
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        if not self._updated:
+            self.optimizer_state()  # raises for one that no checkpoint could store
+        self._updated = True
         return float(norm.full_tensor() if is_dtensor(norm) else norm), rate
 
     def trained(self) -> list[str]:
@@ -64,9 +72,9 @@ class WeightUpdate:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return this rank's part of the optimizer state; shares its memory."""
-        return optimizer_state_of(self._weights, self._optimizer)
+        return optimizer_state_of(self._weights, self._optimizers)
 
     def restore(self, trained: list[str], optimizer_state: Kept) -> None:
         """Restore the optimizer state of weights with these names; raises `OtherWeights`."""
         check_weights(self._weights, trained)
-        restore_optimizer_state(self._weights, self._optimizer, optimizer_state)
+        restore_optimizer_state(self._weights, self._optimizers, optimizer_state)

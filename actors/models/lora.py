@@ -4,7 +4,7 @@ peft inserts them; it is an optional extra. Where weights are sharded, adapters 
 every rank: they are small, and merging them into a rank's rows then needs no other rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,9 +105,8 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def restore_adapters(model: nn.Module, kept: Kept) -> None:
-    """Load stored adapter weights into a model, in place; names and shapes must be equal."""
-    own = adapter_weights(model)
+def restore_adapters(own: Mapping[str, Tensor], kept: Kept) -> None:
+    """Load stored adapter weights into a model's own, in place; names and shapes must be equal."""
     shapes, others = {n: tuple(w.shape) for n, w in own.items()}, kept.shapes()
     if shapes != others:
         raise OtherAdapters(*min(set(shapes.items()) ^ set(others.items())))

@@ -3,14 +3,14 @@
 Learning rates and other hyperparameters come from the config and are not stored.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-COUNT = "step"
-"""The only entry without the weights' shape: the number of updates."""
+OF_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""Entries with the shape of their weight; others have the shape that was stored."""
 
 
 class Kept(Protocol):
@@ -34,15 +34,35 @@ class OtherWeights(ValueError):
         )
 
 
+class UnsupportedState(ValueError):
+    """An optimizer with state that checkpoints cannot store."""
+
+    def __init__(self, optimizer: str, key: str, kind: str) -> None:
+        super().__init__(optimizer, key, kind)
+
+    def __str__(self) -> str:
+        return (
+            f"the optimizer {self.args[0]} keeps {self.args[1]!r} as a {self.args[2]}, but "
+            "checkpoints store tensors: keep it as a tensor, or use another optimizer"
+        )
+
+
 def optimizer_state_of(
-    weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    weights: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state of each weight, as `name/key`; shares its memory."""
-    return {
-        f"{name}/{key}": value
-        for name, one in weights.items()
-        for key, value in optimizer.state.get(one, {}).items()
-    }
+    """Return the optimizers' state of each weight, as `name/key`; shares its memory.
+
+    Raises `UnsupportedState` for state that is no tensor.
+    """
+    found: dict[str, Tensor] = {}
+    for name, one in weights.items():
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(one, {}).items():
+                if not isinstance(value, Tensor):
+                    kind = type(value).__name__
+                    raise UnsupportedState(type(optimizer).__name__, key, kind)
+                found[f"{name}/{key}"] = value
+    return found
 
 
 def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
@@ -54,14 +74,21 @@ def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
 
 @torch.no_grad()
 def restore_optimizer_state(
-    weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, kept: Kept
+    weights: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], kept: Kept
 ) -> None:
-    """Restore an optimizer's state of its weights; each rank reads its rows."""
+    """Restore the optimizers' state of their weights; each rank reads its rows."""
     found: dict[str, Tensor] = {}
-    for place in kept.shapes():
+    holders = {
+        id(one): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
+    for place, shape in kept.shapes().items():
         name, _, key = place.rpartition("/")
         if name not in weights:
             raise OtherWeights(name, "in the checkpoint")
-        like = torch.zeros(()) if key == COUNT else torch.zeros_like(weights[name])
-        found[place] = optimizer.state[weights[name]][key] = like
+        weight = weights[name]
+        like = torch.zeros_like(weight) if key in OF_WEIGHT else torch.zeros(shape)
+        found[place] = holders[id(weight)].state[weight][key] = like
     kept.read(found)

@@ -17,7 +17,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
-from composer_mesh.planning.model_folder import UnfitModelFolder
+from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatTemplateError, Tokenizer
 from composer_mesh.rollouts.traces import Message
 
@@ -66,6 +66,20 @@ class TemplateProcess:
             raise self._unfit(f"{why} ({error.said})") from None
         if "error" in found:
             raise self._unfit(found["error"])
+
+    def check_teacher_of(self, policy: Path | None) -> None:
+        """Raise `UnfitModelFolder` unless the folder's model can teach the policy of another one.
+
+        Without a policy's folder the tokenizers are compared later, when that is made.
+        """
+        try:
+            found = self._asked({"teacher_of": None if policy is None else str(policy.absolute())})
+        except ProgramFailed as error:
+            why = f"has a tokenizer that exceeds its limits of {self._limits} ({error.said})"
+            raise self._unfit(why).at(TEACHER_KEY) from None
+        if "error" in found:
+            why = found["error"]
+            raise UnfitModelFolder(str(self._folder), why, OTHER_TOKENIZER, TEACHER_KEY)
 
     def render(self, messages: list[Message], options: dict[str, Any]) -> str:
         """Return the rendered messages.

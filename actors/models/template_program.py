@@ -1,6 +1,7 @@
 """The program of `template_process`: loads a model folder within limits, and answers requests.
 
     {"check": {"tools", "hints"}}    -> {} or {"error"}
+    {"teacher_of": folder or null}   -> {} or {"error"}
     {"messages", "options"}          -> {"text"}, {"refused"} or {"error"}
 
 One line each. It knows nothing of a run. A request that exceeds its CPU time ends the process.
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 
 from jinja2 import TemplateError
 
+from composer_mesh.actors.models.same_tokenizer import difference
 from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
@@ -54,8 +56,11 @@ def _loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
 def _answered(
     folder: Path, tokenizer: Any, request: dict[str, Any], limits: Mapping[str, int]
 ) -> dict[str, Any]:
-    if "check" in request and (unfit := _built(folder)):
+    if ("check" in request or "teacher_of" in request) and (unfit := _built(folder)):
         return {"error": unfit}
+    if "teacher_of" in request:
+        _limit(limits["load_cpu_s"], limits["load_bytes"])
+        return _compared(tokenizer, request["teacher_of"])
     _limit(limits["render_cpu_s"], limits["render_bytes"])
     try:
         if "check" in request:
@@ -79,6 +84,16 @@ def _built(folder: Path) -> str:
     except Exception as error:  # noqa: BLE001 whatever a stranger's config raises is the answer
         return f"has a config.json of which no model can be built ({_line(error)})"
     return ""
+
+
+def _compared(tokenizer: Any, policy: str | None) -> dict[str, Any]:
+    """Compare the tokenizer with the one of a policy's folder, where the policy has one."""
+    if policy is None:
+        return {}
+    own, answer = _loaded(Path(policy))
+    if own is not None and (why := difference(own, tokenizer)):
+        return {"error": f"has another tokenizer, which {why}"}
+    return answer
 
 
 def _checked(tokenizer: Any, tools: list[dict[str, Any]], hints: bool) -> dict[str, Any]:

@@ -58,8 +58,13 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
 
 
 def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
-    """Return a folder's frozen policy, for forwards only, placed like the trained model."""
+    """Return a folder's frozen model, for forwards only, placed like the trained model.
+
+    Raises `UnsupportedHead`.
+    """
     source, model = _read(folder, config.trainer, ranks)
+    if source is not None:
+        LanguageModel(source).check_head()
     return _placed(model.requires_grad_(False), source, config.trainer, ranks)
 
 

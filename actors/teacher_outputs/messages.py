@@ -20,6 +20,9 @@ from composer_mesh.rollouts.alignment import HintedView
 
 ViewKey = tuple[str, int]
 
+PADDING_SCORE = -200.0
+"""Score of an id that a teacher's head lacks: finite, as losses multiply its log-prob by 0."""
+
 
 class WrongVersion(RuntimeError):
     """A teacher output was computed with another weight version than the trainer's."""
@@ -65,6 +68,21 @@ class Head:
     def on(self, device: torch.device) -> "Head":
         """Return a copy on a device."""
         return Head(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+
+    def fitted(self, vocabulary: int) -> "Head":
+        """Return the head with this many rows, as one tokenizer's models may be padded differently.
+
+        Rows beyond are cut, so the ids below share all of the probability; missing rows are added
+        with scores so low that their probability is 0 in float32.
+        """
+        missing = vocabulary - len(self.weight)
+        if missing <= 0:
+            bias = None if self.bias is None else self.bias[:vocabulary]
+            return Head(self.weight[:vocabulary], bias)
+        rows = self.weight.new_zeros(missing, self.weight.shape[1])
+        bias = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+        low = bias.new_full((missing,), PADDING_SCORE)
+        return Head(torch.cat([self.weight, rows]), torch.cat([bias, low]))
 
 
 @dataclass(frozen=True)

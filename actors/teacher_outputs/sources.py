@@ -228,10 +228,10 @@ class MeshSource:
 
     def _current_head(self) -> Head | None:
         """Return the teachers' head, None where it is the trainer's own."""
-        if not has_own_head(self._config):
+        if not self._config.has_own_head:
             return None
         version = self._head[0] if self._head else -1
-        if self._head is None or (self._config.teacher != "frozen" and version != self._version):
+        if self._head is None or (self._config.follows_trainer and version != self._version):
             raise WrongVersion(version, self._version)
         return self._head[1]
 
@@ -239,11 +239,6 @@ class MeshSource:
 def asks_the_student(config: SdpoConfig) -> bool:
     """Return whether teacher outputs depend on ids that the student chooses after its forward."""
     return config.teacher_output == "topk" and config.top_k_choice == "student"
-
-
-def has_own_head(config: SdpoConfig) -> bool:
-    """Return whether hidden states come from teachers with another head than the trainer's."""
-    return config.teacher_output == "hidden" and config.teacher != "live"
 
 
 def _same(one: Head, two: Head) -> bool:

@@ -29,12 +29,13 @@ Blend = Callable[[Any, float], None]
 
 
 class TeacherModel:
-    """A teacher of one of four kinds; `version` is the trainer version last absorbed.
+    """A teacher of one of five kinds; `version` is the trainer version last absorbed.
 
     live           the trainer's weights
     ema            theta <- (1 - rate) theta + rate trainer's, at each version
     frozen         the initial weights
     trust_region   logits (1 - rate) initial + rate trainer's
+    model          the weights of another model, whose head is fitted to `vocabulary` ids
 
     With `follows`, `model` is the trainer's own object, which the trainer updates: it is only read,
     and where the teacher's weights differ from it, `copied` creates the model that holds them.
@@ -47,8 +48,9 @@ class TeacherModel:
         budget: int,
         follows: bool = False,
         copied: Callable[[Any], Any] = copy.deepcopy,
+        vocabulary: int | None = None,
     ) -> None:
-        self.version = 0
+        self.version, self._vocabulary = 0, vocabulary
         self._config, self._budget, self._follows = config, budget, follows
         own = copied(model).requires_grad_(False) if self._has_two(follows) else None
         self._own = own
@@ -78,7 +80,7 @@ class TeacherModel:
         if kind == "ema":
             if version != before:
                 blend(self._live, self._config.ema_rate if version == before + 1 else 1.0)
-        elif kind != "frozen" and not self._follows:
+        elif self._config.follows_trainer and not self._follows:
             blend(self._live, 1.0)
 
     def release(self) -> None:
@@ -132,7 +134,8 @@ class TeacherModel:
     def _make_head(self) -> Head:
         live = LanguageModel(self._live)
         if self._initial is None:
-            return Head(live.weight, live.bias)
+            head = Head(live.weight, live.bias)
+            return head if self._vocabulary is None else head.fitted(self._vocabulary)
         initial, rate = LanguageModel(self._initial), self._config.ema_rate
         weight = torch.cat([rate * live.weight, (1 - rate) * initial.weight], dim=-1)
         if live.bias is None or initial.bias is None:

@@ -1,4 +1,4 @@
-"""Checks the model folder that a config names, before anything is started.
+"""Checks the model folders that a config names, before anything is started.
 
 The built-in policy is made by the run itself and needs no check. A folder that is not here yet is
 checked where the run starts.
@@ -12,22 +12,39 @@ from typing import Any
 
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs.schema import Config
-from composer_mesh.planning.model_folder import check_model_folder
+from composer_mesh.planning.model_folder import (
+    TEACHER_KEY,
+    UnfitModelFolder,
+    check_model_folder,
+)
 
 
 def check_policy_files(config: Config) -> None:
     """Raise `UnfitModelFolder` where files are missing or broken; reads only headers of weights."""
     if (folder := _folder(config)) is not None:
         check_model_folder(folder)
+    if (other := _teacher_folder(config)) is not None:
+        try:
+            check_model_folder(other)
+        except UnfitModelFolder as error:
+            raise error.at(TEACHER_KEY) from None
 
 
 def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
-    """Raise `UnfitModelFolder` where the tokenizer or its chat template cannot be used.
+    """Raise `UnfitModelFolder` where a tokenizer or the policy's chat template cannot be used.
 
     They run in a process of their own, whose CPU time and memory are limited.
     """
     if (folder := _folder(config)) is not None:
         _check_template(folder, json.dumps(tools), config.sdpo.on)
+    if (other := _teacher_folder(config)) is not None:
+        _check_teacher(other, folder)
+
+
+@lru_cache
+def _check_teacher(folder: Path, policy: Path | None) -> None:
+    with closing(TemplateProcess(folder)) as templates:
+        templates.check_teacher_of(policy)
 
 
 @lru_cache
@@ -37,5 +54,13 @@ def _check_template(folder: Path, tools: str, hints: bool) -> None:
 
 
 def _folder(config: Config) -> Path | None:
-    folder = config.policy.path
+    return _there(config.policy.path)
+
+
+def _teacher_folder(config: Config) -> Path | None:
+    other = config.sdpo.teacher_model
+    return None if other is None or not config.sdpo.on else _there(other.path)
+
+
+def _there(folder: Path | None) -> Path | None:
     return folder if folder is not None and (folder / "config.json").is_file() else None

@@ -6,6 +6,7 @@ is lost, and builds the environment variables with a process's resources (`mesh.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
@@ -20,7 +21,7 @@ from composer_mesh.planning.host_checks import (
     check_has,
     check_together,
 )
-from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of
+from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of, teacher_sizes_of
 from composer_mesh.planning.placement_solver import (
     Placement,
     aliases_of,
@@ -34,6 +35,11 @@ from composer_mesh.planning.process_specs import Process, processes_of
 FOUND_LATER = (
     "the hosts of the run are found when it is launched: whether it fits is not known before; "
     "describe them in placement.hosts to check it"
+)
+
+BACKEND_COUNTED = (
+    "the trainer's memory is counted as for AdamW on all weights, or on trainer.lora's adapters: "
+    "{} may take more or less"
 )
 
 
@@ -97,18 +103,19 @@ class ProcessPlacements:
         """
         check_described(config)
         notes: list[str] = []
-        sizes = _sizes(config, notes)
+        sizes, teacher = _sizes(config, notes), _teacher_sizes(config, notes)
+        if (backend := config.trainer.backend) is not None:
+            notes.append(BACKEND_COUNTED.format(backend.import_path))
         those = _hosts_of(config, hosts, found, notes)
         staying, groups = stay_with_controller(config), aliases_of(config.placement)
         if not those:
-            processes_of(
-                config, sizes
-            )  # raises for processes that fit on no host, before any host is known
+            # raises for processes that fit on no host, before any host is known
+            processes_of(config, sizes, teacher)
             return cls(Placement((), ()), tuple(notes), staying)
         aliases = {
             host.name: groups.get(known, frozenset()) | {known} for known, host in those.items()
         }
-        placement = place(config, tuple(those.values()), sizes, aliases)
+        placement = place(config, tuple(those.values()), sizes, aliases, teacher)
         check_together(config, {one.host for one in placement.of_kind("trainer")})
         return cls(placement, tuple(notes), staying, aliases)
 
@@ -224,13 +231,31 @@ def _hosts_of(
 
 
 def _sizes(config: Config, notes: list[str]) -> ModelSizes | None:
-    if (folder := config.policy.path) is not None and not folder.is_dir():
-        notes.append(f"{folder} is not there: its sizes are policy.sizes, nothing else checked")
+    if (folder := config.policy.path) is not None:
+        _note_missing(folder, "policy", notes)
     try:
         return sizes_of(config.policy)
     except UnknownSizes as unknown:
         notes.append(f"memory of models is not in these sums: {unknown}")
         return None
+
+
+def _teacher_sizes(config: Config, notes: list[str]) -> ModelSizes | None:
+    """Return the sizes of an SDPO teacher that is another model."""
+    other = config.sdpo.teacher_model
+    if other is None or not config.sdpo.on:
+        return None
+    _note_missing(other.path, "sdpo.teacher_model", notes)
+    try:
+        return teacher_sizes_of(other)
+    except UnknownSizes as unknown:
+        notes.append(f"memory of the SDPO teacher's model is not in these sums: {unknown}")
+        return None
+
+
+def _note_missing(folder: Path, section: str, notes: list[str]) -> None:
+    if not folder.is_dir():
+        notes.append(f"{folder} is not there: its sizes are {section}.sizes, nothing else checked")
 
 
 def _own(process: Process) -> str:

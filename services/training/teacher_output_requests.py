@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutputHandle
-from composer_mesh.actors.teacher_outputs.sources import asks_the_student, has_own_head
+from composer_mesh.actors.teacher_outputs.sources import asks_the_student
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
@@ -41,7 +41,7 @@ class StepWork:
         self, config: Config, step: int, ranks: Sequence[SpawnedActor], deadline_s: float
     ) -> None:
         self._asks_student = asks_the_student(config.sdpo)
-        self._has_own_head = has_own_head(config.sdpo)
+        self._has_own_head = config.sdpo.has_own_head
         self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
 
     async def bring_head(self, teacher: SpawnedActor) -> None:

@@ -74,7 +74,7 @@ class SdpoTeachers:
         # Steps choose the teachers: nothing is routed or queued.
         self._members = Membership(spec, Router(max_outstanding=1, queue=0))
         self._errors: dict[str, str] = {}
-        self._frozen_head_brought = False
+        self._fixed_head_brought = False
 
     @property
     def restarts(self) -> int:
@@ -103,7 +103,7 @@ class SdpoTeachers:
 
     async def forget(self) -> None:
         """Drop what was delivered or requested for ranks that have been replaced."""
-        self._frozen_head_brought = False
+        self._fixed_head_brought = False
         await asyncio.gather(*(self._forget(one) for one in self._members.members if one.serving))
 
     async def ready(self, step: int) -> list[SpawnedActor]:
@@ -134,9 +134,9 @@ class SdpoTeachers:
         shares = [requests_for(place, batch, plans, count) for place in range(count)]
         work = StepWork(self._config, batch.step, ranks, self._deadline_s)
         try:
-            if not self._frozen_head_brought:
+            if not self._fixed_head_brought:
                 await self._insist(teachers[0], work.bring_head)
-                self._frozen_head_brought = self._config.sdpo.teacher == "frozen"
+                self._fixed_head_brought = not self._config.sdpo.follows_trainer
             await together(
                 *(self._serve(work, t, share) for t, share in zip(teachers, shares, strict=True))
             )

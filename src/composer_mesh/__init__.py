@@ -1,7 +1,8 @@
 """Composer Mesh: a training service for agentic language models on Monarch.
 
-The names here are its public API (docs/tasks.md). Each is imported when it is first used, so that
-reading a config never loads torch or Monarch.
+The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md), losses
+and advantages (docs/losses.md), the trainer's backend (docs/trainer.md). Each is imported when it
+is first used, so that reading a config never loads torch or Monarch. Everything else may change.
 """
 
 import importlib
@@ -9,6 +10,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+    from composer_mesh.losses.custom_types import (
+        AdvantageInputs,
+        AdvantageOutputs,
+        LossInputs,
+        LossOutputs,
+        loss_needs,
+    )
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
     from composer_mesh.tasks.errors import ToolError
@@ -28,12 +37,17 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
+    "AdvantageInputs": "losses.custom_types",
+    "AdvantageOutputs": "losses.custom_types",
+    "BackendContext": "actors.models.backend",
     "ContextFull": "tasks.workflow",
     "Conversation": "tasks.workflow",
     "Engine": "tasks.workflow",
     "Episode": "rollouts.tasks",
     "ErrorSite": "rollouts.traces",
     "Generated": "tasks.workflow",
+    "LossInputs": "losses.custom_types",
+    "LossOutputs": "losses.custom_types",
     "Message": "rollouts.traces",
     "Outcome": "rollouts.tasks",
     "Reply": "tasks.session",
@@ -43,9 +57,12 @@ _MODULES = {
     "Task": "tasks.task",
     "TaskSettings": "tasks.task",
     "ToolError": "tasks.errors",
+    "TorchBackend": "actors.models.backend",
+    "TrainerBackend": "actors.models.backend",
     "Trajectory": "tasks.workflow",
     "Transcript": "tasks.reward",
     "Workflow": "tasks.workflow",
+    "loss_needs": "losses.custom_types",
     "read_rows": "tasks.rows",
     "reward": "tasks.reward",
     "tool": "tasks.tool",
@@ -53,12 +70,17 @@ _MODULES = {
 """Module of each public name."""
 
 __all__ = [
+    "AdvantageInputs",
+    "AdvantageOutputs",
+    "BackendContext",
     "ContextFull",
     "Conversation",
     "Engine",
     "Episode",
     "ErrorSite",
     "Generated",
+    "LossInputs",
+    "LossOutputs",
     "Message",
     "Outcome",
     "Reply",
@@ -68,9 +90,12 @@ __all__ = [
     "Task",
     "TaskSettings",
     "ToolError",
+    "TorchBackend",
+    "TrainerBackend",
     "Trajectory",
     "Transcript",
     "Workflow",
+    "loss_needs",
     "read_rows",
     "reward",
     "tool",

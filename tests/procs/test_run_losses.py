@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from live_run import SHORT, launched
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,12 +19,26 @@ import torch
 from prime_rl.orchestrator.advantage import AdvantageInputs, AdvantageOutputs
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
+from composer_mesh import TorchBackend, loss_needs
 
+
+class Backend(TorchBackend):
+    def model(self, folder):
+        model = super().model(folder).requires_grad_(False)
+        model.base_model.norm.requires_grad_(True)
+        return model
+
+    def optimizers(self, weights):
+        return [torch.optim.SGD(list(weights.values()), lr=0.5)]
+
+
+@loss_needs("entropies")
 def loss(inputs: LossInputs, scale: float) -> LossOutputs:
     mask = inputs.loss_mask
     ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
     terms = -(mask * inputs.advantages * ratio)
     metrics = {"tokens": mask.sum(), "advantage": inputs.advantages.mean(), "scale": scale}
+    metrics["entropy"] = inputs.entropies
     return LossOutputs(loss=scale * terms.sum(), metrics=metrics)
 
 
@@ -65,16 +80,32 @@ def readable_by_others(folder: Path) -> list[Path]:
     return [path for path in files if path.stat().st_mode & 0o077]
 
 
+def changed(run: Path, policy_cache: Path) -> set[str]:
+    """The weights of a run's last checkpoint that are not those it began with."""
+    checkpoint = run / "checkpoints" / f"step-{STEPS}"
+    tokenizer = (checkpoint / "tokenizer.json").read_bytes()
+    first = next(
+        one for one in policy_cache.iterdir() if (one / "tokenizer.json").read_bytes() == tokenizer
+    )
+    before, after = (load_file(one / "model.safetensors") for one in (first, checkpoint))
+    return {name for name, weight in after.items() if not weight.equal(before[name])}
+
+
 def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
     folder: Path, policy_cache: Path, temporary: Path
 ) -> None:
-    """And no process imports what lies in its working directory, or leaves files behind."""
+    """With a backend of theirs, which trains one weight.
+
+    And no process imports what lies in its working directory, or leaves files behind.
+    """
     for name in PLANTED:
         (folder / name).write_text("open(__file__ + '.ran', 'a').close()\n")
     settings = {
         "run.steps": STEPS,
         **ALONE,
         **custom("loss", "loss", "{scale = 0.25}"),
+        "loss.needs": '["entropies"]',
+        "trainer.backend.import_path": "users_of_a_run:Backend",
         **custom("advantage", "advantage", "{value = 0.5}"),
     }
     with launched(folder.parent / "run", policy_cache, settings, folder) as run:
@@ -94,6 +125,8 @@ def test_functions_of_a_named_folder_train_a_run_and_their_metrics_are_logged(
         # The ratio is about 1: the loss is minus scale times advantage, for each token.
         assert step["loss/policy"] == pytest.approx(-0.125, rel=0.2)
         assert "policy/clipped_fraction" not in step
+        assert step["policy/custom/entropy"] > 0
+    assert changed(run.root, policy_cache) == {"model.norm.weight"}
 
 
 def test_a_loss_without_end_ends_the_run_with_its_name_and_the_limit(

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import END_DEADLINE_S, ENDLESS, LiveRun, launched
+from live_run import END_DEADLINE_S, ENDLESS, PRESET, SHORT, LiveRun, launched
+
+from composer_mesh.actors.models.policy import load_model, save_policy
+from composer_mesh.actors.models.tokenizer import load_tokenizer
+from composer_mesh.actors.models.warm_start import prepare_policy
+from composer_mesh.configs.load import load_config
+from composer_mesh.tasks.loading import make_task
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -123,10 +129,24 @@ def test_with_skip_a_run_goes_on_without_a_killed_teacher_and_has_it_back(
     check_that_one_teacher_was_replaced(run)
 
 
-def test_with_wait_no_step_of_a_run_is_without_the_channel(
+def other_model(policy_cache: Path, folder: Path) -> Path:
+    """A model with the policy's tokenizer and a longer head, in a folder of its own."""
+    values = {**SHORT, "policy.cache_dir": policy_cache}
+    config = load_config(PRESET, [f"{key}={value}" for key, value in values.items()])
+    policy = prepare_policy(config, make_task(config))
+    model: Any = load_model(policy)
+    model.resize_token_embeddings(len(model.lm_head.weight) + 7)
+    save_policy(model, load_tokenizer(policy), folder)
+    return folder
+
+
+def test_with_wait_no_step_of_a_run_is_without_the_channel_also_of_another_model(
     tmp_path: Path, policy_cache: Path
 ) -> None:
-    settings = {"run.steps": 12, "eval.episodes": 1, "replay.beta": 0, "sdpo.when_lost": "wait"}
+    settings: dict[str, Any] = {"run.steps": 12, "eval.episodes": 1, "replay.beta": 0}
+    settings["sdpo.when_lost"] = "wait"
+    settings["sdpo.teacher"] = "model"
+    settings["sdpo.teacher_model.path"] = other_model(policy_cache, tmp_path / "teacher")
     with launched(tmp_path / "run", policy_cache, settings) as run:
         replaced(run)
         assert run.wait() == 0, run.stderr

@@ -108,6 +108,18 @@ BROKEN = {
         ["sdpo.objective=taid", "sdpo.teacher_output=topk"],
         ["objective is 'taid'", "teacher_output is 'topk'", "'hidden' or 'full'"],
     ),
+    "teacher without its model": (
+        ["sdpo.teacher=model"],
+        ["teacher is 'model'", "teacher_model is not set", "set teacher_model.path"],
+    ),
+    "model without its teacher": (
+        ["sdpo.teacher_model.path=nowhere"],
+        ["teacher_model.path is 'nowhere'", "teacher is 'live'", "set teacher to 'model'"],
+    ),
+    "teacher's folder without a model": (
+        ["sdpo.teacher=model", "sdpo.teacher_model.path=nowhere"],
+        ['sdpo.teacher_model.path = "nowhere"', "holds config.json", "correct the path"],
+    ),
     "many inline teachers": (
         ["sdpo.placement=inline", "sdpo.replicas=2"],
         ["replicas is 2", "placement is 'inline'", "replicas to 1"],

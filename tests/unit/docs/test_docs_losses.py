@@ -49,6 +49,8 @@ THEIRS = {
 PARTS = {
     "aggregate",
     "aggregation_normalizer",
+    "check_linear",
+    "check_needs",
     "check_signature",
     "divergence_terms",
     "entropy",
@@ -57,6 +59,7 @@ PARTS = {
     "kl_terms",
     "load_function",
     "row_logprobs",
+    "sum_dtype",
 }
 """Functions that others are made of; the guide may leave them out."""
 

@@ -1,7 +1,6 @@
 """The layout of the repository is what the decisions say it is."""
 
 import ast
-import os
 import shutil
 import subprocess
 import sys
@@ -35,20 +34,6 @@ def test_init_files_hold_a_docstring_and_nothing_else() -> None:
         module = parsed(path)
         assert ast.get_docstring(module), path
         assert len(module.body) == 1, path
-
-
-def test_importing_the_package_sets_one_variable_and_imports_nothing_of_it() -> None:
-    code = (
-        "import os, sys\n"
-        "before = set(os.environ)\n"
-        "import composer_mesh\n"
-        "loaded = [name for name in sys.modules if name.startswith('composer_mesh.')]\n"
-        "print(loaded, sorted(set(os.environ) - before))"
-    )
-    clean = {name: value for name, value in os.environ.items() if "MONARCH" not in name}
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, env=clean, check=True)
-    assert found.stdout.strip() == "[] ['MONARCH_LOG_SUFFIX']"
 
 
 def test_every_module_says_what_it_is() -> None:

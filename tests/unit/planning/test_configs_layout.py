@@ -1,5 +1,7 @@
 """The plan of the mesh follows the channels and the counts of the config."""
 
+from pathlib import Path
+
 from repository import ROOT
 
 from composer_mesh.configs.load import load_config
@@ -51,6 +53,21 @@ def test_weights_travel_from_the_trainer_to_all_who_read_them() -> None:
     assert str(plan().transports[0]).startswith(
         "weights: trainer -> generator, sdpo_teacher: shared memory"
     )
+
+
+def test_another_model_as_teacher_is_told_and_gets_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    shown = plan("sdpo.teacher=model", f"sdpo.teacher_model.path={tmp_path}")
+    assert str(shown.transports[0]).startswith("weights: trainer -> generator: shared memory")
+    teacher = shown.actor("sdpo_teacher")
+    assert teacher is not None
+    assert teacher.role.endswith(f"as the model in {tmp_path}")
+
+
+def test_a_backend_is_told() -> None:
+    trainer = plan("trainer.backend.import_path=mine:Backend").actor("trainer")
+    assert trainer is not None
+    assert trainer.role.endswith("of the model of mine:Backend")
 
 
 def test_the_expert_server_is_there_only_for_builtin_teachers() -> None:

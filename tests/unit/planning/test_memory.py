@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.losses.logprobs import linear_logits
 from composer_mesh.planning.memory import (
     FLOAT,
     GB,
@@ -161,3 +162,64 @@ def test_many_long_turns_in_one_context_need_no_more_memory_than_few(
         return memory_of(kind, config, SMALL)
 
     assert needed(50, 2_048) == needed(2, 64)
+
+
+def of_kind(build_config: Any, kind: str, **sdpo: Any) -> dict[str, int]:
+    config = build_config(sdpo={"alpha": 1.0, **sdpo}, generator={"dtype": "bfloat16"})
+    return {part.what: part.bytes for part in memory_of(kind, config, SMALL, 0, SMALL).host}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "follows"), [("live", True), ("ema", True), ("frozen", False), ("model", False)]
+)
+def test_only_teachers_that_follow_the_trainer_hold_weights_that_arrive(
+    build_config: Any, teacher: str, follows: bool
+) -> None:
+    """Nor do they make the trainer publish in full precision where generators serve half of it."""
+    other = {"teacher_model": {"path": "large"}} if teacher == "model" else {}
+    parts = of_kind(build_config, "sdpo_teacher", teacher=teacher, **other)
+    assert ("weights that arrive" in parts) == follows
+    offered = of_kind(build_config, "trainer", teacher=teacher, **other)["weights on offer"]
+    assert offered == 2 * (FLOAT if follows else HALF) * parameter_count(SMALL)
+
+
+@pytest.mark.parametrize(("teacher", "heads"), [("live", 0), ("ema", 1), ("trust_region", 2)])
+def test_a_trainer_holds_the_head_of_teachers_that_have_their_own(
+    build_config: Any, teacher: str, heads: int
+) -> None:
+    parts = of_kind(build_config, "trainer", teacher=teacher)
+    wanted = heads * FLOAT * SMALL.vocab_size * SMALL.hidden_size
+    assert parts.get("head of the SDPO teacher", 0) == wanted
+    parts = of_kind(build_config, "trainer", teacher=teacher, teacher_output="full")
+    assert "head of the SDPO teacher" not in parts
+
+
+def test_only_a_loss_that_reads_logits_takes_memory_for_tokens_times_vocabulary(
+    build_config: Any,
+) -> None:
+    def parts(*needs: str, **trainer: Any) -> dict[str, int]:
+        loss = {"type": "custom", "import_path": "mine.loss", "needs": needs}
+        config = build_config(loss=loss, trainer={"microbatch_tokens": 1024, **trainer})
+        return {part.what: part.bytes for part in memory_of("trainer", config, SMALL).host}
+
+    scores = 4 * FLOAT * 1024 * SMALL.vocab_size
+    assert "logits of the custom loss" not in parts("entropies", "hidden_states")
+    assert parts("logits")["logits of the custom loss"] == scores
+    half = parts("logits", compute_dtype="bfloat16")["logits of the custom loss"]
+    assert half == scores + 2 * FLOAT * SMALL.vocab_size * SMALL.hidden_size
+
+
+def test_the_logits_of_a_loss_are_no_more_than_planned() -> None:
+    """Of a cross-entropy on them, counted with all that its backward makes."""
+    rows, width = 64, 32
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(4096, width, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        logits = linear_logits(hidden, weight, temperature=0.7)
+        (-logits.log_softmax(-1)[:, 3].sum()).backward()
+    held, most = 0, 0
+    for event in sorted(profile.events(), key=lambda one: one.time_range.start):
+        if event.name == "[memory]":
+            held += event.cpu_memory_usage
+            most = max(most, held)
+    assert most <= 4 * FLOAT * rows * 4096 + 2 * FLOAT * (rows + 4096) * width

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-import composer_mesh
 from composer_mesh import (
     Reply,
     Session,
@@ -281,10 +280,7 @@ def test_a_fault_of_the_tasks_own_code_names_the_function_and_the_line(
         session.outcome()
 
 
-def test_every_public_name_is_there_and_importing_the_package_loads_no_torch() -> None:
-    assert sorted(composer_mesh.__all__) == sorted(composer_mesh._MODULES)
-    for name in composer_mesh.__all__:
-        assert getattr(composer_mesh, name) is not None
+def test_neither_tasks_nor_workflows_load_torch_or_monarch() -> None:
     code = (
         "import sys, composer_mesh\n"
         "from composer_mesh import Task, Session, tool, reward, Workflow\n"

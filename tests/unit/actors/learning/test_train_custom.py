@@ -168,3 +168,91 @@ def test_a_function_that_cannot_be_called_is_refused_with_the_config(
 ) -> None:
     with pytest.raises(CustomFunctionError, match=message):
         step_of(loss)
+
+
+NEEDY_MODULE = """
+from composer_mesh.losses.custom import LossInputs, LossOutputs, loss_needs
+
+
+@loss_needs("entropies", "logits", "hidden_states")
+def needy(inputs: LossInputs, entropy=0.3, flat=0.1, norm=0.01) -> LossOutputs:
+    mask = inputs.loss_mask
+    sampled = int(mask.sum())
+    assert inputs.entropies.shape == (sampled,)
+    assert inputs.logits.shape[0] == inputs.hidden_states.shape[0] == sampled
+    gain = (inputs.advantages * inputs.trainer_logprobs)[mask].sum()
+    spread = inputs.logits.var(-1).sum()
+    loss = flat * spread + norm * inputs.hidden_states.square().sum() - gain
+    loss = loss - entropy * inputs.entropies.sum()
+    return LossOutputs(loss=loss, metrics={"entropy": inputs.entropies})
+
+
+@loss_needs("entropies")
+def entropies_only(inputs: LossInputs) -> LossOutputs:
+    assert inputs.logits is None
+    assert inputs.hidden_states is None
+    return LossOutputs(loss=-inputs.entropies.sum())
+
+
+def undeclared(inputs: LossInputs) -> LossOutputs:
+    assert inputs.entropies is None
+    return LossOutputs(loss=-inputs.trainer_logprobs[inputs.loss_mask].sum())
+"""
+ALL = ["entropies", "hidden_states", "logits"]
+
+
+def whole_fields(model: Any, ids: list[int], temperature: float) -> tuple[Any, Any]:
+    """Hidden states and tempered logits at each next id, by transformers' own forward."""
+    found = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
+    return found.hidden_states[-1][0, :-1], found.logits[0, :-1] / temperature
+
+
+@pytest.mark.parametrize("budget", [64, 10_000])
+def test_a_loss_gets_entropies_logits_and_hidden_states_with_their_gradients(
+    step_of: Callable[..., Any],
+    write_module: Callable[[str, str], None],
+    rng: random.Random,
+    budget: int,
+) -> None:
+    """Also in microbatches, which add up to the loss of the batch."""
+    write_module("users_needs", NEEDY_MODULE)
+    loss = {"type": "custom", "import_path": "users_needs.needy", "needs": ALL}
+    model, _, step = step_of(loss, budget)
+    batch = batch_of(model, rng)
+    expected, entropies = torch.zeros(()), []
+    for sample in batch.samples:
+        mask = torch.tensor(sample.mask)[1:]
+        hidden, logits = whole_fields(model, sample.ids, 1.0)
+        logprobs = logits.log_softmax(-1)
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1)[mask])
+        chosen = logprobs.gather(-1, torch.tensor(sample.ids)[1:, None])[:, 0][mask]
+        terms = 0.1 * logits[mask].var(-1).sum() + 0.01 * hidden[mask].square().sum()
+        expected = expected + terms - sample.advantage * chosen.sum() - 0.3 * entropies[-1].sum()
+    expected = expected / batch.action_tokens
+    gradients = gradients_of(expected, model)
+    metrics = step.run(batch, None)
+    assert metrics["loss/policy"] == pytest.approx(expected.item(), rel=1e-4)
+    assert metrics["policy/custom/entropy"] == pytest.approx(
+        float(torch.cat(entropies).detach().mean()), rel=1e-4
+    )
+    assert_gradients_are(gradients, model)
+
+
+def test_only_what_a_loss_asks_for_is_computed(
+    step_of: Callable[..., Any], write_module: Callable[[str, str], None], rng: random.Random
+) -> None:
+    write_module("users_needs", NEEDY_MODULE)
+    for name, needs in (("entropies_only", ["entropies"]), ("undeclared", [])):
+        loss = {"type": "custom", "import_path": f"users_needs.{name}", "needs": needs}
+        model, _, step = step_of(loss)
+        assert step.run(batch_of(model, rng), None)["loss/policy"] is not None
+
+
+def test_needs_that_the_config_does_not_name_are_refused_before_a_step(
+    step_of: Callable[..., Any], write_module: Callable[[str, str], None]
+) -> None:
+    write_module("users_needs", NEEDY_MODULE)
+    told = r'needs logits, hidden_states but loss.needs is \[.entropies.\].*set loss.needs to \["'
+    loss = {"type": "custom", "import_path": "users_needs.needy", "needs": ["entropies"]}
+    with pytest.raises(CustomFunctionError, match=told):
+        step_of(loss)

@@ -1,5 +1,6 @@
 """Processes are told their placement; a run starts on the host where it is placed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,37 @@ def test_declared_sizes_stand_for_a_folder_that_is_not_there_and_that_is_said() 
     assert (
         "models/none is not there: its sizes are policy.sizes, nothing else checked" in found.notes
     )
+
+
+TEACHER = (
+    "sdpo.teacher=model",
+    "sdpo.teacher_model.path=models/large",
+    MODEL[1].replace("policy.sizes", "sdpo.teacher_model.sizes"),
+)
+"""An SDPO teacher of 8 billion parameters; the policy is the preset's small one."""
+
+
+@pytest.mark.parametrize("placement", ["mesh", "inline"])
+def test_the_memory_of_another_model_as_teacher_is_where_it_runs(placement: str) -> None:
+    overrides = (*TEACHER, f"sdpo.placement={placement}")
+    config = load_config(QUICKSTART, overrides, model_later=True)
+    found = ProcessPlacements.of(config, found=lambda: HostResources("large", 16, 999 * GIB))
+    told = "models/large is not there: its sizes are sdpo.teacher_model.sizes"
+    assert any(note.startswith(told) for note in found.notes)
+    kind = "sdpo_teacher" if placement == "mesh" else "trainer"
+    of_kind = [one.process.host_bytes for one in found.placement.of_kind(kind)]
+    assert min(of_kind) > 4 * 8e9
+    others = [one.process for one in found.placement.placed if one.process.kind != kind]
+    assert max(one.host_bytes for one in others) < 4 * GIB
+    what = "weights 29.9" if placement == "mesh" else "SDPO teacher 3"
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        ProcessPlacements.of(config, found=lambda: HostResources("small", 16, 16 * GIB))
+
+
+def test_a_teacher_of_unknown_make_is_left_out_of_the_sums_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    found = placements("sdpo.teacher=model", f"sdpo.teacher_model.path={tmp_path}")
+    assert any("memory of the SDPO teacher's model is not in" in note for note in found.notes)
 
 
 def test_a_folder_that_is_not_there_is_no_run() -> None:

@@ -1,0 +1,139 @@
+"""A trainer backend of the user's own: found by its import path, and checked in what it returns.
+
+Every failure is a `CustomFunctionError` that names the backend; an exception of its own is chained.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+from composer_mesh.actors.models.policy import empty_model
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import distinct
+from composer_mesh.actors.models.sharding import is_sharded, own_weights
+from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.schema import Config
+from composer_mesh.losses.custom_function import (
+    CustomFunctionError,
+    check_signature,
+    load_function,
+)
+
+METHODS = ("model", "optimizers", "published", "adapters")
+MODEL_PARTS = ("base_model", "get_output_embeddings", "config", "named_parameters")
+
+
+def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
+    """Return the backend that a config names; raises `CustomFunctionError`."""
+    context, section = BackendContext(config, ranks), config.trainer.backend
+    if section is None:
+        return TorchBackend(context)
+    name, made = section.import_path, check_backend(section)
+    backend = _called(name, "", lambda: made(context, **section.kwargs))
+    if not isinstance(backend, TrainerBackend):
+        told = f"it made a {type(backend).__name__} without the methods {', '.join(METHODS)}"
+        raise CustomFunctionError(name, "", f"{told}: return a backend")
+    return UsersBackend(name, backend, config.trainer.sharded)
+
+
+def check_backend(section: CustomFunction) -> Callable[..., Any]:
+    """Import a backend's class, or a function that makes one, and return it; nothing is called.
+
+    Raises `CustomFunctionError` where it takes other arguments or lacks a method.
+    """
+    found, name = load_function(section.import_path), section.import_path
+    check_signature(found, name, section.kwargs, given="context")
+    missing = [one for one in METHODS if not callable(getattr(found, one, None))]
+    if isinstance(found, type) and missing:
+        told = f"it has no method {missing[0]!r}: derive it from composer_mesh.TorchBackend"
+        raise CustomFunctionError(name, "", f"{told}, or write {', '.join(METHODS)}")
+    return found
+
+
+class UsersBackend:
+    """A backend whose results are checked, with errors that say value, bound and repair."""
+
+    def __init__(self, name: str, backend: TrainerBackend, sharded: bool) -> None:
+        self._name, self._backend, self._sharded = name, backend, sharded
+
+    def model(self, folder: Path) -> Any:
+        """Return the backend's model; raises for one that the trainer cannot train."""
+        model = _called(self._name, "model", lambda: self._backend.model(folder))
+        self._check_model(model)
+        published = self.published(model)
+        for name, weight in empty_model(folder).named_parameters():
+            found = published.get(name)
+            if found is None or found.shape != weight.shape:
+                shape = "nothing" if found is None else f"shape {tuple(found.shape)}"
+                told = f"its published {name} is {shape} but has to be {tuple(weight.shape)}"
+                raise self._error("published", f"{told}: return what generators load from {folder}")
+        own = set(distinct(own_weights(model)))
+        if not self.adapters(model) and set(distinct(published)) != own:
+            told = "it publishes other tensors than the model's own and has no adapters"
+            raise self._error("adapters", f"{told}: return the trained tensors from adapters")
+        return model
+
+    def _check_model(self, model: Any) -> None:
+        missing = [part for part in MODEL_PARTS if not hasattr(model, part)]
+        if missing:
+            told = f"it returned a {type(model).__name__} without {missing[0]!r}"
+            raise self._error("model", f"{told}: return a causal LM of transformers")
+        if not any(weight.requires_grad for weight in model.parameters()):
+            told = "no parameter of its model requires a gradient"
+            raise self._error("model", f"{told}: leave some that are trained")
+        if is_sharded(model) != self._sharded:
+            own, wanted = ("sharded", "none") if is_sharded(model) else ("whole", "fsdp2")
+            told = f"its model is {own} but the config shards it as {wanted!r}"
+            raise self._error("model", f"{told}: load it with super().model, or set sharding")
+
+    def optimizers(self, weights: Mapping[str, nn.Parameter]) -> Sequence[torch.optim.Optimizer]:
+        """Return the backend's optimizers; raises unless each weight is in one of them, once."""
+        found = _called(self._name, "optimizers", lambda: self._backend.optimizers(weights))
+        if not isinstance(found, list | tuple) or not all(
+            isinstance(one, torch.optim.Optimizer) for one in found
+        ):
+            told = f"it returned a {type(found).__name__}"
+            raise self._error("optimizers", f"{told}: return a list of torch's optimizers")
+        held = [id(one) for optimizer in found for group in optimizer.param_groups
+                for one in group["params"]]  # fmt: skip
+        for name, weight in weights.items():
+            if (count := held.count(id(weight))) != 1:
+                told = f"{name} is in {count} of its optimizers' groups but has to be in one"
+                raise self._error("optimizers", f"{told}: give them all of `weights`")
+        if len(held) != len(weights):
+            told = f"its optimizers hold {len(held)} tensors but {len(weights)} are trained"
+            raise self._error("optimizers", f"{told}: give them `weights` alone")
+        return list(found)
+
+    def published(self, model: Any) -> dict[str, Tensor]:
+        """Return the published tensors."""
+        return self._tensors("published", self._backend.published, model)
+
+    def adapters(self, model: Any) -> dict[str, Tensor]:
+        """Return the trained tensors that are not published as they are."""
+        return self._tensors("adapters", self._backend.adapters, model)
+
+    def _tensors(self, method: str, call: Callable[[Any], Any], model: Any) -> dict[str, Tensor]:
+        found = _called(self._name, method, lambda: call(model))
+        if not isinstance(found, dict) or not all(
+            isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
+        ):
+            told = f"it returned a {type(found).__name__} that is no dict of tensors by name"
+            raise self._error(method, f"{told}: return one")
+        return found
+
+    def _error(self, method: str, problem: str) -> CustomFunctionError:
+        return CustomFunctionError(self._name, method, problem)
+
+
+def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
+    """Call into the backend; its exception becomes the cause of an error that names it."""
+    try:
+        return call()
+    except Exception as error:
+        problem = f"it raised {type(error).__name__}: {error}"
+        raise CustomFunctionError(name, method, problem) from error

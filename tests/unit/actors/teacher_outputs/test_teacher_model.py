@@ -1,0 +1,215 @@
+"""A teacher that is another model: of another size and padding, with the policy's tokenizer."""
+
+from __future__ import annotations
+
+import random
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process_host import InProcessHost
+from step_batches import batch_of, nearby, weights_of
+
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
+from composer_mesh.actors.models import policy
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.policy import save_policy
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
+from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
+from composer_mesh.actors.teacher_outputs.teacher_folder import load_teacher
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
+from composer_mesh.losses.distillation import generalized_jsd
+from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightManifest
+from composer_mesh.planning.model_folder import UnfitModelFolder
+
+OUTPUTS = ["hidden", "full", "topk", "sampled"]
+PADDINGS = [-3, 0, 5]
+"""Rows that the teacher's head has more than the student's."""
+
+
+@pytest.fixture
+def student(build_model: Any) -> Any:
+    """A student whose own head has a few rows that no token has."""
+    model = build_model(1)
+    model.resize_token_embeddings(len(model.lm_head.weight) + 4)
+    return model
+
+
+@pytest.fixture
+def bigger(build_config: Any, tokenizer: Any, student: Any) -> Any:
+    """A wider teacher, by the rows that its head has more than the student's."""
+
+    def build(padding: int) -> Any:
+        sizes = {"hidden_size": 48, "layers": 3, "heads": 3, "kv_heads": 3}
+        config = build_config(policy=sizes).policy
+        model = policy.build_model(config, tokenizer, seed=5)
+        model.resize_token_embeddings(len(student.lm_head.weight) + padding)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for weights in model.parameters():
+                if weights.dim() > 1:
+                    weights.normal_(std=0.3, generator=generator)
+        return model.eval()
+
+    return build
+
+
+def taught(build_config: Any, folder: Path, **settings: Any) -> Any:
+    sdpo = {"alpha": 0.5, "teacher": "model", "teacher_model": {"path": folder}, **settings}
+    return build_config(sdpo=sdpo)
+
+
+@pytest.fixture
+def folders(student: Any, bigger: Any, tokenizer: Any, tmp_path: Path) -> tuple[Path, Path]:
+    """The folders of the policy and of the teacher."""
+    save_policy(student, tokenizer, tmp_path / "policy")
+    save_policy(bigger(5), tokenizer, tmp_path / "teacher")
+    return tmp_path / "policy", tmp_path / "teacher"
+
+
+def test_a_head_with_more_rows_gives_their_probability_to_the_others() -> None:
+    states, weight, bias = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
+    for one in (bias, None):
+        whole = states @ weight.T + (0 if one is None else one)
+        head = Head(weight, one).fitted(7)
+        found = states @ head.weight.T + (0 if head.bias is None else head.bias)
+        wanted = whole.softmax(-1)[:, :7]
+        torch.testing.assert_close(found.softmax(-1), wanted / wanted.sum(-1, keepdim=True))
+
+
+def test_a_head_with_fewer_rows_gives_the_missing_ones_no_probability() -> None:
+    states, weight, bias = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
+    for one in (bias, None):
+        whole = states @ weight.T + (0 if one is None else one)
+        head = Head(weight, one).fitted(12)
+        assert head.bias is not None
+        found = (states @ head.weight.T + head.bias).softmax(-1)
+        torch.testing.assert_close(found[:, :9], whole.softmax(-1))
+        assert found[:, 9:].eq(0).all()
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_the_loss_is_that_to_the_other_models_distribution_over_the_students_ids(
+    build_config: Any, student: Any, bigger: Any, tmp_path: Path, padding: int
+) -> None:
+    config = taught(build_config, tmp_path)
+    model, rows = bigger(padding), len(student.lm_head.weight)
+    views = batch_of(student, random.Random(1), samples=4).views
+    teacher = TeacherModel(model, config.sdpo, 4096, vocabulary=rows)
+    output = TeacherOutput(teacher.teacher_output(views), teacher.head())
+    states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
+    targets = torch.tensor([target for view in views for target in view.targets])
+    own = StudentRows(LanguageModel(student), states, targets, 1.0)
+    found = SdpoChannel(config).loss(own, output, normalizer=len(targets))
+    with torch.no_grad():
+        other = LanguageModel(model)
+        kept = other.weight[:rows]
+        logits = teacher.states(views) @ kept.T
+        logits = torch.cat([logits, logits.new_full((len(logits), rows - len(kept)), -200)], -1)
+    mask = torch.ones(len(targets), dtype=torch.bool)
+    scores = states @ student.lm_head.weight.T
+    wanted = generalized_jsd(scores, logits, mask, jsd_beta=0.5, normalizer=len(targets))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    (gradient,) = torch.autograd.grad(found, states)
+    (expected,) = torch.autograd.grad(wanted, states)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("teacher_output", OUTPUTS)
+def test_every_output_of_another_model_trains_the_student_with_a_finite_loss(
+    build_config: Any, student: Any, bigger: Any, tmp_path: Path, teacher_output: str, padding: int
+) -> None:
+    settings = {"teacher_output": teacher_output, "top_k": 500, "top_k_choice": "student"}
+    config = taught(build_config, tmp_path, **settings)
+    rows = len(student.lm_head.weight)
+    views = batch_of(student, random.Random(1), samples=4).views
+    teacher = TeacherModel(bigger(padding), config.sdpo, 4096, vocabulary=rows)
+    states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
+    targets = torch.tensor([target for view in views for target in view.targets])
+    own = StudentRows(LanguageModel(student), states, targets, 1.0)
+    found = teacher.teacher_output(views, own.top_k(500))
+    output = TeacherOutput(found, teacher.head() if teacher_output == "hidden" else None)
+    loss = SdpoChannel(config).loss(own, output, normalizer=len(targets))
+    loss.backward()
+    assert loss.isfinite()
+    assert states.grad is not None
+    assert states.grad.isfinite().all()
+    assert states.grad.abs().sum() > 0
+
+
+def test_another_model_never_follows_the_trainer(
+    build_config: Any, student: Any, bigger: Any, tmp_path: Path
+) -> None:
+    teacher = TeacherModel(bigger(0), taught(build_config, tmp_path).sdpo, 4096)
+    before = {name: one.clone() for name, one in weights_of(teacher.models[0]).items()}
+    nearby(student, seed=3)
+    teacher.absorb(1, blend_from(student))
+    assert teacher.version == 1
+    assert all(one.equal(before[name]) for name, one in weights_of(teacher.models[0]).items())
+    assert teacher.average() == {}
+
+
+async def test_a_teacher_process_of_another_model_reads_no_published_weights(
+    build_config: Any, folders: tuple[Path, Path]
+) -> None:
+    teacher = await InProcessHost().spawn("sdpo_teacher", SDPOTeacherActor)
+    await teacher.call("load", taught(build_config, folders[1]), folders[0], deadline_s=60)
+    nobody = WeightsHandle(3, WeightManifest(()), ())
+    assert await teacher.call("pull", nobody, deadline_s=60) == 3
+    assert await teacher.call("restore", 5, None, deadline_s=60) == 5
+
+
+def test_a_teacher_in_the_trainer_is_the_one_in_its_own_process(
+    build_config: Any, student: Any, folders: tuple[Path, Path]
+) -> None:
+    config = taught(build_config, folders[1], placement="inline")
+    learner = Learner(config, folders[0], Ranks())
+    batch = batch_of(student, random.Random(1), samples=4)
+    source = learner.own_teacher_outputs(batch)
+    inline = source.take(0, batch.views, lambda: torch.empty(0))
+    apart = TeacherModel(
+        load_teacher(config.sdpo, folders[0]),
+        config.sdpo,
+        config.trainer.microbatch_tokens,
+        vocabulary=len(student.lm_head.weight),
+    )
+    torch.testing.assert_close(inline.tensors, apart.teacher_output(batch.views))
+    assert inline.head is not None
+    torch.testing.assert_close(inline.head.weight, apart.head().weight)
+    assert inline.head.weight.shape == (len(student.lm_head.weight), 48)
+    metrics = learner.train(batch, source)
+    assert metrics["loss/sdpo"] > 0
+    assert learner.own_teacher_outputs(batch).figures()["sdpo/teacher_version"] == 1
+
+
+def test_a_model_with_another_tokenizer_is_refused_where_it_is_loaded(
+    build_config: Any, student: Any, folders: tuple[Path, Path], tokenizer: Any
+) -> None:
+    changed = deepcopy(tokenizer)
+    changed.add_tokens(["<other>"])
+    save_policy(student, changed, folders[1])
+    told = (
+        f"^sdpo.teacher_model.path: {re.escape(str(folders[1]))} has another tokenizer, which has "
+        f"{len(changed)} tokens and the policy's {len(tokenizer)}, 1 of them different: '<other>' "
+        rf"is id {len(tokenizer)} there and no token here: give a teacher"
+    )
+    config = taught(build_config, folders[1], placement="inline")
+    with pytest.raises(UnfitModelFolder, match=told):
+        load_teacher(config.sdpo, folders[0])
+    with pytest.raises(UnfitModelFolder, match=told):
+        Learner(config, folders[0], Ranks())
+
+
+def test_a_folder_that_cannot_be_loaded_is_named_by_the_teachers_key(
+    build_config: Any, folders: tuple[Path, Path]
+) -> None:
+    (folders[1] / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UnfitModelFolder, match=r"^sdpo.teacher_model.path: .* cannot be loaded"):
+        load_teacher(taught(build_config, folders[1]).sdpo, folders[0])

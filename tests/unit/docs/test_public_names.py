@@ -1,0 +1,80 @@
+"""The public names: imported when they are used, and all that examples outside the tree need."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+import composer_mesh
+from composer_mesh.configs.schema import Config
+
+PACKAGES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.toml"))
+SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
+CONFIGS = sorted((ROOT / "examples").rglob("*.toml"))
+IMPORTED = (
+    "import sys, json, os, composer_mesh; names = dir(composer_mesh); "
+    "print(json.dumps([names, sorted(sys.modules), os.environ['MONARCH_LOG_SUFFIX']]))"
+)
+
+
+def test_importing_the_package_imports_nothing_of_it_and_sets_one_variable() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], check=True, capture_output=True)
+    names, modules, suffix = json.loads(done.stdout)
+    assert set(composer_mesh.__all__) <= set(names)
+    assert [one for one in modules if one.startswith("composer_mesh.")] == []
+    assert not {"torch", "monarch"} & set(modules)
+    assert len(suffix) == 32
+
+
+@pytest.mark.parametrize("name", composer_mesh.__all__)
+def test_every_public_name_is_what_its_module_has_and_says_what_it_is(name: str) -> None:
+    found, module = getattr(composer_mesh, name), composer_mesh._MODULES[name]
+    assert found is getattr(importlib.import_module(f"composer_mesh.{module}"), name)
+    assert found.__doc__
+
+
+def test_another_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        composer_mesh.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_uses_public_names_only(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not any(one.name.startswith("composer_mesh.") for one in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert not node.module.startswith("composer_mesh.")
+            if node.module == "composer_mesh":
+                assert {one.name for one in node.names} <= set(composer_mesh.__all__)
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
+def test_a_package_of_the_examples_names_its_modules_and_has_a_config(folder: Path) -> None:
+    table = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    named = table["tool"]["setuptools"]
+    modules = {path.stem for path in folder.glob("*.py")}
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert (modules, packages) == (
+        set(named.get("py-modules", ())),
+        set(named.get("packages", ())),
+    )
+    assert "composer-mesh" in table["project"]["dependencies"]
+    assert [path for path in CONFIGS if path.parent == folder and path.name != "pyproject.toml"]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path.name != "pyproject.toml"], ids=lambda path: path.stem
+)
+def test_a_config_of_the_examples_is_a_run(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# Hardware: ")
+    assert Config.model_validate(tomllib.loads(text)).run.name == tomllib.loads(text)["run"]["name"]
