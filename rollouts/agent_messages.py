@@ -1,0 +1,104 @@
+"""Chat messages of agents in one form, and the keys by which they are compared.
+
+Two messages are equal if role, text, and calls (id, name, arguments) are; fields that clients add
+or drop are ignored, and so is white space around an assistant's text. Pure.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from composer_mesh.rollouts.traces import Message
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
+ROLES["assistant"] = "assistant"
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class UnusableMessages(ValueError):
+    """Messages or tools that no prompt can be made of; the text says why."""
+
+
+def normalized(message: dict[str, Any]) -> Message:
+    """Return a message with the fields that a template may read, its content as one text."""
+    role = ROLES.get(message.get("role") or "")
+    if role is None:
+        raise UnusableMessages(
+            f"a message has the role {message.get('role')!r}: use one of {', '.join(ROLES)}"
+        )
+    found: Message = {"role": role, "content": text_of(message.get("content"))}
+    if role == "assistant":
+        calls = [_normalized_call(call) for call in message.get("tool_calls") or []]
+        return found | ({"tool_calls": calls} if calls else {})
+    kept = ("name", "tool_call_id") if role == "tool" else ("name",)
+    return found | {name: message[name] for name in kept if message.get(name)}
+
+
+def text_of(content: Any) -> str:
+    """Return a content's text; raise UnusableMessages if it has parts other than texts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise UnusableMessages(
+                f"a message has a part of the type {part.get('type')!r}: send texts only"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def thinking_of(message: dict[str, Any]) -> str:
+    """Return the thinking that an assistant's message carries apart from its content."""
+    thinking = message.get("reasoning_content") or message.get("reasoning")
+    return thinking if isinstance(thinking, str) else ""
+
+
+def message_keys(message: dict[str, Any]) -> list[bytes]:
+    """Return the keys under which a message is looked up, the most exact one first."""
+    plain = normalized(message)
+    thinking = thinking_of(message) if plain["role"] == "assistant" else ""
+    exact = [_key(plain, thinking)] if thinking else []
+    return [*exact, _key(plain, "")]
+
+
+def chained(path: bytes, key: bytes) -> bytes:
+    """Return the key of a conversation that goes on with one more message."""
+    return hashlib.sha256(path + key).digest()
+
+
+def digest(value: Any) -> bytes:
+    """Return a key of a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).digest()
+
+
+def _key(plain: Message, thinking: str) -> bytes:
+    content = plain["content"].strip() if plain["role"] == "assistant" else plain["content"]
+    calls = [_call_key(call) for call in plain.get("tool_calls", [])]
+    names = [plain.get("name"), plain.get("tool_call_id")]
+    return digest([plain["role"], content, calls, names, thinking.strip()])
+
+
+def _call_key(call: dict[str, Any]) -> list[str]:
+    function = call["function"]
+    arguments = json.dumps(json.loads(function["arguments"]), sort_keys=True)
+    return [call["id"], function["name"], arguments]
+
+
+def _normalized_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableMessages("a tool call names no function: send type, id and function")
+    arguments = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": arguments}
+
+
+def _arguments(arguments: Any) -> str:
+    """Return a call's arguments as JSON."""
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+    except (ValueError, RecursionError):
+        raise UnusableMessages("the arguments of a tool call are no JSON: send an object") from None
+    if not isinstance(value, dict):
+        raise UnusableMessages("the arguments of a tool call are no JSON object: send one")
+    return json.dumps(value, ensure_ascii=False)
