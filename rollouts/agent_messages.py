@@ -1,7 +1,7 @@
 """Chat messages of agents in one form, and the keys by which they are compared.
 
 Two messages are equal if role, text, and calls (id, name, arguments) are; fields that clients add
-or drop are ignored, and so is white space around an assistant's text. Pure.
+or drop are ignored, and so are an assistant's thinking and the white space around its text. Pure.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from composer_mesh.rollouts.traces import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
 ROLES["assistant"] = "assistant"
+OPEN, CLOSE = "<think>", "</think>"
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -48,17 +49,17 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def thinking_of(message: dict[str, Any]) -> str:
-    """Return the thinking that an assistant's message carries apart from its content."""
-    thinking = message.get("reasoning_content") or message.get("reasoning")
-    return thinking if isinstance(thinking, str) else ""
-
-
 def message_keys(message: dict[str, Any]) -> list[bytes]:
-    """Return the keys under which a message is looked up, the most exact one first."""
+    """Return the keys under which a message is looked up, the most exact one first.
+
+    An assistant's thinking may stand in its content, in a field of its own, or nowhere.
+    """
     plain = normalized(message)
-    thinking = thinking_of(message) if plain["role"] == "assistant" else ""
-    exact = [_key(plain, thinking)] if thinking else []
+    if plain["role"] != "assistant":
+        return [_key(plain, "")]
+    inside, plain["content"] = _apart(plain["content"])
+    thinking = message.get("reasoning_content") or message.get("reasoning") or inside
+    exact = [_key(plain, thinking)] if isinstance(thinking, str) and thinking else []
     return [*exact, _key(plain, "")]
 
 
@@ -70,6 +71,14 @@ def chained(path: bytes, key: bytes) -> bytes:
 def digest(value: Any) -> bytes:
     """Return a key of a JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).digest()
+
+
+def _apart(content: str) -> tuple[str, str]:
+    """Return the thinking in a content, and the rest."""
+    thinking, closed, answer = content.strip().rpartition(CLOSE)
+    if not closed and answer.startswith(OPEN):
+        thinking, answer = answer, ""
+    return thinking.lstrip().removeprefix(OPEN), answer
 
 
 def _key(plain: Message, thinking: str) -> bytes:

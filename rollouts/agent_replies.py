@@ -39,13 +39,11 @@ def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> Re
 
 
 def _keys(text: str, message: Message) -> list[bytes]:
-    """Return the keys of a reply without its thinking, which comes first, as it was sent, with its
-    thinking in the content, and as its whole text."""
-    before = text.partition(OPEN)[0] if "tool_calls" in message else text
+    """Return the keys of a reply without its thinking, which comes first, as it was sent, and as
+    its whole text."""
     without = {name: value for name, value in message.items() if name != "reasoning_content"}
-    forms = [without, message, {**without, "content": before}]
-    forms.append({"role": "assistant", "content": text})
-    return list(dict.fromkeys(key for form in forms for key in message_keys(form)))
+    forms = [without, message, {"role": "assistant", "content": text}]
+    return list(dict.fromkeys(key for form in forms for key in reversed(message_keys(form))))
 
 
 def _wire_call(call: ToolCall, name: str, index: int) -> dict[str, object]:

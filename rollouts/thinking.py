@@ -6,9 +6,8 @@ leave it out when it renders a conversation anew.
 
 from dataclasses import dataclass
 
+from composer_mesh.rollouts.agent_messages import CLOSE, OPEN
 from composer_mesh.rollouts.chat import ChatFormat
-
-OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
