@@ -19,7 +19,7 @@ from composer_mesh.rollouts.agent_messages import (
     message_keys,
     normalized,
 )
-from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt
+from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt, received
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.traces import Message
 
@@ -92,14 +92,9 @@ class Conversations:
             if found is None:
                 path = paths[-1]
             else:
-                known, after = _received(found), index
+                known, after = received(found), index
                 path = known.path
         return known, messages[after:], path
-
-
-def _received(turns: list[CapturedTurn]) -> CapturedTurn:
-    """Return the last one that its client got, of answers that read the same."""
-    return next((turn for turn in reversed(turns) if turn.delivered), turns[-1])
 
 
 def _continued(chat: ChatFormat, known: CapturedTurn, messages: list[Message]) -> list[int]:

@@ -97,6 +97,10 @@ class CapturedEpisode:
         self._raw.remember(turn, given, cut.text)
         return turn
 
+    def withdraw(self, turn: CapturedTurn) -> None:
+        """Mark an answer as not received, unless the agent went on from it."""
+        self._tree.withdraw(turn)
+
     def trajectories(self) -> list[CapturedTrajectory]:
         """Return one trajectory for each answer that the agent got and did not go on from."""
         return self._tree.trajectories()

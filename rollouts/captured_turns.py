@@ -49,6 +49,11 @@ class CapturedTurn:
             node = node.parent
 
 
+def received(turns: list[CapturedTurn]) -> CapturedTurn:
+    """Return the last one that its client got, of answers that read the same."""
+    return next((turn for turn in reversed(turns) if turn.delivered), turns[-1])
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What a request asks to continue: new messages and ids after `parent`, and all ids."""
@@ -85,6 +90,10 @@ class TurnTree:
 
     def add(self, turn: CapturedTurn) -> None:
         self._turns.append(turn)
+
+    def withdraw(self, turn: CapturedTurn) -> None:
+        """Mark a turn as not received, unless another one follows it."""
+        turn.delivered = any(other.parent is turn for other in self._turns)
 
     def trajectories(self) -> list[CapturedTrajectory]:
         """Return one trajectory for each delivered answer that nothing delivered follows."""

@@ -6,10 +6,11 @@ tokens in such a text are meant as such.
 
 import hashlib
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 from composer_mesh.rollouts.agent_messages import UnusableMessages
-from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt
+from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt, received
 from composer_mesh.rollouts.chat import ChatFormat
 
 
@@ -17,12 +18,12 @@ class PrefixIndex:
     """Finds the longest known sequence that another one begins with."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bytes], CapturedTurn] = {}
+        self._known: defaultdict[tuple[int, bytes], list[CapturedTurn]] = defaultdict(list)
         self._lengths: set[int] = set()
 
     def add(self, sequence: Sequence[int] | str, turn: CapturedTurn) -> None:
         self._lengths.add(len(sequence))
-        self._known[len(sequence), hashlib.sha256(_bytes(sequence)).digest()] = turn
+        self._known[len(sequence), hashlib.sha256(_bytes(sequence)).digest()].append(turn)
 
     def longest(self, sequence: Sequence[int] | str) -> tuple[CapturedTurn | None, int]:
         """Return the turn at the end of the longest known beginning, and its length."""
@@ -31,8 +32,8 @@ class PrefixIndex:
         for length in sorted(length for length in self._lengths if length <= len(sequence)):
             state.update(_bytes(sequence[at:length]))
             at = length
-            if (turn := self._known.get((length, state.digest()))) is not None:
-                found = turn, length
+            if turns := self._known.get((length, state.digest())):
+                found = received(turns), length
         return found
 
 
@@ -58,7 +59,7 @@ class RawPrompts:
     def remember(self, turn: CapturedTurn, given: str | list[int], text: str) -> None:
         """Know an answer by its ids, and by its text if the prompt was one."""
         self._ids.add(turn.token_ids(), turn)
-        if isinstance(given, str):
+        if isinstance(given, str) and text:  # without a text it would be a prefix of its own prompt
             self._texts.add(given + text, turn)
 
     def _context(

@@ -72,6 +72,9 @@ class Exchange:
     created: int = field(default_factory=lambda: int(time.time()))
     listeners: int = 0
     delivered: bool = False
+    given_up: bool = False
+    timer: asyncio.TimerHandle | None = None
+    """Gives it up when it fires, unless a connection waits for it again."""
 
     @property
     def turns(self) -> list[CapturedTurn]:
@@ -81,7 +84,7 @@ class Exchange:
     @property
     def failed(self) -> bool:
         task = self.sampling
-        return task.done() and (task.cancelled() or task.exception() is not None)
+        return self.given_up or (task.done() and (task.cancelled() or task.exception() is not None))
 
 
 class AgentEpisode:
@@ -129,6 +132,8 @@ class AgentEpisode:
             raise EpisodeEnded
         exchange = self._earlier(key, retry) or self._started(ask, key)
         exchange.listeners += 1
+        if exchange.timer is not None:
+            exchange.timer.cancel()
         try:
             await asyncio.wait({exchange.sampling})
             if exchange.sampling.cancelled():
@@ -137,23 +142,31 @@ class AgentEpisode:
         except BaseException:
             self.release(exchange, sent=False)
             raise
+        # Before it is sent, so that whoever got an answer finds it among the trajectories.
+        for turn in exchange.turns:
+            turn.deliver()
         return exchange
 
     def release(self, exchange: Exchange, sent: bool) -> None:
         """Say that a connection has sent the answers of an exchange, or was lost before."""
         exchange.listeners -= 1
-        if sent:
-            exchange.delivered = True
+        exchange.delivered = exchange.delivered or sent
+        if exchange.delivered or exchange.listeners or exchange.failed:
+            return
+        if exchange.sampling.done():
             for turn in exchange.turns:
-                turn.deliver()
-        elif not exchange.sampling.done() and not exchange.listeners:
+                self._captured.withdraw(turn)
+        else:
             loop = asyncio.get_running_loop()
-            loop.call_later(self._retry_wait_s, self._give_up, exchange)
+            exchange.timer = loop.call_later(self._retry_wait_s, self._give_up, exchange)
 
     async def close(self) -> None:
         """End all requests; later ones raise EpisodeEnded."""
         self._ended = True
         exchanges = [one for found in self._exchanges.values() for one in found]
+        for exchange in exchanges:
+            if exchange.timer is not None:
+                exchange.timer.cancel()
         await cancel_and_wait([one.sampling for one in exchanges])
 
     def _earlier(self, key: bytes, retry: bool) -> Exchange | None:
@@ -235,7 +248,8 @@ class AgentEpisode:
         return self._captured.record_text(prompt, question.given, result, stops)
 
     def _give_up(self, exchange: Exchange) -> None:
-        if not exchange.listeners:
+        if not exchange.sampling.done():
+            exchange.given_up = True
             exchange.sampling.cancel()
 
 

@@ -348,6 +348,14 @@ def test_raw_text_continues_the_same_ids(qwen: ChatFormat) -> None:
     assert agent.episode.text_prompt("other").parent is None
 
 
+def test_a_raw_answer_without_text_is_not_what_its_own_prompt_continues(qwen: ChatFormat) -> None:
+    episode = CapturedEpisode(a_format(qwen))
+    prompt = episode.text_prompt("calcu")
+    result = GenerationResult("t-0", [qwen.stop_id], [-0.5], [0], "stop")
+    episode.record_text(prompt, "calcu", result)
+    assert episode.text_prompt("calcu").ids == prompt.ids
+
+
 @pytest.mark.parametrize("given", ["", [], [500], [-1]])
 def test_a_raw_prompt_without_usable_ids_is_refused(qwen: ChatFormat, given: Any) -> None:
     with pytest.raises(UnusableMessages):
