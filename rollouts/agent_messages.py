@@ -1,11 +1,12 @@
 """Chat messages of agents in one form, and the keys by which they are compared.
 
 Two messages are equal if role, text, and calls (id, name, arguments) are; fields that clients add
-or drop are ignored, and so are an assistant's thinking and the white space around its text. Pure.
+or drop are ignored, and so is white space around an assistant's text. Pure.
 """
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.traces import Message
@@ -49,18 +50,25 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def message_keys(message: dict[str, Any]) -> list[bytes]:
-    """Return the keys under which a message is looked up, the most exact one first.
+@dataclass(frozen=True)
+class MessageKeys:
+    """Keys of one message: of all that was sent, and without an assistant's thinking."""
 
-    An assistant's thinking may stand in its content, in a field of its own, or nowhere.
+    exact: bytes
+    plain: bytes
+
+
+def message_keys(message: dict[str, Any]) -> MessageKeys:
+    """Return the keys of a message.
+
+    An assistant's thinking may stand in its content or in a field of its own.
     """
     plain = normalized(message)
     if plain["role"] != "assistant":
-        return [_key(plain, "")]
+        return MessageKeys(*[_key(plain, "")] * 2)
     inside, plain["content"] = _apart(plain["content"])
     thinking = message.get("reasoning_content") or message.get("reasoning") or inside
-    exact = [_key(plain, thinking)] if isinstance(thinking, str) and thinking else []
-    return [*exact, _key(plain, "")]
+    return MessageKeys(_key(plain, thinking), _key(plain, ""))
 
 
 def chained(path: bytes, key: bytes) -> bytes:
@@ -81,11 +89,11 @@ def _apart(content: str) -> tuple[str, str]:
     return thinking.lstrip().removeprefix(OPEN), answer
 
 
-def _key(plain: Message, thinking: str) -> bytes:
+def _key(plain: Message, thinking: Any) -> bytes:
     content = plain["content"].strip() if plain["role"] == "assistant" else plain["content"]
     calls = [_call_key(call) for call in plain.get("tool_calls", [])]
     names = [plain.get("name"), plain.get("tool_call_id")]
-    return digest([plain["role"], content, calls, names, thinking.strip()])
+    return digest([plain["role"], content, calls, names, str(thinking).strip()])
 
 
 def _call_key(call: dict[str, Any]) -> list[str]:

@@ -87,13 +87,12 @@ class Conversations:
         key of the whole conversation."""
         known, after = None, 0
         for index, message in enumerate(messages, 1):
-            paths = [chained(path, key) for key in message_keys(message)]
-            found = next((self._answers[p] for p in paths if p in self._answers), None)
-            if found is None:
-                path = paths[-1]
-            else:
+            keys = message_keys(message)
+            if found := self._answers.get(chained(path, keys.exact)):
                 known, after = received(found), index
                 path = known.path
+            else:
+                path = chained(path, keys.plain)
         return known, messages[after:], path
 
 

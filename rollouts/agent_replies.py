@@ -41,9 +41,8 @@ def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> Re
 def _keys(text: str, message: Message) -> list[bytes]:
     """Return the keys of a reply without its thinking, which comes first, as it was sent, and as
     its whole text."""
-    without = {name: value for name, value in message.items() if name != "reasoning_content"}
-    forms = [without, message, {"role": "assistant", "content": text}]
-    return list(dict.fromkeys(key for form in forms for key in reversed(message_keys(form))))
+    sent, whole = message_keys(message), message_keys({"role": "assistant", "content": text})
+    return list(dict.fromkeys([sent.plain, sent.exact, whole.exact, whole.plain]))
 
 
 def _wire_call(call: ToolCall, name: str, index: int) -> dict[str, object]:
