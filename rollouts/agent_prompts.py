@@ -88,9 +88,8 @@ class Conversations:
         known, after = None, 0
         for index, message in enumerate(messages, 1):
             keys = message_keys(message)
-            if found := self._answers.get(chained(path, keys.exact)):
-                known, after = received(found), index
-                path = known.path
+            if found := received(self._answers.get(chained(path, keys.exact), [])):
+                known, after, path = found, index, found.path
             else:
                 path = chained(path, keys.plain)
         return known, messages[after:], path

@@ -115,8 +115,6 @@ class CapturedEpisode:
         turn = Turn(prompt.context_ids, cut.ids, logprobs, versions, reason)
         finish: StopReason = "stop" if cut.stopped else result.stop_reason
         captured = CapturedTurn(prompt.parent, turn, prompt.asked, answer, prompt.tools, finish)
-        if prompt.parent is not None:
-            prompt.parent.deliver()
         self._tree.add(captured)
         return captured
 

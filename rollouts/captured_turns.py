@@ -4,7 +4,7 @@ Each sampled turn follows another one, or begins a segment. Each path to a leaf 
 turn that several of them share is trained in the first one only. Pure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +49,9 @@ class CapturedTurn:
             node = node.parent
 
 
-def received(turns: list[CapturedTurn]) -> CapturedTurn:
+def received(turns: Iterable[CapturedTurn]) -> CapturedTurn | None:
     """Return the last one that its client got, of answers that read the same."""
-    return next((turn for turn in reversed(turns) if turn.delivered), turns[-1])
+    return next((turn for turn in reversed(list(turns)) if turn.delivered), None)
 
 
 @dataclass(frozen=True, slots=True)

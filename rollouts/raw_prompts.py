@@ -32,8 +32,8 @@ class PrefixIndex:
         for length in sorted(length for length in self._lengths if length <= len(sequence)):
             state.update(_bytes(sequence[at:length]))
             at = length
-            if turns := self._known.get((length, state.digest())):
-                found = received(turns), length
+            if (turn := received(self._known.get((length, state.digest()), []))) is not None:
+                found = turn, length
         return found
 
 

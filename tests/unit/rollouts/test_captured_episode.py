@@ -238,10 +238,9 @@ def test_siblings_that_read_the_same_go_on_with_their_own_ids(qwen: ChatFormat) 
 def test_an_answer_that_nobody_got_is_in_no_trajectory(qwen: ChatFormat) -> None:
     agent = Agent(qwen, *SAID)
     first = agent.ask(QUESTION)
-    first.delivered = False
+    agent.episode.withdraw(first)
     assert agent.episode.trajectories() == []
-    agent.ask([*QUESTION, first.answer, *HEARD[0]])
-    assert [one.trained for one in agent.episode.trajectories()] == [[True, True]]
+    assert agent.ask([*QUESTION, first.answer, *HEARD[0]]).parent is None
 
 
 def test_the_messages_of_a_trajectory_are_the_conversation(qwen: ChatFormat) -> None:
