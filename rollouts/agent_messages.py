@@ -6,6 +6,7 @@ or drop are ignored, and so is white space around an assistant's text. Pure.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,20 @@ def message_keys(message: dict[str, Any]) -> MessageKeys:
     inside, plain["content"] = _apart(plain["content"])
     thinking = message.get("reasoning_content") or message.get("reasoning") or inside
     return MessageKeys(_key(plain, thinking), _key(plain, ""))
+
+
+def stopped_key(content: str, stops: Sequence[str]) -> bytes | None:
+    """Return the key of an assistant's text before the first stop string; None if it has none.
+
+    What stands behind a stop string was never sampled: a client has added it.
+    """
+    found = [content.find(stop) for stop in stops if stop in content]
+    return ended_key(content[: min(found)]) if found else None
+
+
+def ended_key(content: str) -> bytes:
+    """Return the key of an assistant's text that ended, whatever a client adds to it."""
+    return digest(["ended", _apart(content)[1].strip()])
 
 
 def chained(path: bytes, key: bytes) -> bytes:

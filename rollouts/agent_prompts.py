@@ -7,6 +7,7 @@ its conversation is rendered as a whole. Pure.
 
 import json
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from composer_mesh.rollouts.agent_messages import (
     digest,
     message_keys,
     normalized,
+    stopped_key,
+    text_of,
 )
 from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt, received
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
@@ -60,9 +63,11 @@ class Conversations:
         self._formats = formats
         self._answers: defaultdict[bytes, list[CapturedTurn]] = defaultdict(list)
 
-    def prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> Prompt:
+    def prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]], stops: Sequence[str]
+    ) -> Prompt:
         """Return the prompt of a request; raises UnusableMessages."""
-        known, rest, path = self._longest_known(messages, digest(tools))
+        known, rest, path = self._longest_known(messages, digest(tools), stops)
         plain = [normalized(message) for message in rest]
         own_system = known is not None or any(m["role"] == "system" for m in plain)
         chat = self._formats.of(tools, own_system)
@@ -81,18 +86,29 @@ class Conversations:
             self._answers[chained(before, key)].append(turn)
 
     def _longest_known(
-        self, messages: list[Message], path: bytes
+        self, messages: list[Message], path: bytes, stops: Sequence[str]
     ) -> tuple[CapturedTurn | None, list[Message], bytes]:
         """Return the last sampled answer that the messages quote, the messages after it, and the
         key of the whole conversation."""
         known, after = None, 0
         for index, message in enumerate(messages, 1):
             keys = message_keys(message)
-            if found := received(self._answers.get(chained(path, keys.exact), [])):
+            found = self._received(path, keys.exact) or self._stopped(path, message, stops)
+            if found is not None:
                 known, after, path = found, index, found.path
             else:
                 path = chained(path, keys.plain)
         return known, messages[after:], path
+
+    def _received(self, path: bytes, key: bytes) -> CapturedTurn | None:
+        return received(self._answers.get(chained(path, key), []))
+
+    def _stopped(self, path: bytes, message: Message, stops: Sequence[str]) -> CapturedTurn | None:
+        """Return the answer to which a client has added a stop string and more."""
+        if message["role"] != "assistant":
+            return None
+        key = stopped_key(text_of(message.get("content")), stops)
+        return None if key is None else self._received(path, key)
 
 
 def _continued(chat: ChatFormat, known: CapturedTurn, messages: list[Message]) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from composer_mesh.rollouts.agent_messages import ended_key
 from composer_mesh.rollouts.agent_prompts import Conversations, ToolFormats
 from composer_mesh.rollouts.agent_replies import reply_to
 from composer_mesh.rollouts.captured_turns import (
@@ -66,9 +67,11 @@ class CapturedEpisode:
         """The number of turns that were recorded."""
         return len(self._tree)
 
-    def chat_prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> Prompt:
+    def chat_prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]], stops: Sequence[str] = ()
+    ) -> Prompt:
         """Return what a request with messages continues; raises UnusableMessages."""
-        return self._conversations.prompt(messages, tools)
+        return self._conversations.prompt(messages, tools, stops)
 
     def text_prompt(self, given: str | list[int]) -> Prompt:
         """Return what a request with a text or ids continues; raises UnusableMessages."""
@@ -81,7 +84,8 @@ class CapturedEpisode:
         cut = cut_at_stop(self._format.chat, result.token_ids, stops)
         reply = reply_to(cut.text, self._format.style, bool(prompt.tools), result.request_id)
         turn = self._added(prompt, result, cut, reply.message)
-        self._conversations.remember(turn, prompt.path, reply.keys)
+        ended = [ended_key(reply.message["content"] or "")] if stops else []
+        self._conversations.remember(turn, prompt.path, [*reply.keys, *ended])
         return turn
 
     def record_text(

@@ -176,7 +176,7 @@ class AgentEpisode:
         return next(iter(lost or (usable[::-1] if retry else [])), None)
 
     def _started(self, ask: Ask, key: bytes) -> Exchange:
-        prompts = [self._prompt(question) for question in ask.questions]
+        prompts = [self._prompt(question, ask.stops) for question in ask.questions]
         self._check_turns(len(prompts) * ask.n)
         requests = [self._request(prompt, ask) for prompt in prompts for _ in range(ask.n)]
         exchange = Exchange(asyncio.create_task(self._sampled(ask, key, prompts, requests)))
@@ -184,9 +184,9 @@ class AgentEpisode:
         self._exchanges[key].append(exchange)
         return exchange
 
-    def _prompt(self, question: ChatQuestion | TextQuestion) -> Prompt:
+    def _prompt(self, question: ChatQuestion | TextQuestion, stops: Sequence[str]) -> Prompt:
         if isinstance(question, ChatQuestion):
-            return self._captured.chat_prompt(question.messages, question.tools)
+            return self._captured.chat_prompt(question.messages, question.tools, stops)
         return self._captured.text_prompt(question.given)
 
     def _request(self, prompt: Prompt, ask: Ask) -> GenerationRequest:

@@ -12,7 +12,7 @@ from chat_templates import with_template
 from scripted_generation import ADD, ScriptedGeneration, a_sample
 
 from composer_mesh.rollouts.agent_messages import UnusableMessages
-from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat, cut_at_stop
+from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
 from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
@@ -270,19 +270,6 @@ def test_the_system_message_of_the_config_gives_way_to_the_agents(tokenizer: Any
     assert "of the run" not in prompt
 
 
-@pytest.mark.parametrize("stop", ["Observation:", "tion", "n: it", "5"])
-def test_a_stop_string_keeps_the_ids_that_sampling_would_have_stopped_at(
-    qwen: ChatFormat, stop: str
-) -> None:
-    text = "add 2 and 3 = 5\nObservation: it is 5 again\nObservation: 5"
-    ids = qwen.action(text)
-    cut = cut_at_stop(qwen, ids, ["never", stop])
-    assert cut.text == text[: text.index(stop)]
-    assert stop in qwen.action_text(cut.ids)
-    assert stop not in qwen.action_text(cut.ids[:-1])
-    assert ids[: len(cut.ids)] == cut.ids
-
-
 def test_an_answer_that_a_stop_string_ended_is_closed_in_the_context(qwen: ChatFormat) -> None:
     agent = Agent(qwen, "one two STOP three", "four")
     first = agent.ask(QUESTION, stops=["STOP"])
@@ -332,30 +319,33 @@ def test_what_an_agent_wrote_as_an_answer_brings_no_control_tokens(qwen: ChatFor
     assert controls("<|im_end|><|im_start|>system</tool_call>") == controls("word")
 
 
-def test_raw_text_continues_the_same_ids(qwen: ChatFormat) -> None:
-    agent, said = Agent(qwen), qwen.action("cal culator")
-    prompt = agent.episode.text_prompt("calcu")
-    result = GenerationResult("t-0", said, [-0.5] * len(said), [0] * len(said), "stop")
-    turn = agent.episode.record_text(prompt, "calcu", result)
-    turn.deliver()
-    for rest in ("\nlator", "<|im_end|>\nlator"):
-        again = agent.episode.text_prompt(f"calcucal culator{rest}")
-        assert again.parent is turn
-        after = qwen.tokenizer.encode("\nlator", add_special_tokens=False)
-        assert again.ids == [*prompt.ids, *said, *after]
-    assert agent.episode.text_prompt([*prompt.ids, *said, 7]).context_ids == [7]
-    assert agent.episode.text_prompt("other").parent is None
+STOPS = ("Observation:", "Calling tools:", "</code>")
 
 
-def test_a_raw_answer_without_text_is_not_what_its_own_prompt_continues(qwen: ChatFormat) -> None:
-    episode = CapturedEpisode(a_format(qwen))
-    prompt = episode.text_prompt("calcu")
-    result = GenerationResult("t-0", [qwen.stop_id], [-0.5], [0], "stop")
-    episode.record_text(prompt, "calcu", result)
-    assert episode.text_prompt("calcu").ids == prompt.ids
-
-
-@pytest.mark.parametrize("given", ["", [], [500], [-1]])
-def test_a_raw_prompt_without_usable_ids_is_refused(qwen: ChatFormat, given: Any) -> None:
-    with pytest.raises(UnusableMessages):
-        CapturedEpisode(a_format(qwen)).text_prompt(given)
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            SAID[0],
+            "well\nCalling tools:\n[{'id': 'fb1391c18', 'type': 'function', 'function': "
+            "{'name': 'add', 'arguments': {'b': 3, 'a': 2}}}]",
+        ),
+        (
+            "<think>hm</think>\n\nThought: add\n<code>\nprint(5)\n</code> and more",
+            "Thought: add\n<code>\nprint(5)\n</code>\nCalling tools:\n[{'id': 'call_1', 'type': "
+            "'function', 'function': {'name': 'python_interpreter', 'arguments': 'print(5)'}}]",
+        ),
+    ],
+    ids=["ToolCallingAgent", "CodeAgent"],
+)
+def test_what_smolagents_writes_behind_an_answer_is_no_edit(
+    qwen: ChatFormat, said: str, shown: str
+) -> None:
+    """As smolagents 1.26 sent it."""
+    agent = Agent(qwen)
+    first = agent.ask(QUESTION, said, stops=STOPS)
+    echo: Message = {"role": "assistant", "content": [{"type": "text", "text": shown}]}
+    observed: Message = {"role": "user", "content": [{"type": "text", "text": "Observation:\n5"}]}
+    prompt = agent.episode.chat_prompt([*QUESTION, echo, observed], [ADD], STOPS)
+    assert prompt.parent is first
+    assert [message["content"] for message in prompt.asked] == ["Observation:\n5"]
