@@ -249,13 +249,8 @@ def test_the_messages_of_a_trajectory_are_the_conversation(qwen: ChatFormat) -> 
     first = agent.ask([developer, *QUESTION])
     agent.ask([developer, *QUESTION, first.answer, *HEARD[0]])
     (found,) = agent.episode.trajectories()
-    assert [m["role"] for m in found.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [message["role"] for message in found.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert found.tools == [ADD]
 
 

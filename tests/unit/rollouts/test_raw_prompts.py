@@ -1,4 +1,4 @@
-"""Raw prompts, which agents render themselves, and stop strings: ids are those that were sampled."""
+"""Raw prompts, which agents render themselves, and stop strings: ids stay as they were sampled."""
 
 from __future__ import annotations
 

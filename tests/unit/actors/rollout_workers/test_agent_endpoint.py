@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from agent_clients import OpenedAgent, opened_agent
@@ -305,3 +306,16 @@ async def test_the_end_of_an_episode_ends_its_requests(chat: ChatFormat) -> None
         await client.close()
     assert raised.value.status_code == 410
     assert len(generation.cancelled) == 1
+
+
+async def test_closing_the_endpoint_drops_the_requests_under_way(chat: ChatFormat) -> None:
+    async with opened_agent(chat, "a") as agent:
+        agent.generation.open.clear()
+        asking = asyncio.create_task(
+            agent.web.post("chat/completions", json={"messages": QUESTION})
+        )
+        await agent.generation.asked.wait()
+        await agent.endpoint.close()
+        with pytest.raises(httpx.HTTPError):
+            await asking
+    assert len(agent.generation.cancelled) == 1
