@@ -93,6 +93,15 @@ class ChatFormat:
         """Return the number of ids that an untrusted text takes inside a message."""
         return len(self._plain(text))
 
+    def control_token(self, text: str) -> str | None:
+        """Return a control token that a text holds, other than white space; None without one."""
+        start, pattern = 0, self._controls
+        while pattern is not None and (found := pattern.search(text, start)):
+            if not found[0].isspace():
+                return found[0]
+            start = found.start() + 1
+        return None
+
     @property
     def frame_mark(self) -> str:
         """Placeholder of the hint's text in `hint_frame`."""

@@ -34,10 +34,31 @@ def parse_action(text: str) -> ToolCall | MalformedCall | None:
     """
     if OPEN not in text and CLOSE not in text:
         return None
-    body = text.partition(OPEN)[2]
     if text.count(OPEN) != 1 or text.count(CLOSE) > 1:
         return MalformedCall(text, "write exactly one tool call")
-    if CLOSE not in body:
+    return _parsed(text, text.partition(OPEN)[2])
+
+
+def parse_calls(text: str) -> tuple[ToolCall, ...] | MalformedCall:
+    """Parse all tool calls in an action's text; none if the text is a plain answer.
+
+    One malformed call makes the action malformed.
+    """
+    before, *bodies = text.split(OPEN)
+    if CLOSE in before:
+        return MalformedCall(text, f"a call is not opened by {OPEN}")
+    calls: list[ToolCall] = []
+    for body in bodies:
+        call = _parsed(text, body)
+        if isinstance(call, MalformedCall):
+            return call
+        calls.append(call)
+    return tuple(calls)
+
+
+def _parsed(text: str, body: str) -> ToolCall | MalformedCall:
+    """Parse what follows the opening tag of one call in an action's text."""
+    if body.count(CLOSE) != 1:
         return MalformedCall(text, f"the call is not closed by {CLOSE}")
     try:
         value = json.loads(body.partition(CLOSE)[0])

@@ -1,0 +1,265 @@
+"""The OpenAI-compatible endpoint that captures agents, one base URL for each episode.
+
+    agent -- /e/TOKEN/v1/chat/completions | completions | responses | models --> AgentEpisode
+
+It listens on 127.0.0.1 only. The base URL and the API key of an episode cannot be guessed, and both
+are needed. Requests are read and answers written on threads; sampling is on the event loop that
+started the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import CancelledError
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Self
+
+from composer_mesh.actors.rollout_workers.agent_episode import (
+    AgentEpisode,
+    ContextFull,
+    EpisodeEnded,
+    Exchange,
+    TooManyTurns,
+)
+from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer
+from composer_mesh.actors.rollout_workers.openai_completions import CompletionAnswer
+from composer_mesh.actors.rollout_workers.openai_responses import ResponsesAnswer
+from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
+from composer_mesh.mesh.json_server import LOOPBACK, JsonHandler, JsonServer, Refusal
+from composer_mesh.rollouts.agent_messages import UnusableMessages
+from composer_mesh.rollouts.captured_episode import CaptureFormat
+from composer_mesh.rollouts.captured_turns import CapturedTrajectory
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import Sample, Sampling
+from composer_mesh.rollouts.episode_ports import Generation
+
+RETRY_WAIT_S = 10.0
+"""Seconds for which a request without a connection is sampled on; the client of OpenAI waits up to
+8 before it tries again."""
+LARGEST_REQUEST = 8 * 2**20
+MOST_ENDED = 4096
+"""Ended episodes whose requests are answered as such."""
+APIS: dict[str, ReadRequest] = {
+    "POST chat/completions": ChatAnswer.read,
+    "POST completions": CompletionAnswer.read,
+    "POST responses": ResponsesAnswer.read,
+}
+RETRY_HEADER = "x-stainless-retry-count"
+
+
+@dataclass(frozen=True)
+class OpenedEpisode:
+    """An episode that an agent can reach by its base URL and API key."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    _episode: AgentEpisode = field(repr=False)
+
+    def trajectories(self) -> list[CapturedTrajectory]:
+        """Return what the agent sampled and received, also after the episode has ended."""
+        return self._episode.trajectories()
+
+    def failures(self) -> list[Exception]:
+        """Return the errors of generation at requests that no retry has answered."""
+        return self._episode.failures()
+
+
+class AgentEndpoint:
+    """Serves agents from `start` to `close`, both on the event loop that samples."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        chat: ChatFormat,
+        vocabulary: int,
+        *,
+        model: str = "policy",
+        retry_wait_s: float = RETRY_WAIT_S,
+    ) -> None:
+        """Token ids are below `vocabulary`; `model` is the name under `/v1/models`."""
+        self._generation, self._chat, self._vocabulary = generation, chat, vocabulary
+        self._model, self._retry_wait_s = model, retry_wait_s
+        self._server: _Server | None = None
+
+    async def start(self) -> Self:
+        """Probe the chat template and listen on a free port of 127.0.0.1."""
+        self._format = await asyncio.to_thread(CaptureFormat.of, self._chat, self._vocabulary)
+        self._server = _Server(asyncio.get_running_loop(), self._model)
+        self._server.start()
+        return self
+
+    async def close(self) -> None:
+        """Close all connections. Waits until no request is under way."""
+        server, self._server = self._server, None
+        if server is not None:
+            await asyncio.to_thread(server.close)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @asynccontextmanager
+    async def episode(self, sample: Sample, sampling: Sampling) -> AsyncIterator[OpenedEpisode]:
+        """Serve one attempt at a sample until the context ends, which ends its requests.
+
+        Every answer is sampled with `sampling`, whatever a request asks for.
+        """
+        server = self._server
+        if server is None:
+            raise RuntimeError("the endpoint does not serve: call start first")
+        episode = AgentEpisode(self._format, self._generation, sample, sampling, self._retry_wait_s)
+        token, key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        server.episodes[token] = (episode, key)
+        try:
+            yield OpenedEpisode(f"{server.origin}/e/{token}/v1", key, episode)
+        finally:
+            server.end(token)
+            await episode.close()
+
+
+class _Server(JsonServer):
+    def __init__(self, loop: asyncio.AbstractEventLoop, model: str) -> None:
+        self.loop, self.model = loop, model
+        self.episodes: dict[str, tuple[AgentEpisode, str]] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        super().__init__(_Handler, (LOOPBACK, 0))
+
+    def end(self, token: str) -> None:
+        """Forget an episode but for the fact that it has ended."""
+        del self.episodes[token]
+        self._ended[_digest(token)] = None
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def has_ended(self, token: str) -> bool:
+        return _digest(token) in self._ended
+
+
+class _Handler(JsonHandler):
+    server: _Server
+    server_version = "composer-mesh-agents"
+    largest_request = LARGEST_REQUEST
+    episode: AgentEpisode
+
+    def authorize(self) -> None:
+        token = self._token_and_route(self.path)[0]
+        if token not in self.server.episodes:
+            if self.server.has_ended(token):
+                raise _ended()
+            raise Refusal(HTTPStatus.NOT_FOUND, "no such episode", "episode_not_found")
+        self.episode, key = self.server.episodes[token]
+        given = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            raise Refusal(
+                HTTPStatus.UNAUTHORIZED, "send the API key of the episode", "invalid_api_key"
+            )
+
+    def respond(self, route: str, body: bytes) -> dict[str, Any] | None:
+        method, _, path = route.partition(" ")
+        name = f"{method} {self._token_and_route(path)[1]}"
+        if name == "GET models":
+            return _models(self.server.model)
+        if name not in APIS:
+            raise Refusal(HTTPStatus.NOT_FOUND, f"no route {name!r}: one of {', '.join(APIS)}")
+        answer = APIS[name](body, self.episode, self.server.model)
+        retry = self.headers.get(RETRY_HEADER, "0") not in ("", "0")
+        exchange = self._sampled(answer, hashlib.sha256(f"{name} ".encode() + body).digest(), retry)
+        sent = False
+        try:
+            if answer.stream:
+                self._send_events(answer.events(exchange))
+            else:
+                self.send_json(HTTPStatus.OK, answer.reply(exchange))
+            sent = True
+        finally:
+            self.server.loop.call_soon_threadsafe(self.episode.release, exchange, sent)
+        return None
+
+    def _token_and_route(self, path: str) -> tuple[str, str]:
+        """Return the token and the rest of `/e/TOKEN/v1/REST`."""
+        head, _, rest = path.partition("?")[0].removeprefix("/e/").partition("/v1/")
+        return (head, rest) if path.startswith("/e/") else ("", "")
+
+    def _sampled(self, answer: WireAnswer, key: bytes, retry: bool) -> Exchange:
+        """Return the answers. Waits for the last token; a lost connection is a ConnectionError."""
+        asking = _while_connected(self.connection, self.episode, answer, key, retry)
+        try:
+            return asyncio.run_coroutine_threadsafe(asking, self.server.loop).result()
+        except CancelledError:
+            raise ConnectionAbortedError from None
+        except UnusableMessages as error:
+            raise bad_request(str(error)) from None
+        except ContextFull as error:
+            raise bad_request(str(error), None, "context_length_exceeded") from None
+        except TooManyTurns as error:
+            raise bad_request(str(error), None, "too_many_turns") from None
+        except EpisodeEnded:
+            raise _ended() from None
+        except Exception as error:  # noqa: BLE001  supervision boundary: the run has it as a failure
+            text = f"the answer could not be sampled ({type(error).__name__})"
+            raise Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, text) from None
+
+    def _send_events(self, events: Iterable[bytes]) -> None:
+        """Send a stream, each event as a chunk of its own."""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in events:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self.wfile.write(b"0\r\n\r\n")
+        self.wfile.flush()
+
+
+async def _while_connected(
+    connection: socket.socket, episode: AgentEpisode, answer: WireAnswer, key: bytes, retry: bool
+) -> Exchange:
+    """Return the answers; cancelled when the client closes its connection before."""
+    loop, asking = asyncio.get_running_loop(), asyncio.current_task()
+    assert asking is not None, "run as a task"
+
+    def readable() -> None:
+        loop.remove_reader(connection)
+        if _closed(connection):
+            asking.cancel()
+
+    loop.add_reader(connection, readable)
+    try:
+        return await episode.answer(answer.ask, key, retry)
+    finally:
+        loop.remove_reader(connection)
+
+
+def _closed(connection: socket.socket) -> bool:
+    """Whether a readable connection was closed at its other end."""
+    with contextlib.suppress(BlockingIOError):
+        try:
+            return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except ConnectionError:
+            return True
+    return False
+
+
+def _ended() -> Refusal:
+    return Refusal(HTTPStatus.GONE, "the episode has ended", "episode_ended")
+
+
+def _models(model: str) -> dict[str, Any]:
+    served = {"id": model, "object": "model", "created": 0, "owned_by": "composer-mesh"}
+    return {"object": "list", "data": [served]}
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,259 @@
+"""Answers an agent's requests in one episode by sampling, and captures what was sampled.
+
+A request that is sent again, because its connection was lost, gets the answer of the first one. All
+methods are for the event loop of the rollout worker. Nothing here knows HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
+from composer_mesh.rollouts.captured_turns import CapturedTrajectory, CapturedTurn, Prompt
+from composer_mesh.rollouts.episode import Sample, Sampling, seed_of
+from composer_mesh.rollouts.episode_ports import Generation
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.traces import Message
+
+MOST_TURNS = 4096
+"""Answers that are sampled in one episode at most."""
+
+
+class EpisodeEnded(Exception):
+    """The episode of a request is over."""
+
+
+class ContextFull(ValueError):
+    """A request's prompt leaves no room for an answer."""
+
+
+class TooManyTurns(ValueError):
+    """An episode has sampled as many answers as it may."""
+
+
+@dataclass(frozen=True)
+class ChatQuestion:
+    """Messages to answer."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TextQuestion:
+    """A text or ids to continue."""
+
+    given: str | list[int]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one request wants: `n` answers to each question."""
+
+    questions: Sequence[ChatQuestion | TextQuestion]
+    n: int = 1
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and its answers, which several connections may wait for after a retry."""
+
+    sampling: asyncio.Task[list[CapturedTurn]]
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+    listeners: int = 0
+    delivered: bool = False
+    given_up: bool = False
+    timer: asyncio.TimerHandle | None = None
+    """Gives it up when it fires, unless a connection waits for it again."""
+
+    @property
+    def turns(self) -> list[CapturedTurn]:
+        """The answers, in the order of the questions."""
+        return self.sampling.result()
+
+    @property
+    def failed(self) -> bool:
+        task = self.sampling
+        return self.given_up or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+class AgentEpisode:
+    """One attempt at a sample that an agent plays by requests."""
+
+    def __init__(
+        self,
+        format: CaptureFormat,
+        generation: Generation,
+        sample: Sample,
+        sampling: Sampling,
+        retry_wait_s: float,
+    ) -> None:
+        """A request whose connection is lost is cancelled after `retry_wait_s` without a retry."""
+        self._generation, self._sample, self._sampling = generation, sample, sampling
+        self._chat, self._retry_wait_s = format.chat, retry_wait_s
+        self._captured = CapturedEpisode(format)
+        self._exchanges: defaultdict[bytes, list[Exchange]] = defaultdict(list)
+        self._failures: dict[bytes, Exception] = {}
+        self._asked = 0
+        self._ended = False
+        self.responses: dict[str, list[Message]] = {}
+        """Conversations of the Responses API by the id of their last response."""
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token id."""
+        return self._chat.tokenizer.decode([token], skip_special_tokens=False)
+
+    def trajectories(self) -> list[CapturedTrajectory]:
+        """Return what the agent sampled and received, as paths through the tree of its requests."""
+        return self._captured.trajectories()
+
+    def failures(self) -> list[Exception]:
+        """Return the errors of generation at requests that no retry has answered."""
+        return list(self._failures.values())
+
+    async def answer(self, ask: Ask, key: bytes, retry: bool) -> Exchange:
+        """Return the answers to a request; `release` must be called when they were sent.
+
+        Requests with equal keys are equal. One of them that is a `retry`, or follows one that lost
+        its connection, gets the earlier answers. Waits for the last token; raises UnusableMessages,
+        ContextFull, TooManyTurns, EpisodeEnded, or the error of the generation.
+        """
+        if self._ended:
+            raise EpisodeEnded
+        exchange = self._earlier(key, retry) or self._started(ask, key)
+        exchange.listeners += 1
+        if exchange.timer is not None:
+            exchange.timer.cancel()
+        try:
+            await asyncio.wait({exchange.sampling})
+            if exchange.sampling.cancelled():
+                raise EpisodeEnded
+            exchange.sampling.result()
+        except BaseException:
+            self.release(exchange, sent=False)
+            raise
+        # Before it is sent, so that whoever got an answer finds it among the trajectories.
+        for turn in exchange.turns:
+            turn.deliver()
+        return exchange
+
+    def release(self, exchange: Exchange, sent: bool) -> None:
+        """Say that a connection has sent the answers of an exchange, or was lost before."""
+        exchange.listeners -= 1
+        exchange.delivered = exchange.delivered or sent
+        if exchange.delivered or exchange.listeners or exchange.failed:
+            return
+        if exchange.sampling.done():
+            for turn in exchange.turns:
+                self._captured.withdraw(turn)
+        else:
+            loop = asyncio.get_running_loop()
+            exchange.timer = loop.call_later(self._retry_wait_s, self._give_up, exchange)
+
+    async def close(self) -> None:
+        """End all requests; later ones raise EpisodeEnded."""
+        self._ended = True
+        exchanges = [one for found in self._exchanges.values() for one in found]
+        for exchange in exchanges:
+            if exchange.timer is not None:
+                exchange.timer.cancel()
+        await cancel_and_wait([one.sampling for one in exchanges])
+
+    def _earlier(self, key: bytes, retry: bool) -> Exchange | None:
+        """Return the exchange that a request repeats: one that nobody got, or for a retry any."""
+        usable = [one for one in self._exchanges.get(key, []) if not one.failed]
+        lost = [one for one in usable if not one.listeners and not one.delivered]
+        return next(iter(lost or (usable[::-1] if retry else [])), None)
+
+    def _started(self, ask: Ask, key: bytes) -> Exchange:
+        prompts = [self._prompt(question, ask.stops) for question in ask.questions]
+        self._check_turns(len(prompts) * ask.n)
+        requests = [self._request(prompt, ask) for prompt in prompts for _ in range(ask.n)]
+        exchange = Exchange(asyncio.create_task(self._sampled(ask, key, prompts, requests)))
+        exchange.sampling.add_done_callback(_retrieve)
+        self._exchanges[key].append(exchange)
+        return exchange
+
+    def _prompt(self, question: ChatQuestion | TextQuestion, stops: Sequence[str]) -> Prompt:
+        if isinstance(question, ChatQuestion):
+            return self._captured.chat_prompt(question.messages, question.tools, stops)
+        return self._captured.text_prompt(question.given)
+
+    def _request(self, prompt: Prompt, ask: Ask) -> GenerationRequest:
+        sampling = self._sampling
+        room = sampling.max_context - len(prompt.ids)
+        if room <= 0:
+            raise ContextFull(
+                f"the prompt has {len(prompt.ids)} tokens and the context of this run is "
+                f"{sampling.max_context}: send less, or raise policy.max_context"
+            )
+        request_id = f"{self._sample.trace_id}-{self._asked:02d}"
+        self._asked += 1
+        most = min(sampling.max_new_tokens, room)
+        return GenerationRequest(
+            request_id,
+            list(prompt.ids),
+            most if ask.max_tokens is None else min(most, ask.max_tokens),
+            sampling.temperature,
+            seed_of(sampling.seed, request_id),
+            [self._chat.stop_id],
+            sampling.deadline_s,
+        )
+
+    def _check_turns(self, wanted: int) -> None:
+        if self._asked + wanted > MOST_TURNS:
+            raise TooManyTurns(
+                f"the episode has asked for {self._asked} answers and may ask for {MOST_TURNS}: "
+                "end it"
+            )
+
+    async def _sampled(
+        self, ask: Ask, key: bytes, prompts: list[Prompt], requests: list[GenerationRequest]
+    ) -> list[CapturedTurn]:
+        group = self._sample.group
+        try:
+            sampled = [self._generation.generate(request, group) for request in requests]
+            results = await together(*sampled)
+        except (
+            Exception
+        ) as error:  # supervision boundary: the agent gets a status, the run the error
+            self._failures[key] = error
+            raise
+        self._failures.pop(key, None)
+        asked = [(q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)]
+        return [
+            self._record(question, prompt, result, ask.stops)
+            for (question, prompt), result in zip(asked, results, strict=True)
+        ]
+
+    def _record(
+        self,
+        question: ChatQuestion | TextQuestion,
+        prompt: Prompt,
+        result: GenerationResult,
+        stops: Sequence[str],
+    ) -> CapturedTurn:
+        if isinstance(question, ChatQuestion):
+            return self._captured.record_chat(prompt, result, stops)
+        return self._captured.record_text(prompt, question.given, result, stops)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        if not exchange.sampling.done():
+            exchange.given_up = True
+            exchange.sampling.cancel()
+
+
+def _retrieve(sampling: asyncio.Task[list[CapturedTurn]]) -> None:
+    """Retrieve an error that no connection waits for; it is among the episode's failures."""
+    if not sampling.cancelled():
+        sampling.exception()

@@ -1,0 +1,36 @@
+"""The page about agents names what exists, and each parameter that is ignored or refused."""
+
+from __future__ import annotations
+
+from guides import ROOT, Guide
+
+from composer_mesh.actors.rollout_workers.agent_endpoint import (
+    APIS,
+    LARGEST_REQUEST,
+    RETRY_HEADER,
+    RETRY_WAIT_S,
+)
+from composer_mesh.actors.rollout_workers.openai_wire import IGNORED, REFUSED
+
+PAGE = Guide.read("agents.md")
+REFUSED_BY_KIND = {"audio", "background", "conversation", "function_call", "modalities", "prompt"}
+REFUSED_BY_KIND |= {"prediction", "truncation", "web_search_options"}
+
+
+def test_every_ignored_and_refused_parameter_is_on_the_page() -> None:
+    named = set(PAGE.inline())
+    assert named >= IGNORED
+    assert named >= set(REFUSED) - REFUSED_BY_KIND
+
+
+def test_what_the_page_says_about_requests_is_true() -> None:
+    for api in APIS:
+        assert f"`{api.replace(' ', ' /v1/')}`" in PAGE.text
+    assert f"`{RETRY_HEADER}`" in PAGE.text
+    assert f"within {RETRY_WAIT_S:.0f} seconds" in " ".join(PAGE.text.split())
+    assert f"above {LARGEST_REQUEST >> 20} MiB" in PAGE.text
+
+
+def test_every_link_on_the_page_leads_somewhere() -> None:
+    for link in PAGE.links():
+        assert (ROOT / "docs" / link).exists(), link
