@@ -38,6 +38,7 @@ from composer_mesh.rollouts.pairs import (
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
 from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.sync_session import SyncSession
 
 CONFIG = Config.model_validate(
     {"run": {"name": "t", "seed": 4, "steps": 1}, "data": {"task": "toolbox"}}
@@ -49,7 +50,7 @@ KEYS = Keys({TOKEN_ENV: TOKEN})
 
 
 def state(index: int) -> FrozenState:
-    opening = TASK.session(TASK.episode("train", index)).state(0)
+    opening = SyncSession(TASK, TASK.episode("train", index)).state(0)
     return FrozenState(f"state-{index}", opening, seed=index)
 
 
