@@ -132,7 +132,9 @@ class RolloutActor(MeshActor):
         if self._workflow is None:
             return EpisodePlayer(self._generation, environments, chat)
         limit_s = self._config.rollouts.workflow_s
-        return WorkflowPlayer(self._workflow, self._generation, environments, chat, limit_s)
+        player = WorkflowPlayer(self._workflow, self._generation, environments, chat, limit_s)
+        self._cleanup.push_async_callback(player.close)
+        return player
 
     def _lockstep(self) -> LockstepGeneration:
         if not isinstance(self._generation, LockstepGeneration):

@@ -138,6 +138,38 @@ class AnsweringProgram:
         return ProgramFailed(self._command, f"{why}, {how}{': ' * bool(said)}{said}")
 
 
+class GroupProgram:
+    """A program that leads a process group, with an input and an output, until its end."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        """Start it; raises `ProgramFailed` if it is not there."""
+        self._command = command
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=dict(env),
+                cwd=folder,
+                process_group=0,
+            )
+        except OSError as error:
+            raise ProgramFailed(command, f"it cannot be started: {error.strerror}") from None
+
+    def finish(self, text: str) -> Done:
+        """Return its result for an input. Waits for its end."""
+        said, errors = self._process.communicate(text)
+        return Done(self._process.returncode, said, errors)
+
+    def kill(self) -> None:
+        """Kill it and all processes of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
 def attached(command: Sequence[str]) -> int:
     """Run a program on this terminal to its end; return its exit status."""
     try:

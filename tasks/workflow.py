@@ -83,6 +83,46 @@ class Environment(Protocol):
     async def __aexit__(self, *error: object) -> None: ...
 
 
+class Agent(Protocol):
+    """An OpenAI-compatible endpoint for one agent in one episode, which captures what it samples.
+
+    Nothing that the agent gets from it is tokenized again (docs/agents.md).
+    """
+
+    base_url: str
+    api_key: str
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment variables that clients of OpenAI read."""
+
+    def trajectories(
+        self,
+        reward: float,
+        *,
+        success: bool | None = None,
+        role: str = "",
+        rewards: Mapping[str, float] | None = None,
+    ) -> list[Trajectory]:
+        """Return every path of the agent's requests, the longest first, with one reward for all.
+
+        Raises the first error of a generator that no retry of the agent has mended.
+        """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Program:
+    """Result of a program that has ended: its status, and what it wrote."""
+
+    status: int
+    output: str
+    errors: str
+
+
 class Engine(Protocol):
     """What a workflow plays an episode with."""
 
@@ -122,6 +162,14 @@ class Engine(Protocol):
 
     async def score(self, messages: Sequence[Message]) -> Outcome:
         """Score a conversation by the task's reward functions."""
+
+    def agent(self) -> Agent:
+        """Return an endpoint for an agent that is not written for this service."""
+
+    async def run_program(
+        self, command: Sequence[str], *, text: str = "", environ: Mapping[str, str] | None = None
+    ) -> Program:
+        """Run a program with an input to its end. Cancelled, its whole process group is killed."""
 
 
 class Workflow:

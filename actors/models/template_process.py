@@ -149,5 +149,8 @@ class BoundedTokenizer:
     def get_added_vocab(self) -> dict[str, int]:
         return self._tokenizer.get_added_vocab()
 
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
     def convert_tokens_to_ids(self, token: str) -> int:
         return self._tokenizer.convert_tokens_to_ids(token)

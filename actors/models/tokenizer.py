@@ -77,5 +77,8 @@ class BackendTokenizer:
     def get_added_vocab(self) -> dict[str, int]:
         return self._tokenizer.get_added_vocab()
 
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
     def convert_tokens_to_ids(self, token: str) -> int:
         return int(self._tokenizer.convert_tokens_to_ids(token))

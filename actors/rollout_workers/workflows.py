@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
 
+from composer_mesh.actors.rollout_workers.captured_agents import Agents, CapturedAgent
 from composer_mesh.actors.rollout_workers.stop_texts import cut_at
 from composer_mesh.mesh.actor import end_this_process
+from composer_mesh.mesh.programs import GroupProgram
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Played, Sample, seed_of
 from composer_mesh.rollouts.episode_ports import Environments, Generation
@@ -29,6 +33,7 @@ from composer_mesh.tasks.workflow import (
     ContextFull,
     Conversation,
     Generated,
+    Program,
     Trajectory,
     Workflow,
     as_messages,
@@ -60,11 +65,16 @@ class WorkflowPlayer:
     ) -> None:
         self._workflow, self._loop = workflow, TaskLoop()
         self._calls = Calls(in_a_thread, limit_s)
-        self._ports = generation, environments, chat
+        self._agents = Agents(generation, chat)
+        self._ports = generation, environments, chat, self._agents
+
+    async def close(self) -> None:
+        """Close the endpoint of agents, if any was opened."""
+        await self._agents.close()
 
     async def play(self, sample: Sample, session: str) -> Played:
         """Play one attempt at a sample. Waits for the workflow; cancelled, it is cancelled too."""
-        _, environments, _ = self._ports
+        _, environments, _, _ = self._ports
         episode, answer = await environments.prepare(sample.episode)
         engine = EpisodeEngine(sample, episode, session, *self._ports)
         what = f"workflow {type(self._workflow).__name__}"
@@ -91,11 +101,13 @@ class EpisodeEngine:
         generation: Generation,
         environments: ScoringEnvironments,
         chat: ChatFormat,
+        agents: Agents,
     ) -> None:
         """Requests are made on the event loop that is running now."""
         self._own = asyncio.get_running_loop()
         self._sample, self._episode, self._session = sample, episode, session
         self._generation, self._environments, self._chat = generation, environments, chat
+        self._agents = agents
         self._requests, self._sessions = count(), count()
         self._open: set[str] = set()
         self._chats: dict[str, ChatFormat] = {}
@@ -137,6 +149,23 @@ class EpisodeEngine:
 
     async def score(self, messages: Sequence[Message]) -> Outcome:
         return await self._there(self._environments.score(self._episode, list(messages)))
+
+    def agent(self) -> CapturedAgent:
+        return CapturedAgent(self._agents, self._sample, self._there)
+
+    async def run_program(
+        self, command: Sequence[str], *, text: str = "", environ: Mapping[str, str] | None = None
+    ) -> Program:
+        program = await asyncio.to_thread(
+            GroupProgram, command, {**os.environ, **(environ or {})}, Path.cwd()
+        )
+        finishing = asyncio.ensure_future(asyncio.to_thread(program.finish, text))
+        try:
+            done = await asyncio.shield(finishing)
+        finally:
+            program.kill()  # it may have left processes
+            await asyncio.wait([finishing])
+        return Program(done.status, done.stdout, done.stderr)
 
     async def begin(self, session: str) -> list[Message]:
         """Open a session of the task."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
+    from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import ToolError
     from composer_mesh.tasks.reward import Transcript, reward
     from composer_mesh.tasks.rows import Row, read_rows
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.task import Task, TaskSettings
     from composer_mesh.tasks.tool import tool
     from composer_mesh.tasks.workflow import (
+        Agent,
         ContextFull,
         Conversation,
         Engine,
@@ -39,12 +41,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "AdvantageInputs": "losses.custom_types",
     "AdvantageOutputs": "losses.custom_types",
+    "Agent": "tasks.workflow",
+    "AgentWorkflow": "tasks.agents",
     "BackendContext": "actors.models.backend",
+    "CommandAgent": "tasks.agents",
     "ContextFull": "tasks.workflow",
     "Conversation": "tasks.workflow",
     "Engine": "tasks.workflow",
     "Episode": "rollouts.tasks",
     "ErrorSite": "rollouts.traces",
+    "FunctionAgent": "tasks.agents",
     "Generated": "tasks.workflow",
     "LossInputs": "losses.custom_types",
     "LossOutputs": "losses.custom_types",
@@ -72,12 +78,16 @@ _MODULES = {
 __all__ = [
     "AdvantageInputs",
     "AdvantageOutputs",
+    "Agent",
+    "AgentWorkflow",
     "BackendContext",
+    "CommandAgent",
     "ContextFull",
     "Conversation",
     "Engine",
     "Episode",
     "ErrorSite",
+    "FunctionAgent",
     "Generated",
     "LossInputs",
     "LossOutputs",

@@ -3,74 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from workflow_ports import Ports, sample
 
-from composer_mesh import Conversation, Engine, Episode, Outcome, Trajectory, Workflow
+from composer_mesh import Conversation, Engine, Episode, Trajectory, Workflow
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.episode import EpisodePlayer, Sample, Sampling
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.tasks import StepResult
+from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.steps.batcher import compared_with_each_other
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskTimeout
-from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
-
-SAMPLING = Sampling(1.0, 60, 2000, 7)
-
-
-@dataclass
-class Ports:
-    """A scripted policy, and the task's own sessions."""
-
-    task: ToolboxTask
-    chat: ChatFormat
-    answer: Callable[[int], str]
-    requests: list[GenerationRequest] = field(default_factory=list)
-    sessions: dict[str, SyncSession] = field(default_factory=dict)
-    abandoned: list[str] = field(default_factory=list)
-
-    async def generate(self, request: GenerationRequest, _group: str) -> GenerationResult:
-        self.requests.append(request)
-        ids = self.chat.action(self.answer(len(self.requests) - 1))[: request.max_new_tokens]
-        await asyncio.sleep(0)
-        return GenerationResult(request.request_id, ids, [-1.0] * len(ids), [3] * len(ids), "stop")
-
-    async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
-        whole = self.task.episode(episode.split, episode.index)
-        return whole, self.task.verified_answer(whole)
-
-    async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
-        won = messages[-1]["content"] == f"Answer: {self.task.verified_answer(episode)}"
-        return Outcome(messages, float(won), won, {"solved": float(won)})
-
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        self.sessions[session_id] = SyncSession(self.task, episode)
-        return self.sessions[session_id].messages
-
-    async def step(self, session_id: str, text: str) -> StepResult:
-        return self.sessions[session_id].step(text)
-
-    async def finish(self, session_id: str) -> Outcome:
-        return self.sessions.pop(session_id).outcome()
-
-    def abandon(self, session_id: str) -> None:
-        self.sessions.pop(session_id)
-        self.abandoned.append(session_id)
 
 
 @pytest.fixture
 def ports(toolbox: ToolboxTask, tokenizer: Any) -> Ports:
     return Ports(toolbox, ChatFormat(tokenizer, toolbox.tools), lambda number: f"word {number}")
-
-
-def sample(toolbox: ToolboxTask, number: int = 0) -> Sample:
-    return Sample(toolbox.pick("train", 0), 0, number, SAMPLING)
 
 
 async def played(ports: Ports, workflow: Workflow, limit_s: float = 60.0) -> Trace:

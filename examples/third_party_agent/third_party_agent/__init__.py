@@ -1,0 +1,1 @@
+"""An agent of the OpenAI Agents SDK, trained as it is through the endpoint of its episodes."""
