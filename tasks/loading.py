@@ -85,6 +85,8 @@ def _made(section: str, kind: type[T], options: Mapping[str, Any]) -> T:
         ) from None
     try:
         return kind(**options)
+    except TaskError:
+        raise
     except Exception as error:
         raise code_error(f"making a {kind.__name__}", error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from repository import ROOT
 
 from composer_mesh import SyncSession, Task
 from composer_mesh.configs.load import load_config
+from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task, make_workflow
 
 PACKAGES = sorted(path.parents[1] for path in (ROOT / "examples").glob("*/*/__init__.py"))
@@ -36,6 +38,18 @@ def test_its_task_can_be_solved_by_its_own_expert(package: Path, tmp_path: Path)
             assert session.outcome().success
 
 
+def test_its_workflow_can_be_made(package: Path) -> None:
+    settings = [f"data.path={__file__}"] if "parquet" in package.name else []
+    config = load_config(package / "config.toml", settings)
+    if config.rollouts.workflow is None:
+        return
+    if "third_party" in package.name and importlib.util.find_spec("agents") is None:
+        with pytest.raises(UnusableTask, match="No module named 'agents'"):
+            make_workflow(config)
+        return
+    assert make_workflow(config) is not None
+
+
 def test_a_wrong_action_of_its_task_differs_from_the_right_one(
     package: Path, tmp_path: Path
 ) -> None:
@@ -52,6 +66,4 @@ def task_of(package: Path, folder: Path) -> Task:
         rows: Any = importlib.import_module(f"{package.name}.make_rows")
         rows.write_rows(folder / "rows.parquet")
         settings = [f"data.path={folder / 'rows.parquet'}"]
-    config = load_config(package / "config.toml", settings)
-    assert config.rollouts.workflow is None or make_workflow(config) is not None
-    return make_task(config)
+    return make_task(load_config(package / "config.toml", settings))
