@@ -14,7 +14,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
-from composer_mesh.services.commands import clusters, inspection, training
+from composer_mesh.services.commands import clusters, inspection, tasks, training
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.commands.retired import refuse_retired
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -27,6 +27,7 @@ from composer_mesh.services.replay.post_reward import LateRewardError
 from composer_mesh.services.schedule.signals import CommandSignals, Interrupted
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
+from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.gsm8k_rows import DataError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -34,7 +35,7 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 REFUSALS = (
     *(ConfigError, ControlRefused, DamagedRecord, DataError, LateRewardError, LaunchRefused),
     *(MissingKey, ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused),
-    *(UsageError, VllmUnavailable),
+    *(TaskError, UsageError, VllmUnavailable),
 )
 
 COMMANDS = {
@@ -52,6 +53,8 @@ COMMANDS = {
     "stacks": inspection.stacks,
     "query": inspection.query,
     "tui": inspection.tui,
+    "new-task": tasks.new_task,
+    "play": tasks.play,
 }
 LONG_COMMANDS = {
     "train": training.train,

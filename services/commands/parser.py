@@ -28,6 +28,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    _add_set(parser)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -226,10 +230,47 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print each row as one object")
 
 
+def _add_new_task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the package, such as my_task")
+    parser.add_argument(
+        "--folder",
+        type=output_path,
+        metavar="DIR",
+        help="where it is written; ./NAME when not given; must be new or empty",
+    )
+
+
+def _add_play(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task",
+        metavar="TASK|CONFIG",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+    )
+    parser.add_argument(
+        "--episode",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which one, from 0; the first by default",
+    )
+    parser.add_argument(
+        "--split", choices=("train", "heldout"), default="train", help="train by default"
+    )
+    parser.add_argument(
+        "--scripted",
+        default="",
+        metavar="expert|FILE",
+        help="the task's expert acts, or a file with an action a line, in place of a person",
+    )
+    _add_set(parser)
+
+
 COMMANDS = {
     "check": ("print the resolved run and its mesh; starts nothing", _add_config),
     "verify": ("find what is damaged or missing in a run directory", _add_verify),
     "train": ("train and evaluate a run", _add_train),
+    "new-task": ("write a package with a task of your own, ready to run", _add_new_task),
+    "play": ("play an episode of a task in the terminal", _add_play),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),
