@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import TaskLoop, TaskLoopBlocked
@@ -36,6 +36,7 @@ class TimedEpisode:
         self._task, self._episode, self._limit_s = task, episode, limit_s
         self._calls, self._loop = Calls(in_a_daemon_thread, limit_s), TaskLoop()
         self._running: RunningEpisode | None = None
+        self._blocked = False
 
     def __enter__(self) -> Self:
         return self
@@ -46,8 +47,15 @@ class TimedEpisode:
         error: BaseException | None,
         _at: TracebackType | None,
     ) -> None:
-        if error is None and self._running is not None:
+        """Close the session, also after an error; that one is raised, with a note of another."""
+        if self._running is None or self._blocked:
+            return
+        try:
             self._run(self._running.close())
+        except TaskError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
 
     @property
     def messages(self) -> list[Message]:
@@ -88,6 +96,7 @@ class TimedEpisode:
         try:
             return asyncio.run(self._loop.run(work, self._limit_s))
         except TaskLoopBlocked as blocked:
+            self._blocked = True
             raise UnusableTask(str(blocked)) from None
 
 

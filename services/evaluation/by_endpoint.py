@@ -56,7 +56,10 @@ class EndpointEvaluation:
         """Dollars that the endpoint has stated."""
 
     async def run(self, indices: Sequence[int]) -> None:
-        """Play and store these episodes. Waits for all; raises where no key or credit is left."""
+        """Play and store these episodes. Waits for all.
+
+        Raises where the key is refused, no credit is left, or the task blocks its event loop.
+        """
         groups = [asyncio.create_task(self._group(index)) for index in indices]
         try:
             await asyncio.gather(*groups)

@@ -38,6 +38,7 @@ from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.task_loop import TaskLoopBlocked
 
 
 def left_of(output: Path, indices: Sequence[int]) -> list[int]:
@@ -92,7 +93,7 @@ def evaluate_endpoint(
             evaluation = EndpointEvaluation(config, task, store, client, endpoint, samples)
             try:
                 await evaluation.run(left)
-            except ProviderError as error:
+            except (ProviderError, TaskLoopBlocked) as error:
                 evaluation.failures.append(str(error))
                 return _told(evaluation, FAILED)
             played = len(left) * samples

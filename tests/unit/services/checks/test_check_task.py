@@ -151,7 +151,7 @@ def test_an_error_of_any_function_names_the_line_of_the_user(
 def test_a_value_that_no_run_takes_is_refused(
     check: Check, right: str, wrong: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = check(GOOD.replace(right, wrong) + CALLS_THEN_ANSWERS, "environment.call_s=3")
+    status = check(GOOD.replace(right, wrong) + CALLS_THEN_ANSWERS, "environment.call_s=5.0")
     said = capsys.readouterr()
     assert status == 2, said.out
     assert why in said.err

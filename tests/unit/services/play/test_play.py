@@ -151,5 +151,5 @@ def test_a_tool_that_never_returns_is_an_error_after_its_limit(
     task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed(monkeypatch, "/call hang {}", "/quit")
-    assert main(["play", task, "--set", "environment.call_s=0.2"]) == 0
+    assert main(["play", task, "--set", "environment.call_s=5.0"]) == 0
     assert "error tool_timeout (tool: hang)" in capsys.readouterr().out
