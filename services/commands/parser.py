@@ -306,7 +306,10 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "check": ("print the resolved run and its mesh; starts nothing", _add_config),
+    "check": (
+        "print the resolved run and its mesh; plays a dry episode, starts nothing",
+        _add_config,
+    ),
     "verify": ("find what is damaged or missing in a run directory", _add_verify),
     "train": ("train and evaluate a run", _add_train),
     "new-task": ("write a package with a task of your own, ready to run", _add_new_task),

@@ -79,9 +79,11 @@ class EndpointEvaluation:
                 return await self._play(index, number)
             except (ProviderAuthError, ProviderPaymentError):
                 raise
-            except (ProviderError, TaskError) as error:
+            except ProviderError as error:
+                self.failures.append(worded(self._endpoint, error))
+            except TaskError as error:
                 self.failures.append(str(error))
-                return None
+        return None
 
     async def _play(self, index: int, number: int) -> Trace:
         name = f"heldout-{index:06d}-{number:03d}"
@@ -126,3 +128,11 @@ class EndpointEvaluation:
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return await self._loop.run(work, self._limit_s)
+
+
+def worded(endpoint: TeacherEndpoint, error: ProviderError) -> str:
+    """Return what an endpoint failed with, and what to look at in this command."""
+    return (
+        f"{endpoint.base_url}, model {endpoint.model!r}: {error.text}: check that it answers, and "
+        "--model, --api-key-env, --max-tokens and --timeout"
+    )

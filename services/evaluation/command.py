@@ -22,7 +22,7 @@ from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation
+from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, worded
 from composer_mesh.services.evaluation.figures import figures_by_task
 from composer_mesh.services.evaluation.report import (
     evaluation_json,
@@ -32,13 +32,14 @@ from composer_mesh.services.evaluation.report import (
 from composer_mesh.services.evaluation.target import EvalRefused
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.inspection.view import RunView
-from composer_mesh.services.run.assembly import FAILED
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import TaskLoopBlocked
+
+FAILED = 1
 
 
 def left_of(output: Path, indices: Sequence[int]) -> list[int]:
@@ -93,7 +94,10 @@ def evaluate_endpoint(
             evaluation = EndpointEvaluation(config, task, store, client, endpoint, samples)
             try:
                 await evaluation.run(left)
-            except (ProviderError, TaskLoopBlocked) as error:
+            except ProviderError as error:
+                evaluation.failures.append(worded(endpoint, error))
+                return _told(evaluation, FAILED)
+            except TaskLoopBlocked as error:
                 evaluation.failures.append(str(error))
                 return _told(evaluation, FAILED)
             played = len(left) * samples

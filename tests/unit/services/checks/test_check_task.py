@@ -10,8 +10,11 @@ import pytest
 from pydantic import BaseModel, Field
 from repository import ROOT
 
+from composer_mesh import Task
 from composer_mesh.services.checks.example_arguments import example_arguments
+from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.cli import main
+from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.tool import ToolSpec
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -105,6 +108,17 @@ def test_a_warm_start_without_an_expert_is_refused(
     said = capsys.readouterr().err
     assert "task 'count' has no expert but policy.path is not set" in said
     assert "define expert(self, messages), or set policy.path" in said
+
+
+def test_builtin_teachers_without_an_expert_are_refused(build_config: Any) -> None:
+    class NoExpert(Task):
+        """A task that nothing can play."""
+
+    teachers = [{"name": name, "kind": "builtin"} for name in "ab"]
+    policy, replay = {"path": "models/mine"}, {"beta": 0.1, "ask": 2, "teachers": teachers}
+    check_task(build_config(policy=policy), NoExpert.create())
+    with pytest.raises(UnusableTask, match="has teachers or a hint writer of kind 'builtin'"):
+        check_task(build_config(policy=policy, replay=replay), NoExpert.create())
 
 
 MISTAKES = {

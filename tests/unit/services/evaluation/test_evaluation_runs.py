@@ -117,7 +117,9 @@ def test_an_endpoint_that_answers_nothing_is_a_failure(
     status: int, play: Play, toolbox: ToolboxTask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert play(Model(toolbox, lambda _: status), 2) == 1
-    assert "the last one" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the last one: http://model.test/v1, model 'm': " in said
+    assert "--api-key-env" in said
 
 
 def test_another_evaluation_does_not_go_on_in_a_directory(tmp_path: Path, config: Config) -> None:

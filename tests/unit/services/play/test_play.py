@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from repository import ROOT
 
+from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.services.cli import main
+from composer_mesh.services.play.policies import BadLine, action_of
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 SOURCE = '''
@@ -153,3 +157,16 @@ def test_a_tool_that_never_returns_is_an_error_after_its_limit(
     typed(monkeypatch, "/call hang {}", "/quit")
     assert main(["play", task, "--set", "environment.call_s=5.0"]) == 0
     assert "error tool_timeout (tool: hang)" in capsys.readouterr().out
+
+
+@given(st.one_of(st.text(), st.text().map("/call add {}".__add__), st.text().map("/".__add__)))
+def test_any_line_is_an_action_or_is_refused_in_printable_words(line: str) -> None:
+    try:
+        action, refusal = action_of(line), ""
+    except BadLine as bad:
+        action, refusal = None, str(bad)
+    assert refusal.isprintable()
+    if action is not None and line.startswith("/call"):
+        assert isinstance(parse_action(action), ToolCall)
+    elif action is not None:
+        assert action in (line, line[1:])
