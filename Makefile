@@ -1,4 +1,5 @@
-# Everything a clone needs: `make quickstart` trains, `make vllm` trains with vLLM on the CPU,
+# Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
+# `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
@@ -35,14 +36,18 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart vllm test test-slurm test-security fuzz check types types-of-benchmarks
+.PHONY: help quickstart new-user vllm test test-slurm test-security fuzz check types types-of-benchmarks
 .PHONY: imports lock sbom clean
 
 help:
-	@sed -n '1,3p;5,12p' Makefile
+	@sed -n '1,4p;6,13p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
+
+# A task of one's own, from `new-task` to its evaluation, with the seconds that each part took.
+new-user: $(STAMPS)/package
+	$(BIN)/python benchmarks/new_user.py
 
 vllm: $(STAMPS)/vllm
 	$(BIN)/composer-mesh train configs/quickstart.toml --set generator.engine=vllm --set run.name=quickstart-vllm

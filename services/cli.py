@@ -14,7 +14,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
-from composer_mesh.services.commands import clusters, inspection, training
+from composer_mesh.services.commands import clusters, evaluation, inspection, tasks, training
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.commands.retired import refuse_retired
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -53,10 +53,13 @@ COMMANDS = {
     "stacks": inspection.stacks,
     "query": inspection.query,
     "tui": inspection.tui,
+    "new-task": tasks.new_task,
+    "play": tasks.play,
 }
 LONG_COMMANDS = {
     "train": training.train,
     "ablate": training.ablate,
+    "eval": evaluation.evaluate,
     "replay": inspection.replay,
 }
 """Commands that record their results when a signal ends them."""

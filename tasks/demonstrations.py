@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import render_hint
+from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.mistakes import recover_or_give_up
@@ -54,6 +54,7 @@ def _demonstrate(
     task: Task, index: int, session: SyncSession, settings: WarmStartConfig, rng: random.Random
 ) -> Iterator[Piece]:
     yield "question", session.messages[-1]["content"]
+    templates = TEMPLATES.extended(task.hint_templates)
     hinted, failed, done = rng.random() < settings.hinted_share, False, False
     while not done:
         messages = session.messages
@@ -64,8 +65,9 @@ def _demonstrate(
             text = task.corrupted(messages, rng)
         if hinted and text != right:
             site = _would_fail(task, index, session.messages, text)
-            if site is not None:
-                yield "hint", render_hint(site)
+            # Templates of the config alone are for the run's own hints.
+            if site is not None and site.hint_template_key in templates:
+                yield "hint", render_hint(site, templates=templates)
                 text = right
         yield "action", text
         result = session.step(text)

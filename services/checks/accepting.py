@@ -14,6 +14,7 @@ from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_impor
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
+from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 from composer_mesh.tasks.loading import make_task
 
@@ -37,8 +38,10 @@ def accept(config: Config) -> ProcessPlacements:
     """
     if isinstance(config.loss, CispoLoss) and config.loss.doubt:
         sys.stderr.write(f"composer-mesh: warning: {config.loss.doubt}\n")
-    add_import_paths(config.run.import_paths)
+    if config.run.import_paths:
+        add_import_paths(config.run.import_paths)
     task = make_task(config)
+    check_task(config, task)
     check_keys(config)
     check_policy_files(config)
     check_vllm_fits(config)

@@ -28,6 +28,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    _add_set(parser)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -226,10 +230,91 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print each row as one object")
 
 
+def _add_new_task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the package, such as my_task")
+    parser.add_argument(
+        "--folder",
+        type=output_path,
+        metavar="DIR",
+        help="where it is written; ./NAME when not given; must be new or empty",
+    )
+
+
+def _add_play(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task",
+        metavar="TASK|CONFIG",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+    )
+    parser.add_argument(
+        "--episode",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which one, from 0; the first by default",
+    )
+    parser.add_argument(
+        "--split", choices=("train", "heldout"), default="train", help="train by default"
+    )
+    parser.add_argument(
+        "--scripted",
+        default="",
+        metavar="expert|FILE",
+        help="the task's expert acts, or a file with an action a line, in place of a person",
+    )
+    _add_set(parser)
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="CONFIG|RUN|CHECKPOINT|URL",
+        help="a TOML file, the directory of a run, a model folder, or an OpenAI-compatible URL",
+    )
+    parser.add_argument(
+        "--task",
+        metavar="TASK|CONFIG",
+        help="as in data.task, or a TOML file; for URLs, and model folders outside of a run",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"
+    )
+    parser.add_argument("--json", type=output_path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        metavar="DIR",
+        help="where traces are stored; runs/NAME-eval when not given, an earlier one moves aside",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="play only what is not stored in that directory"
+    )
+    parser.add_argument("--model", metavar="NAME", help="of the model that a URL serves")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the key of a URL"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=1024, metavar="N", help="of a URL's answer; 1024"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="requests to a URL at once; 16"
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="of a URL's answer; 120"
+    )
+    _add_set(parser)
+
+
 COMMANDS = {
-    "check": ("print the resolved run and its mesh; starts nothing", _add_config),
+    "check": (
+        "print the resolved run and its mesh; plays a dry episode, starts nothing",
+        _add_config,
+    ),
     "verify": ("find what is damaged or missing in a run directory", _add_verify),
     "train": ("train and evaluate a run", _add_train),
+    "new-task": ("write a package with a task of your own, ready to run", _add_new_task),
+    "play": ("play an episode of a task in the terminal", _add_play),
+    "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", _add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),

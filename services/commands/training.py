@@ -30,27 +30,31 @@ from composer_mesh.services.checks.accepting import (
     startable,
     use_umask,
 )
+from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
 from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.inspection.plan_table import print_plan
 from composer_mesh.services.schedule.signals import CommandSignals
-from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
+from composer_mesh.tasks.heldout import fewer_episodes
 from composer_mesh.tasks.loading import make_task
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the resolved run, its mesh and its placement; starts nothing."""
+    """Print the resolved run, its mesh and its placement; plays one dry episode, starts nothing."""
     config = load_config(arguments.config, arguments.set, model_later=True)
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
         check_vllm_installed(config)
+    task, episodes = make_task(config), config.eval.episodes
+    told = list(told_of(config, task))
+    if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
+        told.append(fewer)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
-    episodes = config.eval.episodes
-    if fewer := fewer_episodes(heldout_indices(make_task(config), episodes), episodes):
-        Console().print(fewer, markup=False, highlight=False, soft_wrap=True)
+    for line in told:
+        print(line)
     print_placement(placements, Console())
     return 0
 

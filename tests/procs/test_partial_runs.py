@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from live_run import launched
+from live_run import PRESET, SHORT, composer_mesh, launched
 
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
@@ -39,3 +40,21 @@ def test_what_generators_alone_have_stored_a_trainer_alone_can_train(
     assert [step["step"] for step in run.objects("metrics.jsonl")] == [1, 2]
     assert all(step["sdpo/tokens"] > 0 for step in run.objects("metrics.jsonl"))
     assert (run.root / "checkpoints" / f"step-{STEPS}").is_dir()
+
+
+def test_a_policy_is_evaluated_without_a_trainer_and_stored_episodes_are_not_played_again(
+    tmp_path: Path, policy_cache: Path
+) -> None:
+    values = {**SHORT, "policy.cache_dir": policy_cache, "eval.temperature": 1.0}
+    settings = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    place = ["--output", str(tmp_path / "eval"), "--json", str(tmp_path / "eval.json")]
+    command = ["eval", str(PRESET), *settings, "--samples", "2", *place]
+    first, again = composer_mesh(*command), composer_mesh(*command, "--resume")
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert "pass@2" in again.stdout
+    assert "starting actors" in first.stdout
+    assert "starting actors" not in again.stdout
+    figures = json.loads((tmp_path / "eval.json").read_text())["tasks"]["toolbox"]
+    assert (figures["episodes"], figures["samples"]) == (8, 16)
+    with RunReader(tmp_path / "eval") as reader:
+        assert {trace.split for trace in reader.all_traces()} == {"heldout"}

@@ -1,0 +1,99 @@
+"""CLI command `eval`: accepts what is evaluated, claims a directory, then starts.
+
+Torch and Monarch are imported only where actors are started.
+"""
+
+import argparse
+from pathlib import Path
+
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.mesh.environment import add_import_paths
+from composer_mesh.services.checks.accepting import UsageError, accept, startable, use_umask
+from composer_mesh.services.checks.task import heldout_of
+from composer_mesh.services.commands.training import make_room, prepare
+from composer_mesh.services.directory.claim import RUNS, claimed
+from composer_mesh.services.evaluation.output import about, open_output
+from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
+from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.tasks.loading import make_task
+
+KEYS_OF_URLS = ("model", "api_key_env")
+
+
+def evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Evaluate a config, a run, a checkpoint or an endpoint on held-out episodes."""
+    try:
+        return _evaluate(arguments, signals)
+    except EvalRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
+def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    target = target_of(arguments.target, arguments.task, arguments.set)
+    config = target.config
+    _refuse_unfit(arguments, target)
+    if target.url is None:
+        accept(config)
+        startable(config)
+    add_import_paths(config.run.import_paths)
+    use_umask(config)
+    task = make_task(config)
+    indices = heldout_of(task, config.eval.episodes)
+    output: Path = arguments.output or RUNS / f"{config.run.name}-eval"
+    if not arguments.resume:
+        make_room(output, named=arguments.output is not None)
+    with claimed(output):
+        told = about(target, arguments.model or "", arguments.samples, arguments.max_tokens)
+        open_output(output, told, arguments.resume)
+        prepare(output, signals)
+        from composer_mesh.services.evaluation import command
+
+        left = command.left_of(output, indices)
+        code = 0
+        if left and target.url is None:
+            code = command.evaluate_by_mesh(config, output, left, arguments.samples, signals)
+        elif left:
+            code = command.evaluate_endpoint(
+                config,
+                task,
+                output,
+                left,
+                arguments.samples,
+                _endpoint(arguments, target),
+                arguments.timeout,
+                signals,
+            )
+        command.report(output, told, indices, arguments.samples, arguments.json)
+        return code
+
+
+def _endpoint(arguments: argparse.Namespace, target: Target) -> TeacherEndpoint:
+    assert target.url is not None
+    return TeacherEndpoint(
+        arguments.model,
+        target.url,
+        arguments.model,
+        arguments.api_key_env,
+        max_tokens=arguments.max_tokens,
+        temperature=target.config.eval.temperature,
+        concurrency=arguments.concurrency,
+    )
+
+
+def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
+    for name in ("samples", "max_tokens", "concurrency"):
+        if (value := getattr(arguments, name)) < 1:
+            option = name.replace("_", "-")
+            raise EvalRefused(f"--{option} is {value} but must be at least 1: raise it")
+    if arguments.samples > 1 and not target.config.eval.temperature:
+        raise EvalRefused(
+            f"--samples is {arguments.samples} but eval.temperature is 0, so all samples of an "
+            "episode would be the same: add --set eval.temperature=1.0"
+        )
+    if target.url is None:
+        for name in KEYS_OF_URLS:
+            if getattr(arguments, name) is not None:
+                option = name.replace("_", "-")
+                raise EvalRefused(f"--{option} is for URLs and {target.name} is none: remove it")
+    elif arguments.model is None:
+        raise EvalRefused(f"{target.url} serves models by name: add --model NAME")

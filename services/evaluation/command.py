@@ -1,0 +1,153 @@
+"""Runs an evaluation, by the actors of a run or against an endpoint, and reports what is stored.
+
+Episodes that are stored already are not played again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from composer_mesh.actors.provider.client import ProviderClient, Timeouts
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.errors import ProviderError
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.directory.report import STORE_FILE
+from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, worded
+from composer_mesh.services.evaluation.figures import figures_by_task
+from composer_mesh.services.evaluation.report import (
+    evaluation_json,
+    evaluation_table,
+    write_json,
+)
+from composer_mesh.services.evaluation.target import EvalRefused
+from composer_mesh.services.inspection.page import plain_text
+from composer_mesh.services.inspection.view import RunView
+from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import until_interrupted
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.task_loop import TaskLoopBlocked
+
+FAILED = 1
+
+
+def left_of(output: Path, indices: Sequence[int]) -> list[int]:
+    """Return the episodes that are not stored yet."""
+    if not (output / STORE_FILE).is_file():
+        return list(indices)
+    with RunReader(output) as reader:
+        stored = {row.group_id for row in reader.groups() if row.traces}
+    return [index for index in indices if index not in stored]
+
+
+def evaluate_by_mesh(
+    config: Config, output: Path, left: Sequence[int], samples: int, signals: CommandSignals
+) -> int:
+    """Play episodes by the actors of a run; the exit status is that of a run."""
+    # It loads torch and Monarch.
+    from composer_mesh.services.evaluation.by_mesh import EvaluationRun
+
+    signals.check()
+    with ExitStack() as stack:
+        store = stack.enter_context(RunStore(output, config))
+        view = stack.enter_context(RunView(config.run.name, 1))
+        run = EvaluationRun(config, store, view, indices=left, samples=samples)
+        code = run.settled(asyncio.run(until_interrupted(run.live(), signals, run.stopping)))
+    if code == FAILED:
+        sys.stderr.write(f"composer-mesh: {run.failure}\n")
+    return code
+
+
+def evaluate_endpoint(
+    config: Config,
+    task: Task,
+    output: Path,
+    left: Sequence[int],
+    samples: int,
+    endpoint: TeacherEndpoint,
+    timeout_s: float,
+    signals: CommandSignals,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> int:
+    """Play episodes against an endpoint; the exit status is 1 where it answered none of them.
+
+    `transport` replaces the network.
+    """
+    signals.hold()
+
+    async def play() -> int:
+        timeouts = Timeouts(timeout_s, line_s=float("inf"))
+        async with ProviderClient(timeouts, environ=environ, transport=transport) as client:
+            evaluation = EndpointEvaluation(config, task, store, client, endpoint, samples)
+            try:
+                await evaluation.run(left)
+            except ProviderError as error:
+                evaluation.failures.append(worded(endpoint, error))
+                return _told(evaluation, FAILED)
+            except TaskLoopBlocked as error:
+                evaluation.failures.append(str(error))
+                return _told(evaluation, FAILED)
+            played = len(left) * samples
+            return _told(evaluation, FAILED if len(evaluation.failures) == played > 0 else 0)
+
+    with RunStore(output, config) as store:
+        return asyncio.run(until_interrupted(play(), signals))
+
+
+def _told(evaluation: EndpointEvaluation, code: int) -> int:
+    """Print what failed and what it cost; return the exit status."""
+    if evaluation.failures:
+        last = plain_text(evaluation.failures[-1])
+        failed = f"{len(evaluation.failures):,} samples failed"
+        sys.stderr.write(f"composer-mesh: {failed}, the last one: {last}\n")
+    if evaluation.usd:
+        Console().print(f"${evaluation.usd:.4f} by the figures of the endpoint", highlight=False)
+    return code
+
+
+def report(
+    output: Path,
+    about: Mapping[str, Any],
+    indices: Sequence[int],
+    samples: int,
+    json_file: Path | None,
+) -> None:
+    """Print the table of what is stored, and write it as JSON; raises EvalRefused."""
+    traces = _stored(output, set(indices))
+    figures = figures_by_task(traces)
+    failed = len(indices) * samples - len(traces)
+    console = Console()
+    if figures:
+        shown = f"held-out episodes of {plain_text(str(about['target']))}, with 95 % intervals"
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        console.print(evaluation_table(figures))
+    if failed:
+        left = f"{failed:,} of {len(indices) * samples:,} samples have no result and count nowhere"
+        console.print(f"{left}: --resume plays episodes without any again", highlight=False)
+    shown = f"traces: composer-mesh traces {output}"
+    console.print(shown, markup=False, highlight=False, soft_wrap=True)
+    if json_file is not None:
+        try:
+            write_json(json_file, evaluation_json(about, figures, failed))
+        except OSError as error:
+            raise EvalRefused(
+                f"--json {json_file} cannot be written ({error.strerror}): name another file"
+            ) from None
+
+
+def _stored(output: Path, indices: set[int]) -> list[Trace]:
+    with RunReader(output) as reader:
+        return [trace for trace in reader.all_traces() if trace.index in indices]

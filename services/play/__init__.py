@@ -1,0 +1,1 @@
+"""`composer-mesh play`: an episode of a task in the terminal."""

@@ -1,0 +1,112 @@
+"""Plays one episode in the terminal, without a model or a mesh.
+
+The task's code runs with the time limits and the rules that it has in a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_mesh.configs.load import load_config, resolve_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import add_import_paths
+from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError
+from composer_mesh.rollouts.traces import Split
+from composer_mesh.services.checks.timed_episode import TimedEpisode
+from composer_mesh.services.play.policies import Person, PlayRefused, Policy, Script
+from composer_mesh.services.play.printing import (
+    error_lines,
+    message_lines,
+    outcome_lines,
+    title_lines,
+)
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class PlayOptions:
+    """Which episode is played, and by whom: `scripted` is "expert", a file, or empty.
+
+    With `echo` the actions are shown, which a person has typed in a terminal already.
+    """
+
+    episode: int
+    split: Split
+    scripted: str = ""
+    echo: bool = True
+
+
+def play_command(target: str, overrides: Sequence[str], options: PlayOptions) -> int:
+    """Play an episode of a task or of a config's task; the exit status is 0."""
+    if options.episode < 0:
+        raise PlayRefused(f"--episode is {options.episode} but counts from 0: raise it")
+    config = config_of(target, overrides)
+    add_import_paths(config.run.import_paths)
+    task = make_task(config)
+    _print(title_lines(task, options.split, options.episode))
+    play(config, task, options, _policy(task, options.scripted), _print)
+    return 0
+
+
+def config_of(target: str, overrides: Sequence[str]) -> Config:
+    """Return the config at a path that ends in .toml, or one for a task alone."""
+    if target.endswith(".toml"):
+        return load_config(Path(target), overrides, model_later=True)
+    table = {"run": {"name": "play", "steps": 1}, "data": {"task": target}}
+    return resolve_config(table, overrides, target)
+
+
+def play(
+    config: Config,
+    task: Task,
+    options: PlayOptions,
+    policy: Policy,
+    show: Callable[[Iterable[str]], None],
+) -> None:
+    """Play one episode to its end, or until the policy stops, and show each turn."""
+    templates = TEMPLATES.extended({**task.hint_templates, **config.sdpo.hints.templates})
+    chosen = task.pick(options.split, options.episode)
+    turns, done = 0, False
+    with TimedEpisode(task, chosen, config.environment.call_s) as episode:
+        show(message_lines(episode.begin()))
+        while not done and (text := policy(episode)) is not None:
+            step = episode.step(text)
+            turns, done = turns + 1, step.done
+            if options.echo:
+                show(message_lines([{"role": "assistant", "content": text}]))
+            if step.error is not None:
+                try:
+                    show(error_lines(step.error, templates))
+                except HintTemplateError as error:
+                    raise UnusableTask(str(error)) from None
+            show(message_lines(step.messages))
+        show(outcome_lines(task, episode.outcome(), turns, done))
+
+
+def _policy(task: Task, scripted: str) -> Policy:
+    if not scripted:
+        return Person(_read, lambda one: _print(message_lines(one.messages)), lambda t: _print([t]))
+    if scripted != "expert":
+        return Script(Path(scripted))
+    if not task.has_expert:
+        raise PlayRefused(
+            f"--scripted is 'expert' but task {task.name!r} has none: define "
+            "expert(self, messages), or name a file with an action a line"
+        )
+    return TimedEpisode.expert
+
+
+def _read(prompt: str) -> str:
+    sys.stdout.write(prompt)
+    sys.stdout.flush()
+    return sys.stdin.readline()
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)

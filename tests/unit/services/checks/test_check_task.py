@@ -1,0 +1,222 @@
+"""`check` plays a dry episode: what a user's task does wrong is said with its line, or plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+from repository import ROOT
+
+from composer_mesh import Task
+from composer_mesh.services.checks.example_arguments import example_arguments
+from composer_mesh.services.checks.task import check_task
+from composer_mesh.services.cli import main
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.tool import ToolSpec
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+GOOD = '''
+from composer_mesh import Session, Task, ToolError, reward, tool
+
+class Counting(Session):
+    def start(self):
+        self.count = 0
+
+    @tool
+    def add(self, by: int) -> str:
+        """Adds."""
+        self.count += by
+        return str(self.count)
+
+    @tool
+    def stop(self) -> str:
+        """Ends the episode."""
+        self.end()
+        return "ended"
+
+    def reply(self, text):
+        return None
+
+    def close(self):
+        pass
+
+class Count(Task):
+    session_class = Counting
+
+    def generate(self, rng):
+        return {"goal": rng.randint(1, 10**6)}
+
+    def prompt(self, row):
+        return "Count."
+
+    @reward
+    def three(self, transcript):
+        return float(transcript.session.count == 3)
+
+    def verified_answer(self, episode):
+        return str(episode.payload["goal"])
+'''
+EXPERT = """
+    def expert(self, messages):
+        return "Three."
+"""
+CALLS_THEN_ANSWERS = """
+    def expert(self, messages):
+        if len(messages) > 1:
+            return "x"
+        return '<tool_call>{"name": "add", "arguments": {"by": 1}}</tool_call>'
+"""
+Check = Callable[..., int]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Checks the quickstart with a user's task in place of its own."""
+
+    def run(source: str, *overrides: str, command: str = "check") -> int:
+        (tmp_path / "count.py").write_text(source)
+        settings = [f"data.task={tmp_path / 'count.py'}:Count", "replay.beta=0", *overrides]
+        return main([command, QUICKSTART, *(w for one in settings for w in ("--set", one))])
+
+    return run
+
+
+def test_a_good_task_is_played_by_its_expert_and_nothing_is_amiss(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = GOOD.replace("count == 3", "count == 0") + EXPERT
+    assert check(source) == 0
+    told = [one for one in capsys.readouterr().out.splitlines() if one.startswith("task 'count'")]
+    assert told == ["task 'count': a dry episode by its expert took 1 turns, reward 1, a success"]
+
+
+def test_an_expert_without_success_is_told(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(GOOD + EXPERT) == 0
+    assert "its expert's episode is no success" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_warm_start_without_an_expert_is_refused(
+    check: Check, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(GOOD, command=command) == 2
+    said = capsys.readouterr().err
+    assert "task 'count' has no expert but policy.path is not set" in said
+    assert "define expert(self, messages), or set policy.path" in said
+
+
+def test_builtin_teachers_without_an_expert_are_refused(build_config: Any) -> None:
+    class NoExpert(Task):
+        """A task that nothing can play."""
+
+    teachers = [{"name": name, "kind": "builtin"} for name in "ab"]
+    policy, replay = {"path": "models/mine"}, {"beta": 0.1, "ask": 2, "teachers": teachers}
+    check_task(build_config(policy=policy), NoExpert.create())
+    with pytest.raises(UnusableTask, match="has teachers or a hint writer of kind 'builtin'"):
+        check_task(build_config(policy=policy, replay=replay), NoExpert.create())
+
+
+MISTAKES = {
+    "def start(self):\n        self.count = 0": ("def start(self):\n        1 / 0", "1 / 0"),
+    "self.count += by": ("self.count += by['x']", "by['x']"),
+    'return "Count."': ("return row['nothing']", "row['nothing']"),
+    "        return None": ("        return text[9]", "text[9]"),
+    "return float(transcript.session.count == 3)": ("return 1 / (0 * 1)", "1 / (0 * 1)"),
+    "    def close(self):\n        pass": ("    def close(self):\n        1 // 0", "1 // 0"),
+    "return str(episode.payload": ("return len(3), str(episode.payload", "len(3)"),
+    'return {"goal": rng.randint(1, 10**6)}': ('return {"goal": rng.what}', "rng.what"),
+}
+
+
+@pytest.mark.parametrize("right", MISTAKES)
+def test_an_error_of_any_function_names_the_line_of_the_user(
+    check: Check, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, mark = MISTAKES[right]
+    assert right in GOOD
+    source = GOOD.replace(right, wrong)
+    source += CALLS_THEN_ANSWERS
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if mark in text)
+    assert check(source) == 2
+    assert f"count.py:{line}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "why"),
+    [
+        ("return float(", "return float('nan') * float(", "returned 'nan'"),
+        ('return "Count."', "return []", "opens an episode with no message"),
+        ("def add(self, by: int)", "def add(self, by)", "has no type for 'by'"),
+        ("return str(self.count)", "return object()", "which JSON cannot carry"),
+        ("        return None", "        raise ToolError('k', 't', hint='h')", "does not exist"),
+        (
+            "        return None",
+            "        raise ToolError('k', 't', hint='unknown_tool')",
+            "names the field 'tool'",
+        ),
+        ("self.count += by", "__import__('threading').Event().wait()", "did not return within"),
+    ],
+)
+def test_a_value_that_no_run_takes_is_refused(
+    check: Check, right: str, wrong: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = check(GOOD.replace(right, wrong) + CALLS_THEN_ANSWERS, "environment.call_s=5.0")
+    said = capsys.readouterr()
+    assert status == 2, said.out
+    assert why in said.err
+
+
+def test_what_a_task_lacks_is_told_plainly(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = GOOD.replace("    @reward\n", "").replace("def verified_answer", "def something")
+    assert check(source + EXPERT) == 0
+    said = capsys.readouterr().out
+    assert "task 'count' has no reward functions" in said
+    assert "task 'count' has no verified_answer, so hints are not checked for leaks" in said
+
+
+class Place(BaseModel):
+    x: Annotated[int, Field(ge=3)]
+    names: list[str] = []
+
+
+def function(
+    text: str,
+    short: Annotated[str, Field(min_length=3)],
+    count: Annotated[int, Field(ge=5, le=9)],
+    below: Annotated[int, Field(lt=0)],
+    share: Annotated[float, Field(gt=0, lt=1)],
+    even: Annotated[int, Field(multiple_of=2)],
+    word: Literal["a", "b"],
+    flag: bool,
+    maybe: int | None,
+    items: Annotated[list[int], Field(min_length=2)],
+    table: dict[str, int],
+    place: Place,
+    optional: int = 3,
+) -> str:
+    """Does nothing."""
+    return ""
+
+
+def test_example_arguments_are_valid_for_the_tool_that_they_are_made_for() -> None:
+    spec = ToolSpec(function, is_method=False)
+    arguments: dict[str, Any] = example_arguments(spec.schema["function"]["parameters"])
+    assert "optional" not in arguments
+    spec.checked(arguments)
+
+
+def test_example_arguments_of_a_schema_without_end_end() -> None:
+    endless = {"$ref": "#/$defs/A"}
+    schema = {
+        "properties": {"a": endless},
+        "required": ["a"],
+        "$defs": {"A": {"type": "object", "required": ["a"], "properties": {"a": endless}}},
+    }
+    assert str(example_arguments(schema)).count("a") < 20

@@ -1,0 +1,151 @@
+"""Evaluations are stored as they go, and a resumed one plays only what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from controller_world import World, rollouts_of
+
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import Sampling
+from composer_mesh.services.evaluation.by_mesh import play_heldout
+from composer_mesh.services.evaluation.command import evaluate_endpoint, left_of, report
+from composer_mesh.services.evaluation.output import ABOUT_FILE, about, open_output
+from composer_mesh.services.evaluation.target import EvalRefused, Target
+from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
+
+ENDPOINT = TeacherEndpoint("m", "http://model.test/v1", "m", max_tokens=64, temperature=0.0)
+Play = Callable[..., int]
+
+
+class Model(httpx.AsyncBaseTransport):
+    """A server whose model is the task's expert, but fails where it is told to."""
+
+    def __init__(self, task: ToolboxTask, status: Callable[[int], int] = lambda _: 200) -> None:
+        self.task, self.status, self.asked = task, status, list[dict[str, Any]]()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(await request.aread())
+        self.asked.append(body)
+        if (status := self.status(len(self.asked))) != 200:
+            return httpx.Response(status, json={"error": {"message": "no"}})
+        with SyncSession(self.task, self.task.episode("train", 0)) as session:
+            session.step(self.task.expert(body["messages"]))
+            message = session._running._messages[-1 if session._running._ended else -2]
+        return httpx.Response(200, json={"choices": [{"message": message}]})
+
+
+@pytest.fixture
+def config(build_config: Any) -> Config:
+    built: Config = build_config(eval={"episodes": 4})
+    return built
+
+
+@pytest.fixture
+def play(tmp_path: Path, config: Config, toolbox: ToolboxTask) -> Play:
+    """Evaluates a model on the first held-out episodes, in the same directory each time."""
+
+    def run(model: Model, episodes: int, samples: int = 2) -> int:
+        left = left_of(tmp_path, range(episodes))
+        signals = CommandSignals()
+        with signals.caught():
+            return evaluate_endpoint(
+                *(config, toolbox, tmp_path, left, samples, ENDPOINT, 5.0, signals),
+                transport=model,
+            )
+
+    return run
+
+
+def test_a_served_model_is_scored_by_the_task_and_each_conversation_is_stored(
+    play: Play, toolbox: ToolboxTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(toolbox)
+    assert play(model, 3) == 0
+    with RunReader(tmp_path) as reader:
+        traces = list(reader.all_traces())
+    assert [(one.index, one.sample) for one in traces] == [(i, n) for i in range(3) for n in (0, 1)]
+    assert all(one.success and one.rewards == {"solved": 1.0} for one in traces)
+    assert all(one.messages[-1]["role"] == "assistant" for one in traces)
+    assert {one["tools"][0]["function"]["name"] for one in model.asked} == {"calculator"}
+    assert len({one["seed"] for one in model.asked}) == len(model.asked)
+    report(tmp_path, {"target": "m"}, range(3), 2, tmp_path / "figures.json")
+    out = capsys.readouterr().out
+    assert "100.0%  (43.9% to 100.0%)" in out  # of three episodes, not of six samples
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["failed_samples"] == 0
+    assert figures["tasks"]["toolbox"]["pass_at"]["2"]["mean"] == 1.0
+
+
+def test_a_resumed_evaluation_asks_nothing_about_stored_episodes(
+    play: Play, toolbox: ToolboxTask, tmp_path: Path
+) -> None:
+    assert play(Model(toolbox), 2) == 0
+    again = Model(toolbox)
+    assert play(again, 2) == 0
+    assert again.asked == []
+    assert play(again, 3) == 0
+    with RunReader(tmp_path) as reader:
+        assert [row.group_id for row in reader.groups()] == [0, 1, 2]
+    questions = {one["messages"][0]["content"] for one in again.asked}
+    assert questions == {toolbox.episode("heldout", 2).payload["question"]}
+
+
+def test_failed_samples_count_nowhere_and_are_told(
+    play: Play, toolbox: ToolboxTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert play(Model(toolbox, lambda n: 400 if n == 1 else 200), 2) == 0
+    said = capsys.readouterr()
+    assert "1 samples failed" in said.err
+    report(tmp_path, {"target": "m"}, range(2), 2, None)
+    assert "1 of 4 samples have no result and count nowhere" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_an_endpoint_that_answers_nothing_is_a_failure(
+    status: int, play: Play, toolbox: ToolboxTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert play(Model(toolbox, lambda _: status), 2) == 1
+    said = capsys.readouterr().err
+    assert "the last one: http://model.test/v1, model 'm': " in said
+    assert "--api-key-env" in said
+
+
+def test_another_evaluation_does_not_go_on_in_a_directory(tmp_path: Path, config: Config) -> None:
+    first = about(Target("m", config), "m", 2, 64)
+    open_output(tmp_path, first, resume=False)
+    open_output(tmp_path, first, resume=True)
+    other = about(Target("m", config), "m", 4, 64)
+    with pytest.raises(EvalRefused, match="its samples is 2 but that of this command is 4"):
+        open_output(tmp_path, other, resume=True)
+    (tmp_path / ABOUT_FILE).write_text("{")
+    with pytest.raises(EvalRefused, match="cannot be read"):
+        open_output(tmp_path, first, resume=True)
+
+
+async def test_a_policy_plays_the_held_out_episodes_that_are_left(
+    tokenizer: Any, toolbox: ToolboxTask, config: Config, tmp_path: Path
+) -> None:
+    world = World(toolbox, ChatFormat(tokenizer, toolbox.tools), seed=1)
+    sampling = Sampling.evaluation(config)
+    with RunStore(tmp_path, config) as store:
+        for indices in ([0, 2], left_of(tmp_path, range(4))):
+            rollouts = rollouts_of(world, config)
+            await play_heldout(toolbox, rollouts, store, indices, 3, sampling)
+            await rollouts.close()
+    with RunReader(tmp_path) as reader:
+        traces = list(reader.all_traces())
+    found = [(one.split, one.index, one.sample) for one in traces]
+    assert found == [("heldout", index, n) for index in range(4) for n in range(3)]
+    assert all(one.turns for one in traces)
