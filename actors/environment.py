@@ -14,13 +14,14 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_stream import current_caller
+from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import Calls, in_a_thread
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import TaskLoop, TaskLoopBlocked
+from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
 
 T = TypeVar("T")
 
@@ -34,7 +35,8 @@ class EnvironmentActor(MeshActor):
 
     rollouts -- action text --> EnvironmentActor -- messages, error site, outcome --> rollouts
 
-    One call per session at a time. A task that blocks its event loop ends this process.
+    One call per session at a time. A call that blocks the task's event loop fails; the sessions
+    that were in a call beside it are lost, and played again elsewhere.
     """
 
     kind: ClassVar[str] = "environment"
@@ -65,7 +67,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
-        session, messages = await self._run(self._begun(episode))
+        session, messages = await self._run(self._begun(episode), session_id)
         self._sessions[session_id] = session
         self._callers[session_id] = current_caller.get()
         self._count()
@@ -74,7 +76,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
-        return await self._run(self._session(session_id).step(text))
+        return await self._run(self._session(session_id).step(text), session_id)
 
     @concurrent_endpoint
     async def state(self, session_id: str, turn: int) -> list[Message]:
@@ -84,7 +86,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:
         """Score and close a session, ended or not; return its conversation and its reward."""
-        outcome = await self._run(self._session(session_id).outcome())
+        outcome = await self._run(self._session(session_id).outcome(), session_id)
         self._drop(session_id)
         return outcome
 
@@ -129,10 +131,12 @@ class EnvironmentActor(MeshActor):
         whole: Episode = await self._calls(what, self._task.episode, episode.split, episode.index)
         return whole
 
-    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run(self, work: Coroutine[Any, Any, T], session_id: str = "") -> T:
         try:
             return await self._loop.run(work, self._limit_s)
-        except TaskLoopBlocked as blocked:
+        except LoopLost as lost:
+            raise SessionLost(session_id, self.kind, str(lost)) from None
+        except TooManyBlocked as blocked:
             end_this_process(blocked)
             raise
 

@@ -46,7 +46,7 @@ class Calls:
                 return await self._result(function, *args)
         except TaskError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.limit_s is not None and limit.expired():
                 raise TaskTimeout(what, self.limit_s) from None
             raise code_error(what, error) from error

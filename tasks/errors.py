@@ -67,7 +67,7 @@ class UnusableTask(TaskError, ValueError):
     """A task cannot be loaded, or one of its functions returned an unusable value."""
 
 
-def code_error(what: str, error: Exception) -> TaskCodeError:
+def code_error(what: str, error: Exception | SystemExit) -> TaskCodeError:
     """Return the error of a task's function that raised `error`; call it where that was caught."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not _is_ours(frame.filename)]

@@ -28,8 +28,8 @@ from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ToolSpec, unknown_tool
 
-LONGEST_RESULT = 1_000_000
-"""Characters of the longest tool result; a longer one is cut, and the agent is told."""
+LONGEST_MESSAGE = 500_000
+"""Characters of the longest message of a task; a longer one is cut, and the agent is told."""
 
 
 class RunningEpisode:
@@ -206,9 +206,9 @@ def _reply(returned: Any) -> Reply:
 
 def _messages(value: Any, what: str) -> list[Message]:
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [_bounded({"role": "user", "content": value})]
     if isinstance(value, Sequence) and all(_is_message(one) for one in value):
-        return [dict(one) for one in value]
+        return [_bounded(dict(one)) for one in value]
     raise UnusableTask(
         f"{what} is {str(value)[:60]!r}: return a text, or messages with a role and a content"
     )
@@ -228,7 +228,18 @@ def _shown(result: Any) -> str:
                 f"a tool returned a {type(result).__name__}, which JSON cannot carry ({error}): "
                 "return a text, or plain values"
             ) from error
-    result = result.encode(errors="replace").decode()  # a lone surrogate cannot be stored
-    if len(result) <= LONGEST_RESULT:
-        return str(result)
-    return f"{result[:LONGEST_RESULT]}… ({len(result):,} characters, cut)"
+    return _cut(result)
+
+
+def _bounded(message: Message) -> Message:
+    """Return a message of the task with a content that can be stored and encoded."""
+    if isinstance(message.get("content"), str):
+        message["content"] = _cut(message["content"])
+    return message
+
+
+def _cut(text: str) -> str:
+    text = text.encode(errors="replace").decode()  # a lone surrogate cannot be stored
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    return f"{text[:LONGEST_MESSAGE]}… ({len(text):,} characters, cut)"

@@ -1,4 +1,8 @@
-"""Runs a task's code on an event loop and threads of its own, away from those of an actor."""
+"""Runs a task's code on an event loop and threads of its own, away from those of an actor.
+
+A coroutine that blocks the loop cannot be ended. Its call fails, the others on that loop are lost
+through no fault of theirs, and the next ones get a new loop.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +11,110 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from composer_mesh.tasks.errors import TaskError
 
 T = TypeVar("T")
 MOST_THREADS = 128
 """Plain functions of a task that run at once; further ones wait."""
 
+MOST_BLOCKED = 8
+"""Blocked loops of a process, each of which keeps its threads, after which it has to end."""
 
-class TaskLoopBlocked(RuntimeError):
-    """A task's coroutine does not let others run: it waits or computes without `await`."""
+
+class LoopBlocked(TaskError):
+    """A call of a task's code did not let others run: it waited or computed without `await`."""
+
+
+class LoopLost(Exception):
+    """A call was on a loop that another call has blocked."""
+
+
+class TooManyBlocked(RuntimeError):
+    """So many loops are blocked that the process has to be replaced."""
 
 
 class TaskLoop:
-    """A thread with an event loop. It is a daemon: code that never returns holds up no exit."""
+    """A thread with an event loop, which is replaced when a task's code blocks it.
+
+    Its threads are daemons: code that never returns holds up no exit.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, "task"))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="task", daemon=True)
-        self._thread.start()
+        self._current = _LoopThread()
+        self._blocked = 0
 
     async def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Run a coroutine there. Waits for it; cancelled, it is cancelled there too.
 
-        Raises TaskLoopBlocked where the loop does nothing for `limit_s` seconds.
+        Raises LoopBlocked where it has let nothing else run for `limit_s` seconds, LoopLost where
+        another one has, and TooManyBlocked after that has happened too often.
         """
-        running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        thread = self._current
+        running = thread.start(work)
+        lost = thread.lost()
         try:
-            while not (await asyncio.wait([running], timeout=limit_s))[0]:
-                await self._answers(limit_s)
+            while not await _any_done(running, lost, limit_s):
+                if not await thread.answers(limit_s):
+                    self._replace(thread)
         except asyncio.CancelledError:
             running.cancel()
             raise
-        return running.result()
+        if running.done():
+            lost.cancel()
+            return running.result()
+        return self._raise(thread, running)
 
-    async def _answers(self, limit_s: float) -> None:
-        """Wait for the loop to answer; raise TaskLoopBlocked if it does not."""
+    def _replace(self, thread: _LoopThread) -> None:
+        if thread is self._current:
+            self._current = _LoopThread()
+            self._blocked += 1
+        thread.lose()
+
+    def _raise(self, thread: _LoopThread, running: asyncio.Future[T]) -> T:
+        if self._blocked >= MOST_BLOCKED:
+            raise TooManyBlocked(thread.reason)
+        if thread.blocker is None or thread.blocker is running:
+            raise LoopBlocked(thread.reason)
+        raise LoopLost(thread.reason)
+
+
+class _LoopThread:
+    """One event loop in a thread, and the calls that are on it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, "task"))
+        self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
+        self._is_lost = False
+        self.blocker: asyncio.Future[Any] | None = None
+        """The call that blocks the loop, if it is known."""
+        self.reason = ""
+        self._thread = threading.Thread(target=self._loop.run_forever, name="task", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """Start a coroutine; return its future on the caller's loop."""
+        own = asyncio.get_running_loop()
+        running: asyncio.Future[Any] = own.create_future()
+        started = asyncio.run_coroutine_threadsafe(self._called(work, running), self._loop)
+        running.add_done_callback(lambda _: started.cancel())
+        started.add_done_callback(lambda done: own.call_soon_threadsafe(_copy, running, done))
+        return running
+
+    def lost(self) -> asyncio.Future[None]:
+        """Return a future that is done once the loop is lost."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._is_lost:
+            future.set_result(None)
+        self._waiting = [one for one in self._waiting if not one.done()] + [future]
+        return future
+
+    async def answers(self, limit_s: float) -> bool:
+        """Return whether the loop runs other things. Waits for its answer, `limit_s` at most."""
         answered = asyncio.Event()
         own = asyncio.get_running_loop()
         self._loop.call_soon_threadsafe(own.call_soon_threadsafe, answered.set)
@@ -51,11 +122,52 @@ class TaskLoop:
             async with asyncio.timeout(limit_s):
                 await answered.wait()
         except TimeoutError:
-            raise TaskLoopBlocked(
+            self.blocker = self._blocker()
+            self.reason = (
                 f"code of the task has blocked its event loop for {limit_s:g} s, at\n"
                 f"{self._stack()}make the function plain (def), which runs in a thread, or await"
-            ) from None
+            )
+            return False
+        return True
+
+    def lose(self) -> None:
+        """Tell every call on the loop that it is lost."""
+        self._is_lost = True
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def _called(self, work: Coroutine[Any, Any, Any], running: asyncio.Future[Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = running
+        try:
+            return await work
+        finally:
+            del self._calls[task]
+
+    def _blocker(self) -> asyncio.Future[Any] | None:
+        task = asyncio.current_task(self._loop)
+        return None if task is None else self._calls.get(task)
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+
+
+async def _any_done(one: asyncio.Future[Any], other: asyncio.Future[Any], limit_s: float) -> bool:
+    """Wait for one of two futures, at most `limit_s`; return whether one is done."""
+    first = asyncio.FIRST_COMPLETED
+    return bool((await asyncio.wait([one, other], timeout=limit_s, return_when=first))[0])
+
+
+def _copy(running: asyncio.Future[Any], done: Future[Any]) -> None:
+    """Give a future the result of a call."""
+    if running.done():
+        return
+    if done.cancelled():
+        running.cancel()
+    elif (error := done.exception()) is not None:
+        running.set_exception(error)
+    else:
+        running.set_result(done.result())

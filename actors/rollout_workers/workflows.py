@@ -20,6 +20,7 @@ from composer_mesh.actors.rollout_workers.captured_agents import Agents, Capture
 from composer_mesh.actors.rollout_workers.stop_texts import cut_at
 from composer_mesh.mesh.actor import end_this_process
 from composer_mesh.mesh.programs import GroupProgram
+from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Played, Sample, seed_of
 from composer_mesh.rollouts.episode_ports import Environments, Generation
@@ -28,7 +29,7 @@ from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.tasks.calls import Calls, in_a_thread
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.task_loop import TaskLoop, TaskLoopBlocked
+from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
 from composer_mesh.tasks.workflow import (
     ContextFull,
     Conversation,
@@ -41,7 +42,7 @@ from composer_mesh.tasks.workflow import (
 
 T = TypeVar("T")
 BLOCKED_S = 30.0
-"""Seconds after which a workflow that blocks its event loop ends the worker."""
+"""Seconds after which a workflow that blocks its event loop has failed."""
 
 
 class ScoringEnvironments(Environments, Protocol):
@@ -81,7 +82,9 @@ class WorkflowPlayer:
         try:
             running = self._calls(what, self._workflow.run, episode, engine)
             found = await self._loop.run(running, BLOCKED_S)
-        except TaskLoopBlocked as blocked:
+        except LoopLost as lost:
+            raise SessionLost(session, "rollouts", str(lost)) from None
+        except TooManyBlocked as blocked:
             end_this_process(blocked)
             raise
         finally:

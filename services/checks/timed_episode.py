@@ -21,7 +21,7 @@ from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import TaskLoop, TaskLoopBlocked
+from composer_mesh.tasks.task_loop import LoopBlocked, TaskLoop
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class TimedEpisode:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return asyncio.run(self._loop.run(work, self._limit_s))
-        except TaskLoopBlocked as blocked:
+        except LoopBlocked as blocked:
             self._blocked = True
             raise UnusableTask(str(blocked)) from None
 

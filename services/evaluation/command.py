@@ -37,7 +37,7 @@ from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import TaskLoopBlocked
+from composer_mesh.tasks.task_loop import LoopBlocked
 
 FAILED = 1
 
@@ -97,7 +97,7 @@ def evaluate_endpoint(
             except ProviderError as error:
                 evaluation.failures.append(worded(endpoint, error))
                 return _told(evaluation, FAILED)
-            except TaskLoopBlocked as error:
+            except LoopBlocked as error:
                 evaluation.failures.append(str(error))
                 return _told(evaluation, FAILED)
             played = len(left) * samples

@@ -1,6 +1,7 @@
 """A question, one answer, and a reward that compares both."""
 
 import random
+import re
 
 from composer_mesh import Episode, Message, Reply, Row, Session, Task, ToolError, Transcript, reward
 
@@ -20,7 +21,7 @@ class ParquetMath(Task):
 
     name = "parquet_math"
     session_class = Answer
-    hint_templates = {"wrong_result": "{answer} is wrong. Count again."}
+    hint_templates = {"wrong_result": "{answer} is not the largest of them."}
 
     def prompt(self, row: Row) -> str:
         return row["question"]
@@ -39,8 +40,12 @@ class ParquetMath(Task):
         return episode.payload["answer"]
 
     def expert(self, messages: list[Message]) -> str:
-        a, word, b = messages[0]["content"].rstrip("?").split()
-        return str(int(a) + int(b) if word == "plus" else int(a) - int(b))
+        return str(max(numbers(messages)))
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        return str(int(self.expert(messages)) + rng.choice([-2, -1, 1, 2]))
+        return str(rng.choice(sorted(numbers(messages))[:-1]))
+
+
+def numbers(messages: list[Message]) -> list[int]:
+    """The numbers of the question."""
+    return [int(one) for one in re.findall(r"\d+", messages[0]["content"])]

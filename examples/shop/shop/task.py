@@ -107,8 +107,13 @@ class Shopping(Task):
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         right = self.expert(messages)
-        wrong = [right.replace('"add"', '"buy"'), right.replace('"look"', '"see"'), "I am done."]
-        return rng.choice([one for one in wrong if one != right])
+        habits = {
+            "look": ('"look"', '"see"'),
+            "add": ('"count"', '"number"'),
+            "pay": ('"pay"', '"buy"'),
+        }
+        name = json.loads(right.split("\n")[1])["name"]
+        return right.replace(*habits[name]) if rng.random() < 0.85 else "I am done."
 
 
 def call(name: str, **arguments: object) -> str:

@@ -1,18 +1,19 @@
-"""Sums of two numbers; how the agent comes to its answer is up to it."""
+"""The largest of three numbers; how the agent comes to its answer is up to it."""
 
 import random
+import re
 
 from composer_mesh import Episode, Message, Row, Task, Transcript, reward
 
 
-class Sums(Task):
+class Largest(Task):
     """A question and a number."""
 
-    name = "sums"
+    name = "largest"
 
     def generate(self, rng: random.Random) -> Row:
-        a, b = rng.randint(0, 20), rng.randint(0, 20)
-        return {"question": f"{a} plus {b}?", "answer": str(a + b)}
+        a, b, c = rng.sample(range(100), 3)
+        return {"question": f"Largest of {a}, {b}, {c}?", "answer": str(max(a, b, c))}
 
     def prompt(self, row: Row) -> str:
         return row["question"]
@@ -26,8 +27,12 @@ class Sums(Task):
         return episode.payload["answer"]
 
     def expert(self, messages: list[Message]) -> str:
-        a, _, b = messages[0]["content"].rstrip("?").split()
-        return str(int(a) + int(b))
+        return str(max(numbers(messages)))
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        return str(int(self.expert(messages)) + rng.choice([-2, -1, 1, 2]))
+        return str(rng.choice(sorted(numbers(messages))[:-1]))
+
+
+def numbers(messages: list[Message]) -> list[int]:
+    """The numbers of the question."""
+    return [int(one) for one in re.findall(r"\d+", messages[0]["content"])]

@@ -1,0 +1,101 @@
+"""The loop of a task's code: a call that blocks it fails, others are lost, and work goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+import pytest
+
+from composer_mesh.tasks.task_loop import (
+    MOST_BLOCKED,
+    LoopBlocked,
+    LoopLost,
+    TaskLoop,
+    TooManyBlocked,
+)
+
+SOON = 0.05
+
+
+async def value(number: int) -> int:
+    await asyncio.sleep(0)
+    return number
+
+
+async def raises() -> None:
+    raise KeyError("mine")
+
+
+async def test_a_call_has_its_result_or_its_error() -> None:
+    loop = TaskLoop()
+    assert await loop.run(value(3), 60.0) == 3
+    with pytest.raises(KeyError, match="mine"):
+        await loop.run(raises(), 60.0)
+
+
+async def test_a_call_that_waits_is_no_block_however_long() -> None:
+    loop, go_on = TaskLoop(), threading.Event()
+
+    async def waits() -> str:
+        await asyncio.to_thread(go_on.wait)
+        return "done"
+
+    waiting = asyncio.create_task(loop.run(waits(), SOON))
+    for _ in range(3):
+        assert await loop.run(value(1), 60.0) == 1
+        await asyncio.sleep(2 * SOON)
+    go_on.set()
+    assert await waiting == "done"
+
+
+async def test_a_call_that_blocks_fails_the_others_are_lost_and_the_next_ones_run() -> None:
+    loop, released = TaskLoop(), threading.Event()
+
+    async def blocks() -> None:
+        released.wait()
+
+    async def beside() -> None:
+        await asyncio.Event().wait()
+
+    innocent = asyncio.create_task(loop.run(beside(), SOON))
+    await asyncio.sleep(0)
+    blocking = asyncio.create_task(loop.run(blocks(), SOON))
+    with pytest.raises(LoopBlocked, match=r"(?s)blocked its event loop.*test_task_loop\.py"):
+        await blocking
+    with pytest.raises(LoopLost):
+        await innocent
+    assert await loop.run(value(2), 60.0) == 2
+    released.set()
+
+
+async def test_a_cancelled_call_is_cancelled_where_it_runs() -> None:
+    loop, ended = TaskLoop(), threading.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    running = asyncio.create_task(loop.run(waits(), 60.0))
+    await loop.run(value(1), 60.0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert await asyncio.to_thread(ended.wait, 60.0)
+
+
+async def test_too_many_blocked_loops_are_a_reason_to_end_the_process() -> None:
+    loop, released = TaskLoop(), threading.Event()
+
+    async def blocks() -> None:
+        released.wait()
+
+    for _ in range(MOST_BLOCKED - 1):
+        with pytest.raises(LoopBlocked):
+            await loop.run(blocks(), SOON)
+    with pytest.raises(TooManyBlocked):
+        await loop.run(blocks(), SOON)
+    released.set()
