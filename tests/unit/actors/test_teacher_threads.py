@@ -68,6 +68,7 @@ class ScriptedTeacher(SDPOTeacherActor):
         super().__init__()
         self._teacher = self._receiver = script
         self._slots: Any = self
+        self._follows = True
 
     def _average_at(self, file: Path | None) -> Any:
         return {}
@@ -106,7 +107,7 @@ async def test_weights_are_copied_beside_the_loop_and_a_forward_waits_for_all_of
 ) -> None:
     teacher = ScriptedTeacher(script)
     copying = teacher.ask(endpoint, *args)
-    await asyncio.to_thread(script.copying.wait)
+    assert await asyncio.to_thread(script.copying.wait, PATIENCE_S)
     reading = teacher.ask("teacher_output", 0, [])
     await asyncio.wait([reading], timeout=LONG_ENOUGH_S)
     assert script.log == ["copying"]
@@ -122,7 +123,7 @@ async def test_a_copy_that_nobody_waits_for_any_more_still_keeps_forwards_out(
 ) -> None:
     teacher = ScriptedTeacher(script)
     copying = teacher.ask("pull", Handle())
-    await asyncio.to_thread(script.copying.wait)
+    assert await asyncio.to_thread(script.copying.wait, PATIENCE_S)
     copying.cancel()
     reading = teacher.ask("teacher_output", 0, [])
     await asyncio.wait([reading], timeout=LONG_ENOUGH_S)
