@@ -43,7 +43,8 @@ class ParquetMath(Task):
         return str(max(numbers(messages)))
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        return str(rng.choice(sorted(numbers(messages))[:-1]))
+        smallest, middle, _ = sorted(numbers(messages))
+        return str(middle if rng.random() < 0.85 else smallest)
 
 
 def numbers(messages: list[Message]) -> list[int]:

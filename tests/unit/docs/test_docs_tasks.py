@@ -42,11 +42,11 @@ def test_the_configs_of_the_page_find_their_tasks(
 ) -> None:
     (tmp_path / "sums.py").write_text("\n".join(PAGE.blocks("python")[:2]))
     monkeypatch.chdir(tmp_path)
-    for block, name in zip(PAGE.blocks("toml"), ("sums", "big_sums"), strict=True):
+    for block, name in zip(PAGE.blocks("toml"), ("sums", "big_sums", "mixture"), strict=True):
         task = make_task(as_a_run(block + "\n[replay]\nbeta = 0\n"))
         assert task.name == name
-    assert isinstance(task, Task)
-    assert getattr(task, "largest", None) == 999
+    assert [one.name for one in task.parts] == ["sums", "big_sums"]
+    assert getattr(task.parts[1], "largest", None) == 99
 
 
 def test_every_command_of_the_page_is_one_with_its_options() -> None:

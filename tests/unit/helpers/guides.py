@@ -66,7 +66,10 @@ class Guide:
 def as_a_run(toml: str) -> Config:
     """The quickstart with a block's settings over its own."""
     table = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
-    return Config.model_validate(merged(table, tomllib.loads(toml)))
+    over = tomllib.loads(toml)
+    if "mixture" in over.get("data", {}):
+        del table["data"]["task"]
+    return Config.model_validate(merged(table, over))
 
 
 def merged(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
