@@ -20,6 +20,9 @@ T = TypeVar("T")
 MOST_THREADS = 128
 """Plain functions of a task that run at once; further ones wait."""
 
+ANSWERS_S = 5.0
+"""Least time that a loop is given to run something else; a busy machine takes some of it."""
+
 MOST_BLOCKED = 8
 """Blocked loops of a process, each of which keeps its threads, after which it has to end."""
 
@@ -42,22 +45,25 @@ class TaskLoop:
     Its threads are daemons: code that never returns holds up no exit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers_s: float = ANSWERS_S) -> None:
+        """A loop that runs nothing else for `answers_s` seconds, or a call's limit, is blocked."""
+        self._answers_s = answers_s
         self._current = _LoopThread()
         self._blocked = 0
 
     async def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Run a coroutine there. Waits for it; cancelled, it is cancelled there too.
 
-        Raises LoopBlocked where it has let nothing else run for `limit_s` seconds, LoopLost where
-        another one has, and TooManyBlocked after that has happened too often.
+        After `limit_s` seconds the loop is asked whether it runs other things. Raises LoopBlocked
+        where this call prevents that, LoopLost where another one does, and TooManyBlocked after
+        that has happened too often.
         """
         thread = self._current
         running = thread.start(work)
         lost = thread.lost()
         try:
             while not await _any_done(running, lost, limit_s):
-                if not await thread.answers(limit_s):
+                if not await thread.answers(max(limit_s, self._answers_s)):
                     self._replace(thread)
         except asyncio.CancelledError:
             running.cancel()

@@ -51,7 +51,7 @@ async def test_a_call_that_waits_is_no_block_however_long() -> None:
 
 
 async def test_a_call_that_blocks_fails_the_others_are_lost_and_the_next_ones_run() -> None:
-    loop, released = TaskLoop(), threading.Event()
+    loop, released = TaskLoop(SOON), threading.Event()
 
     async def blocks() -> None:
         released.wait()
@@ -88,7 +88,7 @@ async def test_a_cancelled_call_is_cancelled_where_it_runs() -> None:
 
 
 async def test_too_many_blocked_loops_are_a_reason_to_end_the_process() -> None:
-    loop, released = TaskLoop(), threading.Event()
+    loop, released = TaskLoop(SOON), threading.Event()
 
     async def blocks() -> None:
         released.wait()
