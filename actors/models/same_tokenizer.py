@@ -35,7 +35,9 @@ def _of_ids(policy: Any, other: Any) -> str:
     differing = [token for token in {**own, **theirs} if own.get(token) != theirs.get(token)]
     if not differing:
         return ""
-    token = min(differing, key=lambda one: min(own.get(one, 1 << 62), theirs.get(one, 1 << 62)))
+    none = 1 << 62
+    ids = {one: (own.get(one, none), theirs.get(one, none)) for one in differing}
+    token = min(differing, key=lambda one: (min(ids[one]), ids[one][1]))
     return (
         f"has {len(theirs)} tokens and the policy's {len(own)}, {len(differing)} of them different:"
         f" {_shown(token)} is {_id(theirs.get(token))} there and {_id(own.get(token))} here"

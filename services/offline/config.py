@@ -146,11 +146,15 @@ def _without_decisions(table: Table) -> Table:
 
 def _refuse_code(data: Table) -> None:
     """Raise ReplayRefused where a stranger's config names a task that would be imported."""
-    if data.get("task") not in BUILT_IN:
-        raise ReplayRefused(
-            f"the run of another account names the task {str(data.get('task'))[:80]!r}, whose code "
-            "would be run: copy its config, read that code, and name the copy with --teachers"
-        )
+    mixed = data.get("mixture")
+    tables = [data, *(mixed if isinstance(mixed, list) else [])]
+    named = [table.get("task") for table in tables if isinstance(table, dict)]
+    for task in named:
+        if isinstance(task, str) and task not in BUILT_IN:
+            raise ReplayRefused(
+                f"the run of another account names the task {task[:80]!r}, whose code would be "
+                "run: copy its config, read that code, and name the copy with --teachers"
+            )
 
 
 def _is_file(teachers: str) -> bool:

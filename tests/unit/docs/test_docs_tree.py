@@ -30,7 +30,18 @@ def test_every_command_of_the_page_is_one() -> None:
     for command in shown:
         make_parser().parse_args(typed(command))
     named = {typed(command)[0] for command in shown}
-    others = {"check", "verify", "train", "ablate", "replay", "reward", "traces"}
+    others = {
+        "new-task",
+        "play",
+        "eval",
+        "check",
+        "verify",
+        "train",
+        "ablate",
+        "replay",
+        "reward",
+        "traces",
+    }
     launching = {"launch", "worker", "stop", "join"}
     assert named == set(COMMANDS) - others - launching
 

@@ -17,7 +17,7 @@ from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.generation import GenerationResult
-from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message, Trace
 
@@ -98,10 +98,10 @@ class ScriptedEnvironments:
 
     async def step(self, session_id: str, text: str) -> StepResult:
         done = not self._heard
-        return StepResult([] if done else self._heard.pop(0), done, 1.0, True, None)
+        return StepResult([] if done else self._heard.pop(0), done, None)
 
-    async def finish(self, session_id: str) -> list[Message]:
-        return []
+    async def finish(self, session_id: str) -> Outcome:
+        return Outcome([], 1.0, True)
 
     def abandon(self, session_id: str) -> None: ...
 

@@ -19,6 +19,7 @@ from controller_world import (
 )
 from fake_store import Broken
 
+from composer_mesh import SyncSession
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
@@ -288,7 +289,7 @@ async def test_a_trace_is_the_conversation_token_for_token(
 def sample_of(world: World, max_context: int, answer: int = 64) -> Sample:
     """A sample of the first episode, greedy, in a context of so many tokens beyond its prompt."""
     episode = world.task.episode("train", 0)
-    opening = len(world.chat.first_prompt(world.task.session(episode).messages))
+    opening = len(world.chat.first_prompt(SyncSession(world.task, episode).messages))
     return Sample(episode, 0, 0, Sampling(0.0, answer, opening + max_context, 0))
 
 

@@ -194,6 +194,25 @@ def test_a_strangers_config_decides_neither_money_nor_files(tmp_path: Path, buil
     assert not config.policy.cache_dir.is_absolute()
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        'task = "evil.py:Task"',
+        '[[data.mixture]]\ntask = "toolbox"\n[[data.mixture]]\ntask = "evil:Task"',
+    ],
+)
+def test_a_strangers_config_has_no_task_imported(tmp_path: Path, build_config, data: str) -> None:
+    run = stranger(tmp_path, build_config, {"teachers": BUILTIN, "ask": 3})
+    path = tmp_path / "run" / "config.toml"
+    written = path.read_text()
+    begin = written.index("[data]")
+    end = written.index("\n[", begin)
+    section = data if data.startswith("[[") else f"[data]\n{data}"
+    path.write_text(written[:begin] + section + "\n" + written[end:])
+    with pytest.raises(ReplayRefused, match="names the task 'evil"):
+        offline_config(run, None)
+
+
 def test_who_has_read_a_strangers_config_may_name_it(tmp_path: Path, build_config) -> None:
     run = stranger(tmp_path, build_config, {**HARMFUL, "cache": str(tmp_path / "kept.sqlite")})
     assert names(offline_config(run, f"{run.run}/config.toml")) == ["evil", "worse"]
