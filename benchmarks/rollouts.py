@@ -149,7 +149,7 @@ def config_of(level: Level) -> Config:
 def tokenizer_folder(task: ToolboxTask, folder: Path) -> Path:
     """Write a tokenizer that was trained on a task's own texts."""
     texts = [frame(task.tools)] * 40
-    texts += [task.session(task.episode("train", n)).messages[-1]["content"] for n in range(200)]
+    texts += [task.prompt(task.episode("train", n).payload) for n in range(200)]
     build_tokenizer(texts, 512).save_pretrained(folder)
     return folder
 

@@ -9,7 +9,7 @@ shows the teacher their hints, and compares loss and gradient of each teacher ou
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.steps.hint_writing import verified_answer
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.tasks.loading import make_task
 
@@ -58,7 +57,7 @@ class Sample:
         task = make_task(config)
         chat = ChatFormat(load_tokenizer(newest), task.tools)
         self.views: list[HintedView] = hinted_sites(
-            traces, chat, partial(verified_answer, task), sites, config.policy.max_context
+            traces, chat, attrgetter("answer"), sites, config.policy.max_context
         ).views
         wanted = {view.trace_id for view in self.views}
         self.traces = [trace for trace in traces if trace.trace_id in wanted]
