@@ -24,7 +24,6 @@ class PanelSettings:
 
     teachers: tuple[TeacherEndpoint, ...]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    tools_of: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     timeouts: Timeouts = field(default_factory=partial(Timeouts, total_s=30.0))
     retries: Retries = field(default_factory=Retries)
     breaker: BreakerRules = field(default_factory=BreakerRules)
@@ -34,6 +33,7 @@ class PanelSettings:
     cache: Path | None = None
     replicas: int = 1
     own: frozenset[str] = frozenset()
+    tools_of: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = Counter(teacher.name for teacher in self.teachers)
