@@ -18,6 +18,7 @@ from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import Calls, in_a_thread
+from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
@@ -109,8 +110,11 @@ class EnvironmentActor(MeshActor):
         session = RunningEpisode(self._task, await self._whole(episode), self._calls)
         try:
             return session, await session.begin()
-        except BaseException:
-            await session.close()
+        except BaseException as failed:
+            try:
+                await session.close()
+            except TaskError as error:
+                failed.add_note(f"closing it failed too: {error}")
             raise
 
     async def _prepared(self, episode: Episode) -> tuple[Episode, str | None]:
@@ -119,10 +123,7 @@ class EnvironmentActor(MeshActor):
 
     async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
         scored = RunningEpisode(self._task, await self._whole(episode), self._calls)
-        try:
-            return await scored.outcome(messages)
-        finally:
-            await scored.close()
+        return await scored.outcome(messages)  # its session was never started
 
     async def _whole(self, episode: Episode) -> Episode:
         if episode.payload:

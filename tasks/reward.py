@@ -33,7 +33,7 @@ class Transcript:
     """A finished episode as text: what reward functions read.
 
     `messages` are the whole conversation, `errors` the actions that failed. `session` is the
-    episode's own, with whatever its tools left in it.
+    episode's own, with whatever its tools left in it; None where a workflow scored messages alone.
     """
 
     episode: Episode

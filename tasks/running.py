@@ -84,7 +84,7 @@ class RunningEpisode:
     async def outcome(self, messages: list[Message] | None = None) -> Outcome:
         """Score the episode, ended or not; one that is not has a full context.
 
-        `messages` replace the conversation, where it was not had by this object's steps.
+        `messages` replace the conversation of one that was never begun, which has no session.
         """
         said = self.messages if messages is None else messages
         transcript = Transcript(
@@ -92,7 +92,7 @@ class RunningEpisode:
             said,
             list(self._errors),
             self._ended or "context",
-            self._session,
+            self._session if messages is None else None,
         )
         values = {one.name: await self._value(one, transcript) for one in self._task.rewards}
         total = sum(one.weight * values[one.name] for one in self._task.rewards)

@@ -42,7 +42,8 @@ class TooManyBlocked(RuntimeError):
 class TaskLoop:
     """A thread with an event loop, which is replaced when a task's code blocks it.
 
-    Its threads are daemons: code that never returns holds up no exit.
+    The loop's thread is a daemon. A plain function that never returns keeps one of its threads, and
+    an interpreter that ends by itself waits for those: actors are ended by their owner.
     """
 
     def __init__(self, answers_s: float = ANSWERS_S) -> None:

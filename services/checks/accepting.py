@@ -16,7 +16,7 @@ from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
-from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.loading import make_task, make_workflow
 
 
 class UsageError(Exception):
@@ -42,6 +42,7 @@ def accept(config: Config) -> ProcessPlacements:
         add_import_paths(config.run.import_paths)
     task = make_task(config)
     check_task(config, task)
+    make_workflow(config)
     check_keys(config)
     check_policy_files(config)
     check_vllm_fits(config)

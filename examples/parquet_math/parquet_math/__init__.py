@@ -1,1 +1,1 @@
-"""Single-turn arithmetic with rows from a Parquet file."""
+"""Single-turn questions about numbers, with rows from a Parquet file."""

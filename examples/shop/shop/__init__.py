@@ -1,1 +1,1 @@
-"""A stateful task with several tools: buy what is asked for, within a budget."""
+"""A stateful task with several tools: buy what is asked for."""

@@ -51,9 +51,10 @@ class SelfCritique(Workflow):
     """
 
     async def run(self, episode: Episode, engine: Engine) -> Sequence[Trajectory]:
-        agent = engine.conversation(episode.payload["question"])
-        await agent.act(trained=False)
-        agent.say("Is that right? Answer again.")
-        await agent.act()
-        outcome = await engine.score(agent.messages)
+        async with engine.environment() as session:
+            agent = engine.conversation(session.messages)
+            await agent.act(trained=False)
+            agent.say("Is that right? Answer again.")
+            await session.step(await agent.act())
+            outcome = await session.finish()
         return [agent.trajectory(outcome.reward, success=outcome.success)]
