@@ -47,6 +47,20 @@ def task_class(name: str) -> type[Task]:
     return _subclass("data.task", BUILT_IN.get(name, name), Task)
 
 
+def source_of(name: str) -> Path | None:
+    """Return the file that defines a task of a user's; None for those that ship.
+
+    Raises ModuleNotFoundError where its package is not installed.
+    """
+    if name in BUILT_IN:
+        return None
+    file, _, _ = name.rpartition(":" if ":" in name else ".")
+    if file.endswith(".py"):
+        return Path(file)
+    spec = importlib.util.find_spec(file)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
 def make_workflow(config: Config) -> Workflow | None:
     """Make the configured workflow; None without one. Raises as `make_task`."""
     if config.rollouts.workflow is None:

@@ -23,6 +23,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.tasks.demonstrations import Demonstration, conversations, encode
+from composer_mesh.tasks.loading import source_of
 from composer_mesh.tasks.task import Task
 
 CACHE_FORMAT = 3
@@ -44,8 +45,7 @@ def policy_folder(config: Config) -> Path:
     parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
     parts += [config.environment.model_dump_json(), str(config.run.seed), str(CACHE_FORMAT)]
     for one in config.data.tasks:
-        file, _, _ = one.task.rpartition(":")
-        files = [one.path, Path(file) if file.endswith(".py") else None]
+        files = [one.path, source_of(one.task)]
         parts += [_digest(path) for path in files if path is not None]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return config.policy.cache_dir / f"warm-start-{digest}"

@@ -162,3 +162,11 @@ def test_looking_functions_up_starts_no_monarch(tmp_path: Path) -> None:
     assert statuses == [0, 2]
     assert "torch" in modules
     assert not {"monarch", "transformers", "prime_rl"} & set(modules)
+
+
+def test_a_workflow_that_is_not_there_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", str(QUICKSTART), "--set", "rollouts.workflow=nowhere:Flow"]) == 2
+    said = capsys.readouterr().err
+    assert "rollouts.workflow is 'nowhere:Flow', but there is no module 'nowhere'" in said

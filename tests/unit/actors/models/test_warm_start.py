@@ -161,6 +161,20 @@ def test_what_it_does_not_depend_on_finds_the_same_folder(small: Prepare) -> Non
     assert policy_folder(config) == policy_folder(small())
 
 
+@pytest.mark.parametrize("named", ["{folder}/own_task.py:Own", "own_task:Own"])
+def test_a_task_whose_file_was_edited_begins_a_new_warm_start(
+    small: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "own_task.py"
+    config = small(data={"task": named.format(folder=tmp_path)})
+    found = []
+    for text in ("class Own: pass", "class Own:\n    changed = True"):
+        path.write_text(text)
+        found.append(policy_folder(config))
+    assert found[0] != found[1]
+
+
 def settings(**changed: Any) -> WarmStartConfig:
     return WarmStartConfig(**{**SMALL, **changed})
 
