@@ -84,14 +84,17 @@ FreeTable = Annotated[dict[str, Any], Field(max_length=MOST_ENTRIES), AfterValid
 
 
 class Section(BaseModel):
-    """A table of a config. Strings are not converted to numbers, nor booleans to counts."""
+    """A table of a config. Strings are not converted to numbers, nor booleans to counts.
+
+    Validators are built at the first use: actors get their config as it is and need none.
+    """
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
         str_max_length=LONGEST_TEXT,
     )

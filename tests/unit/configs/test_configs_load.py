@@ -1,5 +1,8 @@
 """Configs resolve, survive a round trip, and take overrides."""
 
+import ast
+import inspect
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,8 +92,26 @@ def test_every_field_says_in_one_sentence_what_it_is() -> None:
 
 def described(section: type, prefix: str = "") -> list[tuple[str, str | None]]:
     rows: list[tuple[str, str | None]] = []
+    texts = {
+        name: text for base in section.__mro__[::-1] for name, text in docstrings(base).items()
+    }
     for name, field in section.model_fields.items():  # type: ignore[attr-defined]
-        rows.append((prefix + name, field.description))
+        rows.append((prefix + name, texts.get(name)))
         if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
             rows += described(field.annotation, f"{prefix}{name}.")
     return rows
+
+
+def docstrings(section: type) -> dict[str, str]:
+    """The texts below the fields of a class."""
+    if not section.__module__.startswith("composer_mesh."):
+        return {}
+    (found,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(found, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(found.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text.value.value, str)
+    }
