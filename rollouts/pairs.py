@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from composer_mesh.rollouts.traces import Message
 
@@ -154,7 +154,7 @@ class PreferencePair:
     provenance: Provenance = field(default_factory=Provenance)
 
 
-_ADAPTER = TypeAdapter(PreferencePair, config=ConfigDict(defer_build=True))
+_ADAPTER = TypeAdapter(PreferencePair)
 
 
 def pair_to_json(pair: PreferencePair) -> bytes:

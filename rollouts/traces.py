@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def equal_rewards(group: Iterable[Trace]) -> bool:
     return len({trace.reward for trace in group}) <= 1
 
 
-_ADAPTER = TypeAdapter(Trace, config=ConfigDict(defer_build=True))
+_ADAPTER = TypeAdapter(Trace)
 
 
 def trace_to_json(trace: Trace) -> bytes:

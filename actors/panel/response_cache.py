@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from composer_mesh.actors.panel.content_cache import ContentCache, content_key
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer
 
-_ADAPTER = TypeAdapter(TeacherAnswer, config=ConfigDict(defer_build=True))
+_ADAPTER = TypeAdapter(TeacherAnswer)
 
 
 def asked_of(teacher: TeacherEndpoint) -> dict[str, Any]:
