@@ -5,15 +5,18 @@ whatever it does, this actor goes on answering.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.rollout_workers.judge_calls import PeerJudges
+from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
-from composer_mesh.mesh.call_stream import current_caller
+from composer_mesh.mesh.call_stream import CallStream, current_caller
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
@@ -35,6 +38,7 @@ class EnvironmentActor(MeshActor):
     """One process with many sessions.
 
     rollouts -- action text --> EnvironmentActor -- messages, error site, outcome --> rollouts
+    EnvironmentActor <-- questions of rewards, answers --> judges
 
     One call per session at a time. A call that blocks the task's event loop fails; the sessions
     that were in a call beside it are lost, and played again elsewhere.
@@ -45,6 +49,7 @@ class EnvironmentActor(MeshActor):
     def __init__(self) -> None:
         self._sessions: dict[str, RunningEpisode] = {}
         self._callers: dict[str, str] = {}
+        self._judges: PeerJudges | None = None
         self._closing = BackgroundTasks(told_to_loop)
 
     @concurrent_endpoint
@@ -54,6 +59,18 @@ class EnvironmentActor(MeshActor):
         self._loop = TaskLoop()
         self._calls = Calls(self._loop.in_a_thread, self._limit_s)
         self._task: Task = await asyncio.to_thread(make_task, config)
+        self._judge_s = config.judges.timeout_s + config.run.deadline_s
+
+    @concurrent_endpoint
+    async def connect_judges(
+        self, name: str, judges: tuple[Peer, ...], gone: Mapping[str, str]
+    ) -> None:
+        """Ask these judge actors from now on; `name` is this actor's own."""
+        if self._judges is None:
+            open_stream = partial(CallStream, name, failed=end_this_process)
+            self._judges = PeerJudges(open_stream, self._judge_s)
+            self._task.use_judges(self._judges)
+        self._judges.connect(judges, gone)
 
     @concurrent_endpoint
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:

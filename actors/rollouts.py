@@ -119,7 +119,8 @@ class RolloutActor(MeshActor):
             closing.append(self._generation.close)
         else:
             self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
-        environments = PeerEnvironments(self._environments, self._config.run.deadline_s)
+        deadline_s = self._config.run.deadline_s + self._config.judges.patience_s
+        environments = PeerEnvironments(self._environments, deadline_s)
         for close in (*closing, environments.close):
             self._cleanup.push_async_callback(close)
         self._players = {

@@ -37,11 +37,7 @@ class TeacherReplayActor(MeshActor):
         Replaces what an earlier `load` opened. Without `keys`, API keys are read from this
         process's environment.
         """
-        if settings.pays and settings.budget.usd > 0 and settings.ledger is None:
-            raise ValueError(
-                f"budget.usd is {settings.budget.usd} but ledger is None, so no replica would see "
-                "what the others spend: name one file for all of them"
-            )
+        settings.check_shared()
         panel = await TeacherPanel.open(settings, environ=os.environ if keys is None else keys)
         await self._close_panel()
         self._panel = panel

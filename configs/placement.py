@@ -120,6 +120,9 @@ class PlacementConfig(Section):
     teacher_replay: PlaceConfig = Field(default_factory=PlaceConfig)
     """Each actor that queries external teachers."""
 
+    judge: PlaceConfig = Field(default_factory=PlaceConfig)
+    """Each actor that asks judges."""
+
     reference: GpuPlaceConfig = Field(default_factory=GpuPlaceConfig)
     """The frozen policy that scores pairs."""
 

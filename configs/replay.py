@@ -11,25 +11,15 @@ from composer_mesh.configs.base import (
     NotNegative,
     Processes,
     Seconds,
-    Section,
 )
+from composer_mesh.configs.breaker import BreakerConfig
 from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.preference import PreferenceConfig
-from composer_mesh.configs.teachers import TeacherConfig
+from composer_mesh.configs.teachers import TeacherConfig, check_costs, check_names
 
 MOST_TEACHERS = 100
-
-
-class BreakerConfig(Section):
-    """Circuit breaker for a teacher that keeps failing."""
-
-    failures: Count = 5
-    """Consecutive failed requests after which the teacher is suspended."""
-
-    rest_s: Seconds = 30.0
-    """Seconds of suspension until one request tests the teacher again."""
 
 
 class ReplayConfig(PreferenceConfig):
@@ -104,30 +94,13 @@ class ReplayConfig(PreferenceConfig):
                 f"ask is {self.ask} but there are {len(self.teachers)} teachers, so no state can "
                 "be sent to enough of them: add [[replay.teachers]] or lower ask, or set beta to 0"
             )
-        names = [teacher.name for teacher in self.teachers]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"teachers has {names.count(name)} entries named {name!r} but names must be "
-                    "unique, because reports are by name: rename all but one"
-                )
+        check_names(self.teachers, "teachers")
         return self
 
     @model_validator(mode="after")
     def _costs_are_bounded(self) -> Self:
-        for teacher in self.teachers if self.on else ():
-            known = teacher.has_prices or teacher.kind == "openrouter"
-            if not known and self.budget.unknown_prices == "refuse":
-                raise ValueError(
-                    f"teacher {teacher.name!r} has no price, so no ceiling could hold: set its "
-                    "prompt_usd_per_million and completion_usd_per_million (0 where it is free), "
-                    "or set replay.budget.unknown_prices to 'allow'"
-                )
-            if (teacher.costs or not known) and self.budget.usd == 0:
-                raise ValueError(
-                    f"budget.usd is 0 but teacher {teacher.name!r} costs money, so it could never "
-                    "be asked: set replay.budget.usd to what the run may cost"
-                )
+        if self.on:
+            check_costs(self.teachers, self.budget, "teacher", "replay.budget")
         return self
 
     @property

@@ -21,6 +21,7 @@ from composer_mesh.configs.base import (
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
+from composer_mesh.configs.judges import JudgesConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
 from composer_mesh.configs.placement import PlacementConfig
@@ -149,6 +150,9 @@ class Config(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """The teacher-replay channel."""
 
+    judges: JudgesConfig = Field(default_factory=JudgesConfig)
+    """Models that reward functions ask."""
+
     late_rewards: LateRewardsConfig = Field(default_factory=LateRewardsConfig)
     """Rewards that arrive after training."""
 
@@ -189,6 +193,16 @@ class Config(Section):
                 "schedule.dynamic_sampling is true but late_rewards.max_age is "
                 f"{self.late_rewards.max_age}, and a group is dropped by the rewards with which it "
                 "finishes: set dynamic_sampling to false or late_rewards.max_age to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_reward_can_be_left_out(self) -> Self:
+        workflow = self.rollouts.workflow
+        if self.judges.when_spent == "leave_out" and workflow is not None:
+            raise ValueError(
+                f"judges.when_spent is 'leave_out' but rollouts.workflow is {workflow!r}, which "
+                "makes rewards of its own, from which none can be left out: set it to 'stop'"
             )
         return self
 

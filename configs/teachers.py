@@ -3,6 +3,7 @@
 `budget` limits the cost of all teachers together.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from composer_mesh.configs.base import (
     Share,
     Tokens,
 )
+from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.endpoint import ChatEndpoint
 
 PRICES = ("prompt_usd_per_million", "completion_usd_per_million", "usd_per_request")
@@ -110,3 +112,31 @@ class TeacherConfig(ChatEndpoint):
                 f"{missing} is not set but the other price is: set both, 0 where it is free"
             )
         return self
+
+
+def check_names(models: Sequence[TeacherConfig], key: str) -> None:
+    """Raise ValueError for models of one list that have the same name."""
+    names = [one.name for one in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{key} has {names.count(name)} entries named {name!r} but names must be "
+                "unique, because reports are by name: rename all but one"
+            )
+
+
+def check_costs(models: Sequence[TeacherConfig], budget: BudgetConfig, role: str, key: str) -> None:
+    """Raise ValueError for a model whose cost has no bound, or that could never be asked."""
+    for one in models:
+        known = one.has_prices or one.kind == "openrouter"
+        if not known and budget.unknown_prices == "refuse":
+            raise ValueError(
+                f"{role} {one.name!r} has no price, so no ceiling could hold: set its "
+                "prompt_usd_per_million and completion_usd_per_million (0 where it is free), "
+                f"or set {key}.unknown_prices to 'allow'"
+            )
+        if (one.costs or not known) and budget.usd == 0:
+            raise ValueError(
+                f"budget.usd is 0 but {role} {one.name!r} costs money, so it could never "
+                f"be asked: set {key}.usd to what the run may cost"
+            )

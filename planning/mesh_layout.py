@@ -4,11 +4,12 @@ A plan that `composer-mesh check` prints and the assembly spawns. It does not de
 on the machine's network hardware.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.configs.weights import WeightsConfig, WeightTransport
 from composer_mesh.planning.rollout_workers import rollout_workers
 
@@ -20,6 +21,7 @@ ActorKind = Literal[
     "sdpo_teacher",
     "hint_writer",
     "teacher_replay",
+    "judge",
     "reference",
     "expert_server",
 ]
@@ -104,7 +106,8 @@ class MeshPlan:
 
 def plan_mesh(config: Config) -> MeshPlan:
     """Return the mesh that `config` will start; deterministic."""
-    actors = (*_ring(config), *_sdpo(config), *_hints(config), *_replay(config), *_experts(config))
+    parts = (_ring, _sdpo, _hints, _replay, _judges, _experts)
+    actors = tuple(row for part in parts for row in part(config))
     return MeshPlan(actors, _transports(actors, config), _channels(config))
 
 
@@ -169,6 +172,14 @@ def _replay(config: Config) -> tuple[ActorRow, ...]:
     return (pool, ActorRow("reference", "scores pairs as the frozen initial policy", 1, 1))
 
 
+def _judges(config: Config) -> tuple[ActorRow, ...]:
+    judges = config.judges
+    if not judges.on:
+        return ()
+    role = f"asks {len(judges.models)} judges for rewards, within ${judges.budget.usd:,.2f}"
+    return (ActorRow("judge", role, replicas=judges.actors, threads=1),)
+
+
 def _experts(config: Config) -> tuple[ActorRow, ...]:
     if not config.serves_experts:
         return ()
@@ -183,8 +194,12 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
     if "sdpo_teacher" in kinds:
         rows.append(TransportRow("teacher signals", "sdpo_teacher", ("trainer",), RDMA))
     if "teacher_replay" in kinds:
-        states = _addresses(config.replay)
+        states = _addresses(config.replay.teachers)
         rows.append(TransportRow("frozen states", "teacher_replay", states, CHAT))
+    if "judge" in kinds:
+        judges = _addresses(config.judges.models)
+        rows.append(TransportRow("questions", "environment", ("judge",), MESSAGES))
+        rows.append(TransportRow("questions", "judge", judges, CHAT))
     if (asked := config.sdpo.hints.asked) is not None and "hint_writer" in kinds:
         address = asked.url or "expert_server"
         rows.append(TransportRow("errors and hints", "hint_writer", (address,), CHAT))
@@ -214,9 +229,9 @@ def host_count(config: Config) -> int:
     return max(1, described, len(config.cluster.workers))
 
 
-def _addresses(replay: ReplayConfig) -> tuple[str, ...]:
-    """Return the teachers' servers: the run's own, and every configured URL."""
-    named = [teacher.url or "expert_server" for teacher in replay.teachers]
+def _addresses(models: Sequence[TeacherConfig]) -> tuple[str, ...]:
+    """Return the servers of models: the run's own, and every configured URL."""
+    named = [one.url or "expert_server" for one in models]
     return tuple(dict.fromkeys(named))
 
 

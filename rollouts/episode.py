@@ -199,4 +199,6 @@ def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
         growing.sites,
         dict(outcome.rewards),
         outcome.answer,
+        penalty=outcome.penalty,
+        left_out=list(outcome.left_out),
     )

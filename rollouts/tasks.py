@@ -37,8 +37,9 @@ class StepResult:
 class Outcome:
     """A finished episode: its conversation and how it was scored.
 
-    `rewards` are the values of the task's reward functions by name, before weights. `answer` is the
-    verified answer that no hint may contain; None if the task states none.
+    `rewards` are the values of the task's reward functions by name, before weights; those that are
+    `left_out` have none. `penalty` is what failed calls cost. `answer` is the verified answer that
+    no hint may contain; None if the task states none.
     """
 
     messages: list[Message]
@@ -46,3 +47,5 @@ class Outcome:
     success: bool
     rewards: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    penalty: float = 0.0
+    left_out: tuple[str, ...] = ()

@@ -93,7 +93,8 @@ class Trace:
     the task's reward functions by name, before weights; `answer` is its verified answer, which no
     hint may contain. `others` are further trajectories of the same episode, such as those of
     sub-agents, each with a reward of its own. Rewards of a group are compared among trajectories
-    with the same `role`; one that has an `advantage` is compared with none.
+    with the same `role`; one that has an `advantage` is compared with none. `penalty` is what
+    failed calls took from the reward, `left_out` names rewards that the whole group does without.
     """
 
     trace_id: str
@@ -112,6 +113,8 @@ class Trace:
     others: list["Trace"] = field(default_factory=list)
     role: str = ""
     advantage: float | None = None
+    penalty: float = 0.0
+    left_out: list[str] = field(default_factory=list)
 
     def trajectories(self) -> list["Trace"]:
         """Return all trajectories of the episode, each as a trace without others."""

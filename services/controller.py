@@ -17,7 +17,7 @@ when all receivers have pulled, and what needs the new version everywhere waits 
 checkpoints, the end. Where they may not lag, every stage waits for the previous one.
 
 A stop request is honoured between steps and during waits: finished steps are then checkpointed, and
-a resume does the rest.
+a resume does the rest. Judges whose ceiling is reached end a run in the same way, with an error.
 """
 
 import asyncio
@@ -41,9 +41,10 @@ from composer_mesh.services.schedule.step_groups import StepGroups
 from composer_mesh.services.schedule.stopping import StopAsked, Stopping
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
-from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
+from composer_mesh.services.steps.ports import JudgeCosts, Store, Training, Watcher, WeightSync
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import manifest_to_json
+from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.task import Task
 
 
@@ -53,7 +54,8 @@ class Ports:
 
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
     None where hints come from templates only, `logprob_mismatch` where the log-prob mismatch of
-    trainer and generators is not monitored. `in_thread` runs blocking work beside the event loop.
+    trainer and generators is not monitored, `judges` where there are none. `in_thread` runs
+    blocking work beside the event loop.
     """
 
     rollouts: Rollouts
@@ -66,6 +68,7 @@ class Ports:
     saved: Callable[[], Awaitable[None]]
     hints: HintWriting | None = None
     logprob_mismatch: LogprobMismatchMonitor | None = None
+    judges: JudgeCosts | None = None
     in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = in_thread
 
 
@@ -82,6 +85,8 @@ class Controller:
     resume_state: ResumeState = field(default_factory=ResumeState)
     rest: ReplayOutcome = field(default_factory=ReplayOutcome)
     """Outcome of the teacher answers that arrived too late for the last step."""
+    judge_rest: dict[str, float] = field(default_factory=dict)
+    """Figures of the judges after the last step."""
     stopping: Stopping = field(default_factory=Stopping)
 
     def __post_init__(self) -> None:
@@ -133,6 +138,9 @@ class Controller:
             await self._to_the_end()
         except StopAsked:
             await self._leave()
+        except JudgesSpent:
+            await self._keep_finished()
+            raise
 
     async def _to_the_end(self) -> None:
         await self._begin()
@@ -146,15 +154,24 @@ class Controller:
         if self.ports.replay is not None:
             self.rest = await self.ports.replay.drain()
         await self.ports.saved()
+        await self._count_judges()
 
     async def _leave(self) -> None:
         """Write what is done to disk, so that a resume need not repeat it."""
+        await self._keep_finished()
+        self.stopping.left()
+
+    async def _keep_finished(self) -> None:
         self.ports.watch.phase("writing a checkpoint, to stop")
         await self._syncs.finish()
         if self.step > self._saved:
             await self._save(self.step)
         await self.ports.saved()
-        self.stopping.left()
+        await self._count_judges()
+
+    async def _count_judges(self) -> None:
+        if self.ports.judges is not None:
+            self.judge_rest = await self.ports.judges.figures()
 
     async def _save(self, steps: int) -> None:
         await self.ports.save(steps)
@@ -190,6 +207,8 @@ class Controller:
         metrics["time/train_s"] = stepped - on_snapshot
         metrics |= self._syncs.metrics() | self.ports.store.waits()
         metrics |= self.ports.rollouts.cached_prompts()
+        if self.ports.judges is not None:
+            metrics |= await self.ports.judges.figures()
         self.step = step + 1
         await self.ports.store.end_step(step, metrics)
         self.ports.watch.update(metrics)

@@ -7,11 +7,64 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.tasks.errors import TaskError, TaskTimeout, code_error
+
+_limit: ContextVar[CallLimit | None] = ContextVar("limit", default=None)
+
+
+class CallLimit:
+    """The time limit of one call, which stands still while the call waits for something else."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self._limit, self._waiting, self._left_s = limit, 0, 0.0
+        self.over = False
+
+    def pause(self) -> None:
+        """Stop the clock; several waits of one call may overlap."""
+        self._waiting += 1
+        ends_at = self._limit.when()
+        if ends_at is not None and not self._limit.expired() and not self.over:
+            self._left_s = ends_at - asyncio.get_running_loop().time()
+            self._limit.reschedule(None)
+
+    def resume(self) -> None:
+        """Let the clock run on, once the last wait has ended."""
+        self._waiting -= 1
+        if not self._waiting and self._limit.when() is None and not self.over:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
+
+
+@contextmanager
+def _clock(limit: asyncio.Timeout) -> Iterator[None]:
+    """Let waits of the block, and of tasks that it starts, stop the clock of a limit."""
+    clock = CallLimit(limit)
+    before = _limit.set(clock)
+    try:
+        yield
+    finally:
+        clock.over = True
+        _limit.reset(before)
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Mark a wait for another service: it does not count towards the limit of the call."""
+    limit = _limit.get()
+    if limit is None:
+        yield
+        return
+    limit.pause()
+    try:
+        yield
+    finally:
+        limit.resume()
+
 
 RunPlain = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -43,7 +96,8 @@ class Calls:
             if self.limit_s is None:  # no event loop is needed where nothing waits
                 return await self._result(function, *args)
             async with asyncio.timeout(self.limit_s) as limit:
-                return await self._result(function, *args)
+                with _clock(limit):
+                    return await self._result(function, *args)
         except TaskError:
             raise
         except (Exception, SystemExit) as error:

@@ -5,6 +5,8 @@ TaskError
 +-- TaskTimeout      a function of the task did not return in time
 +-- TaskCodeError    a function of the task raised: the episode fails, and the line is named
 +-- UnusableTask     the task cannot be loaded, or returned what it must not return
++-- JudgeFailed      a judge gave no usable answer: the attempt fails, not the episode
++-- JudgesSpent      the judges' ceiling allows no further question
 """
 
 from __future__ import annotations
@@ -65,6 +67,32 @@ class TaskTimeout(TaskError):
 
 class UnusableTask(TaskError, ValueError):
     """A task cannot be loaded, or one of its functions returned an unusable value."""
+
+
+class JudgeFailed(TaskError):
+    """A judge gave no usable answer, so that an attempt at an episode has no reward."""
+
+    failure_class = "provider"
+
+    def __init__(self, judge: str, reason: str) -> None:
+        super().__init__(judge, reason)
+        self.judge, self.reason = judge, reason
+
+    def __str__(self) -> str:
+        return f"judge {self.judge!r} gave no usable answer: {self.reason}"
+
+
+class JudgesSpent(TaskError):
+    """A question might pass the judges' ceiling, so it was not sent."""
+
+    failure_class = "provider"
+
+    def __init__(self, judge: str, reason: str) -> None:
+        super().__init__(judge, reason)
+        self.judge, self.reason = judge, reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 def code_error(what: str, error: Exception | SystemExit) -> TaskCodeError:

@@ -78,6 +78,9 @@ def _created(config: Config, source: MixedTask) -> Task:
         path=source.path,
         heldout_every=source.heldout_every,
         hint_templates=frozenset(config.sdpo.hints.templates),
+        judges=tuple(one.name for one in config.judges.models),
+        judge_answers=config.judges.answers,
+        leave_out_spent=config.judges.when_spent == "leave_out",
     )
     try:
         task.load()

@@ -13,6 +13,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from composer_mesh.rollouts.group_rewards import total_reward
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
@@ -22,7 +23,13 @@ from composer_mesh.rollouts.tool_calls import (
 )
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskCodeError, TaskTimeout, ToolError, UnusableTask
+from composer_mesh.tasks.errors import (
+    JudgesSpent,
+    TaskCodeError,
+    TaskTimeout,
+    ToolError,
+    UnusableTask,
+)
 from composer_mesh.tasks.reward import Ending, Transcript
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
@@ -94,14 +101,15 @@ class RunningEpisode:
             self._ended or "context",
             self._session if messages is None else None,
         )
-        values = {one.name: await self._value(one, transcript) for one in self._task.rewards}
-        total = sum(one.weight * values[one.name] for one in self._task.rewards)
+        values, left_out = await self._values(transcript)
+        weights = self._task.reward_weights
+        total = total_reward(values, weights, 0.0)
         success = await self._call("success", self._task.success, transcript, total)
         penalty = self._task.settings.tool_error_penalty * self._failures
-        reward = max(min(0.0, total), total - penalty)
+        reward = total_reward(values, weights, penalty)
         stated = self._task.verified_answer
         answer = await self._call("verified_answer", stated, self._session.episode)
-        return Outcome(said, reward, bool(success), values, answer)
+        return Outcome(said, reward, bool(success), values, answer, penalty, left_out)
 
     async def close(self) -> None:
         """Release the session."""
@@ -169,6 +177,18 @@ class RunningEpisode:
         self._messages += deepcopy(messages)
         self._seen.append(len(self._messages))
         return StepResult(messages, False, error)
+
+    async def _values(self, transcript: Transcript) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Return the rewards by name, and the names of those whose judge may not be asked."""
+        values, left_out = dict[str, float](), list[str]()
+        for one in self._task.rewards:
+            try:
+                values[one.name] = await self._value(one, transcript)
+            except JudgesSpent:
+                if not self._task.settings.leave_out_spent:
+                    raise
+                left_out.append(one.name)
+        return values, tuple(left_out)
 
     async def _value(self, one: Any, transcript: Transcript) -> float:
         value = await self._call(f"reward {one.name!r}", one.function, transcript)

@@ -31,6 +31,7 @@ from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.judges import Judge, Judges
 from composer_mesh.tasks.reward import RewardFunction, Transcript, rewards_of
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.session import Session
@@ -48,7 +49,9 @@ class TaskSettings:
 
     `seed` is the run's. An episode has `max_turns` actions; each failed call costs
     `tool_error_penalty`. `path` is the file of the rows, if there is one, of which each
-    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config.
+    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config, and
+    `judges` the names of its judges, which are asked at most `judge_answers` times for one answer.
+    With `leave_out_spent` a reward is left out whose judge may not be asked any more.
     """
 
     seed: int = 0
@@ -57,6 +60,9 @@ class TaskSettings:
     path: Path | None = None
     heldout_every: int = 5
     hint_templates: frozenset[str] = frozenset()
+    judges: tuple[str, ...] | None = None
+    judge_answers: int = 3
+    leave_out_spent: bool = False
 
 
 class Task:
@@ -82,6 +88,9 @@ class Task:
     settings: TaskSettings = TaskSettings()
     """What the run's config says; set before `load` is called."""
 
+    judges: Judges | None = None
+    """Who asks judges for the task's rewards; set by whatever plays its episodes."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not cls.__dict__.get("name"):
@@ -94,6 +103,26 @@ class Task:
         task.settings = settings or TaskSettings()
         task.load()
         return task
+
+    def judge(self, name: str) -> Judge:
+        """Return the judge of a name under [[judges.models]]; raises UnusableTask without it."""
+        known = self.settings.judges
+        if known is not None and name not in known:
+            raise UnusableTask(
+                f"task {self.name!r} asks judge {name!r}, but the config has "
+                f"{', '.join(known) or 'no judge'}: add it under [[judges.models]]"
+            )
+        if self.judges is None:
+            raise UnusableTask(
+                f"task {self.name!r} asks judge {name!r}, but nothing here asks judges: use a "
+                "config with [[judges.models]], or set the task's `judges` in a test"
+            )
+        return Judge(name, self.judges, self.settings.judge_answers)
+
+    def use_judges(self, judges: Judges) -> None:
+        """Have all tasks of this one ask their judges there."""
+        for part in self.parts:
+            part.judges = judges
 
     # What a subclass defines.
 
@@ -160,6 +189,11 @@ class Task:
     def rewards(self) -> list[RewardFunction]:
         """The reward functions, in order of definition."""
         return rewards_of(self)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weights of the rewards by name."""
+        return {one.name: one.weight for one in self.rewards}
 
     @cached_property
     def hint_keys(self) -> frozenset[str]:

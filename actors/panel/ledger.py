@@ -27,7 +27,7 @@ from composer_mesh.rollouts.money import LARGEST_CHARGE
 
 LEDGER = FileKind(
     purpose="keep the ledger of what teachers cost",
-    repair="name another file with replay.budget.ledger, or move this one away",
+    repair="name another file with budget.ledger of [replay] or [judges], or move this one away",
     application_id=0x434D4C31,
     version=1,
     tables=(

@@ -32,6 +32,7 @@ from composer_mesh.rollouts.pairs import (
     TeacherFailure,
     TeacherReply,
 )
+from composer_mesh.rollouts.traces import Message
 
 T = TypeVar("T")
 
@@ -95,7 +96,8 @@ class TeacherPanel:
             opened.push_async_callback(meter.aclose)
             kept = None
             if settings.cache is not None and settings.pays:
-                kept = await asyncio.to_thread(ResponseCache, settings.cache)
+                setting = f"{settings.section}.cache"
+                kept = await asyncio.to_thread(ResponseCache, settings.cache, setting)
                 opened.callback(kept.close)
             # Once more, because it must be the first to close: it then has charges to write.
             opened.push_async_callback(client.aclose)
@@ -121,6 +123,16 @@ class TeacherPanel:
             )
         asked = chosen_teachers(self._slots, state.seed, n)
         return list(await asyncio.gather(*(self._reply(slot, state) for slot in asked)))
+
+    async def ask_one(self, name: str, messages: Sequence[Message]) -> TeacherReply:
+        """Query one teacher by its name. Waits as `ask` does, and returns a failure as a value."""
+        if self._closed:
+            raise ClientClosed
+        for slot in self._slots:
+            if slot.teacher.name == name:
+                return await self._reply(slot, FrozenState("", list(messages), 0))
+        known = ", ".join(self._tallies)
+        raise ValueError(f"there is no {self._settings.role} {name!r}: name one of {known}")
 
     async def report(self) -> BudgetReport:
         """Return the ledger's report on this run, over all its processes."""
@@ -182,7 +194,8 @@ class TeacherPanel:
                 reply = replace(reply, latency_s=self._clock() - began)
         except ProviderError as error:
             usd, took = dollars(error.charged), self._clock() - began
-            reply = TeacherFailure(teacher.name, error.kind, str(error), took, usd)
+            text = error.worded(self._settings.role, self._settings.section)
+            reply = TeacherFailure(teacher.name, error.kind, text, took, usd)
         except StoreError as error:  # else each query would pay again
             took = self._clock() - began
             reply = TeacherFailure(teacher.name, FailureKind.BUDGET, str(error), took)

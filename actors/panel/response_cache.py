@@ -42,8 +42,8 @@ def question_key(
 class ResponseCache:
     """A thread-safe cache of teachers' answers."""
 
-    def __init__(self, path: Path) -> None:
-        self._kept = ContentCache(path, what="teachers' answers", setting="replay.cache")
+    def __init__(self, path: Path, setting: str = "replay.cache") -> None:
+        self._kept = ContentCache(path, what="teachers' answers", setting=setting)
 
     def get(self, key: str, teacher: str) -> TeacherAnswer | None:
         """Return the cached answer under this teacher's name, at no cost; StoreError if damaged."""

@@ -19,7 +19,8 @@ class PanelSettings:
     `run` is the ledger account of its requests; without a `ledger` the ceilings hold for this panel
     alone, without a `cache` no answer is stored. `replicas` panels share the teachers' concurrency
     and rate limits. `own` names the teachers that the run serves itself: they are free, so they are
-    neither metered nor cached. `tools_of` holds the tools of tasks that have their own.
+    neither metered nor cached. `tools_of` holds the tools of tasks that have their own. Errors call
+    the models by their `role`, and name keys of `section`.
     """
 
     teachers: tuple[TeacherEndpoint, ...]
@@ -34,6 +35,8 @@ class PanelSettings:
     replicas: int = 1
     own: frozenset[str] = frozenset()
     tools_of: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    role: str = "teacher"
+    section: str = "replay"
 
     def __post_init__(self) -> None:
         names = Counter(teacher.name for teacher in self.teachers)
@@ -41,6 +44,14 @@ class PanelSettings:
             raise ValueError(f"teachers holds {repeated[0]!r} more than once: rename all but one")
         if self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}, below 1: at least one panel asks")
+
+    def check_shared(self) -> None:
+        """Raise ValueError where several processes would not see what the others spend."""
+        if self.pays and self.budget.usd > 0 and self.ledger is None:
+            raise ValueError(
+                f"budget.usd is {self.budget.usd} but ledger is None, so no replica would see "
+                "what the others spend: name one file for all of them"
+            )
 
     @property
     def pays(self) -> bool:

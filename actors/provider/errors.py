@@ -51,7 +51,12 @@ class ProviderError(Exception):
         self.charged = 0
 
     def __str__(self) -> str:
-        return f"teacher {self.teacher!r}: {self.text}: {self.repair}"
+        return self.worded("teacher", "replay")
+
+    def worded(self, role: str, section: str) -> str:
+        """Return the error of a model with a role, which is configured in a section."""
+        repair = self.repair.replace("replay.", f"{section}.").replace("teacher", role)
+        return f"{role} {self.teacher!r}: {self.text}: {repair}"
 
     @property
     def retryable(self) -> bool:

@@ -18,6 +18,11 @@ def example_arguments(parameters: Schema) -> dict[str, Any]:
     return {name: _example(properties.get(name, {}), shared, DEEPEST) for name in required}
 
 
+def example_of(schema: Schema) -> Any:
+    """Return an example of a JSON schema, with what it requires."""
+    return _example(schema, schema.get("$defs", {}), DEEPEST)
+
+
 def _example(schema: Schema, shared: Schema, depth: int) -> Any:
     if "$ref" in schema:
         schema = shared.get(str(schema["$ref"]).rpartition("/")[2], {})

@@ -13,7 +13,7 @@ from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.endpoint import ChatEndpoint
 from composer_mesh.configs.schema import Config
 
-ASKING = ("teacher_replay", "hint_writer")
+ASKING = ("teacher_replay", "hint_writer", "judge")
 """Kinds of processes that query model APIs."""
 
 
@@ -28,6 +28,13 @@ def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
     writer = config.sdpo.hints.asked if config.asks_for_hints else None
     if writer is not None:
         _check(writer, "the hint writer", environ)
+    check_judge_keys(config, environ)
+
+
+def check_judge_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise `MissingKey` for the first judge without its key."""
+    for judge in config.judges.models:
+        _check(judge, f"judge {judge.name!r}", environ)
 
 
 @contextlib.contextmanager
@@ -59,6 +66,8 @@ def key_variables(config: Config, kind: str) -> list[str]:
     asked: list[ChatEndpoint] = []
     if kind == "teacher_replay" and config.replay.on:
         asked += config.replay.teachers
+    if kind == "judge":
+        asked += config.judges.models
     writer = config.sdpo.hints.asked if config.asks_for_hints else None
     if kind == "hint_writer" and writer is not None:
         asked.append(writer)

@@ -12,6 +12,7 @@ from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTempl
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.services.checks.example_arguments import example_arguments
+from composer_mesh.services.checks.example_judges import ExampleJudges
 from composer_mesh.services.checks.timed_episode import TimedEpisode
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.heldout import heldout_indices
@@ -57,13 +58,18 @@ class DryRun:
 
 def told_of(config: Config, task: Task) -> Iterator[str]:
     """Yield lines that describe the task; plays a dry episode of it, and raises its errors."""
+    judges = ExampleJudges()
+    task.use_judges(judges)
     dry = dry_run(config, task)
     success = "a success" if dry.success else "no success"
     yield (
         f"task {task.name!r}: a dry episode by {dry.policy} took {dry.turns} turns, reward "
         f"{dry.reward:g}, {success}"
     )
-    if task.has_expert and not dry.success:
+    if judges.asked:
+        names = ", ".join(sorted(judges.asked))
+        yield f"task {task.name!r}: judge {names} was not asked, its answers are examples"
+    if task.has_expert and not dry.success and not judges.asked:
         yield (
             f"task {task.name!r}: its expert's episode is no success, so a warm start imitates "
             f"failures: mend expert(), the rewards or success_at, which is {task.success_at:g}"

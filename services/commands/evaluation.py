@@ -8,7 +8,9 @@ from pathlib import Path
 
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.mesh.environment import add_import_paths
+from composer_mesh.rollouts.money import Prices
 from composer_mesh.services.checks.accepting import UsageError, accept, startable, use_umask
+from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
 from composer_mesh.services.commands.training import make_room, prepare
 from composer_mesh.services.directory.claim import RUNS, claimed
@@ -17,7 +19,7 @@ from composer_mesh.services.evaluation.target import EvalRefused, Target, target
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.tasks.loading import make_task
 
-KEYS_OF_URLS = ("model", "api_key_env")
+KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd")
 
 
 def evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
@@ -62,6 +64,7 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
                 _endpoint(arguments, target),
                 arguments.timeout,
                 signals,
+                max_usd=arguments.max_usd,
             )
         command.report(output, told, indices, arguments.samples, arguments.json)
         return code
@@ -76,8 +79,21 @@ def _endpoint(arguments: argparse.Namespace, target: Target) -> TeacherEndpoint:
         arguments.api_key_env,
         max_tokens=arguments.max_tokens,
         temperature=target.config.eval.temperature,
+        prices=_prices(arguments),
         concurrency=arguments.concurrency,
     )
+
+
+def _prices(arguments: argparse.Namespace) -> Prices | None:
+    prompt, completion = arguments.prompt_usd, arguments.completion_usd
+    if (prompt is None) != (completion is None):
+        raise EvalRefused("--prompt-usd and --completion-usd belong together: add the other one")
+    if arguments.max_usd is not None and prompt is None:
+        raise EvalRefused(
+            f"--max-usd is {arguments.max_usd:g} but no price is known, so no ceiling could hold: "
+            "add --prompt-usd and --completion-usd, in dollars per million tokens"
+        )
+    return None if prompt is None else Prices.per_million(prompt, completion)
 
 
 def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
@@ -97,3 +113,6 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
                 raise EvalRefused(f"--{option} is for URLs and {target.name} is none: remove it")
     elif arguments.model is None:
         raise EvalRefused(f"{target.url} serves models by name: add --model NAME")
+    else:
+        _prices(arguments)
+        check_judge_keys(target.config)

@@ -5,6 +5,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from composer_mesh.rollouts.money import LARGEST_USD
 from composer_mesh.services.ablation.plan import CHANNELS_OF
 from composer_mesh.services.directory.claim import output_path
 from composer_mesh.services.offline.options import add_options
@@ -143,6 +144,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+def _dollars(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= LARGEST_USD:
+        raise argparse.ArgumentTypeError(f"{text} is no number of dollars from 0 on")
     return value
 
 
@@ -296,6 +304,12 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=1024, metavar="N", help="of a URL's answer; 1024"
     )
+    parser.add_argument(
+        "--max-usd", type=_dollars, metavar="USD", help="ceiling of what a URL may cost in all"
+    )
+    for name, tokens in (("--prompt-usd", "prompt"), ("--completion-usd", "answer")):
+        about = f"a URL's price of a million {tokens} tokens, which --max-usd needs"
+        parser.add_argument(name, type=_dollars, metavar="USD", help=about)
     parser.add_argument(
         "--concurrency", type=int, default=16, metavar="N", help="requests to a URL at once; 16"
     )

@@ -125,6 +125,7 @@ def summarize(
         "replay": _replay([*metrics, rest or {}]),
         "restarts": restarts,
         **_hints(metrics),
+        **_judges([*metrics, rest or {}]),
         "lag_max": max((step.get("lag/max") or 0 for step in metrics), default=0),
         "rollouts": _total(metrics, "rollouts/count"),
         "tokens_trained": _total(metrics, "tokens/trained"),
@@ -175,6 +176,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
         *_asked(replay),
         *([("hints", _shown_hints(summary["hints"]))] if "hints" in summary else []),
+        *([("judges", _shown_judges(summary["judges"]))] if "judges" in summary else []),
         ("largest lag", f"{summary['lag_max']} versions"),
         ("trained on", f"{summary['tokens_trained']:,} tokens, {summary['rollouts']:,} rollouts"),
         ("restarts", str(summary["restarts"])),
@@ -268,6 +270,21 @@ def _shown_hints(hints: Mapping[str, Any]) -> str:
     if not hints["requests"]:
         return text
     return f"{text}; {hints['requests']:,} requests for ${hints['usd']:.2f}"
+
+
+def _judges(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what judges have cost in the run; empty if it has none."""
+    told = [step for step in metrics if "judge/usd_total" in step]
+    if not told:
+        return {}
+    usd, requests = told[-1]["judge/usd_total"], told[-1]["judge/requests"]
+    left_out = _total(metrics, "judge/left_out")
+    return {"judges": {"usd": usd, "requests": requests, "left_out": left_out}}
+
+
+def _shown_judges(judges: Mapping[str, Any]) -> str:
+    left_out = f"; {judges['left_out']:,} rollouts without" if judges["left_out"] else ""
+    return f"{judges['requests']:,} requests for ${judges['usd']:.4f}{left_out}"
 
 
 def _total(metrics: Sequence[Mapping[str, Any]], key: str) -> Any:

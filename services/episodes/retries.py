@@ -3,7 +3,8 @@
     attempt fails --> retried, with a fresh environment, up to `rollout_retries`
                       the same error of its episode `poison_after` times, or a lost process in each
                       attempt: the episode is quarantined for the run
-                      anything else until the end: the sample is given up
+                      anything else until the end: the sample is given up; a provider that failed,
+                      such as a judge's, is never counted against the episode
 
 A sample that is given up is left out of its group, and never becomes a reward. `rollout` makes an
 attempt; which failures are equal is decided here, and counted in `rollouts.poison`.
@@ -24,6 +25,7 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.episodes.paced_events import PacedEvents
 from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed
+from composer_mesh.tasks.errors import JudgesSpent
 
 LOST = "lost process"
 """Key of a failure in which an actor died or was unresponsive during one of the attempt's calls."""
@@ -154,8 +156,8 @@ class Retries:
 class Setback:
     """One failed attempt at a sample, which has had `failures` failures so far.
 
-    `times` counts failures of this kind: of the sample where a process was lost by it, and
-    otherwise of any sample of the episode.
+    `times` counts failures of this kind: of the sample where a process was lost by it, none where a
+    provider failed, and otherwise of any sample of the episode.
     """
 
     name: str
@@ -195,8 +197,8 @@ class EpisodeTrial:
             session, began = session_name(name, number), self._trial.begin()
             try:
                 return await attempt(session)
-            except (ServiceClosed, NoReplicaLeft):
-                raise  # no replica is left to retry with
+            except (ServiceClosed, NoReplicaLeft, JudgesSpent):
+                raise  # nothing is left to retry with
             except Exception as error:  # noqa: BLE001  supervision boundary
                 key = self._retries.key_of(error, session)
                 self._retries.failed(self, self._setback(name, error, key, began, own))
@@ -208,7 +210,8 @@ class EpisodeTrial:
         """Count a sample's failure, with its `own` earlier ones and with its episode's."""
         if key is not None:
             own[key] += 1
-        shared = self._trial.failed(began, None if is_loss(key) else key)
+        foreign = is_loss(key) or classify(error) is FailureClass.PROVIDER
+        shared = self._trial.failed(began, None if foreign else key)
         times = own[key] if key is not None and is_loss(key) else shared
         return Setback(name, error, key, times, self._failures(own))
 

@@ -13,9 +13,11 @@ from composer_mesh.actors.provider.client import ProviderClient
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import (
     ProviderAuthError,
+    ProviderBudgetError,
     ProviderError,
     ProviderPaymentError,
 )
+from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import seed_of
@@ -23,7 +25,7 @@ from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.checks.timed_episode import in_a_daemon_thread
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskError
+from composer_mesh.tasks.errors import JudgesSpent, TaskError
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import TaskLoop
@@ -44,11 +46,14 @@ class EndpointEvaluation:
         client: ProviderClient,
         endpoint: TeacherEndpoint,
         samples: int,
+        meter: Meter | None = None,
     ) -> None:
+        """A `meter` refuses requests that might pass its ceiling."""
         self._config, self._task, self._store = config, task, store
         self._client, self._endpoint, self._samples = client, endpoint, samples
         self._limit_s = config.environment.call_s
         self._loop, self._calls = TaskLoop(), Calls(in_a_daemon_thread, self._limit_s)
+        self._meter = meter
         self._slots = asyncio.Semaphore(endpoint.concurrency)
         self.failures: list[str] = []
         """What each sample without a result failed with."""
@@ -58,7 +63,8 @@ class EndpointEvaluation:
     async def run(self, indices: Sequence[int]) -> None:
         """Play and store these episodes. Waits for all.
 
-        Raises where the key is refused, no credit is left, or the task blocks its event loop.
+        Raises where the key is refused, no credit or budget is left, or the task blocks its event
+        loop.
         """
         groups = [asyncio.create_task(self._group(index)) for index in indices]
         try:
@@ -77,7 +83,7 @@ class EndpointEvaluation:
         async with self._slots:
             try:
                 return await self._play(index, number)
-            except (ProviderAuthError, ProviderPaymentError):
+            except (ProviderAuthError, ProviderPaymentError, ProviderBudgetError, JudgesSpent):
                 raise
             except ProviderError as error:
                 self.failures.append(worded(self._endpoint, error))
@@ -94,7 +100,9 @@ class EndpointEvaluation:
             while not done:
                 seed = seed_of(self._config.run.seed, f"{name}-{turn:02d}") % SEEDS
                 answer = await self._client.complete(
-                    self._endpoint, running.messages, self._task.tools, seed=seed
+                    *(self._endpoint, running.messages, self._task.tools),
+                    seed=seed,
+                    meter=self._meter,
                 )
                 self.usd += answer.usd
                 step = await self._run(running.step(answer.action_text))
@@ -117,6 +125,8 @@ class EndpointEvaluation:
             sites,
             dict(outcome.rewards),
             outcome.answer,
+            penalty=outcome.penalty,
+            left_out=list(outcome.left_out),
         )
 
     async def _begun(self, index: int) -> RunningEpisode:
@@ -132,6 +142,8 @@ class EndpointEvaluation:
 
 def worded(endpoint: TeacherEndpoint, error: ProviderError) -> str:
     """Return what an endpoint failed with, and what to look at in this command."""
+    if isinstance(error, ProviderBudgetError):
+        return f"{error.text}: raise --max-usd, and go on with --resume"
     return (
         f"{endpoint.base_url}, model {endpoint.model!r}: {error.text}: check that it answers, and "
         "--model, --api-key-env, --max-tokens and --timeout"

@@ -8,19 +8,23 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
+from composer_mesh.actors.panel.ledger import Ledger
+from composer_mesh.actors.panel.metering import LedgerMeter
 from composer_mesh.actors.provider.client import ProviderClient, Timeouts
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, worded
 from composer_mesh.services.evaluation.figures import figures_by_task
@@ -36,10 +40,12 @@ from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import LoopBlocked
 
 FAILED = 1
+LEDGER_FILE = "evaluation.sqlite"
 
 
 def left_of(output: Path, indices: Sequence[int]) -> list[int]:
@@ -79,32 +85,57 @@ def evaluate_endpoint(
     timeout_s: float,
     signals: CommandSignals,
     *,
+    max_usd: float | None = None,
     environ: Mapping[str, str] = os.environ,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> int:
     """Play episodes against an endpoint; the exit status is 1 where it answered none of them.
 
-    `transport` replaces the network.
+    With `max_usd` no request is sent that might cost more in all, over all commands that went on in
+    this directory; the endpoint needs prices. `transport` replaces the network.
     """
     signals.hold()
 
     async def play() -> int:
         timeouts = Timeouts(timeout_s, line_s=float("inf"))
-        async with ProviderClient(timeouts, environ=environ, transport=transport) as client:
-            evaluation = EndpointEvaluation(config, task, store, client, endpoint, samples)
+        async with (
+            _meter(output, endpoint, max_usd) as meter,
+            ProviderClient(timeouts, environ=environ, transport=transport) as client,
+        ):
+            evaluation = EndpointEvaluation(config, task, store, client, endpoint, samples, meter)
             try:
                 await evaluation.run(left)
             except ProviderError as error:
                 evaluation.failures.append(worded(endpoint, error))
                 return _told(evaluation, FAILED)
-            except LoopBlocked as error:
+            except (JudgesSpent, LoopBlocked) as error:
                 evaluation.failures.append(str(error))
                 return _told(evaluation, FAILED)
             played = len(left) * samples
             return _told(evaluation, FAILED if len(evaluation.failures) == played > 0 else 0)
 
-    with RunStore(output, config) as store:
-        return asyncio.run(until_interrupted(play(), signals))
+    try:
+        with RunStore(output, config) as store, local_judges(config, output, transport) as judges:
+            if judges is not None:
+                task.use_judges(judges)
+            return asyncio.run(until_interrupted(play(), signals))
+    except ProviderError as error:
+        raise EvalRefused(error.worded("judge", "judges")) from None
+
+
+@asynccontextmanager
+async def _meter(
+    output: Path, endpoint: TeacherEndpoint, max_usd: float | None
+) -> AsyncIterator[LedgerMeter | None]:
+    """Open the ledger of an evaluation; None where it has no ceiling."""
+    if max_usd is None:
+        yield None
+        return
+    ledger = await asyncio.to_thread(
+        Ledger, output / LEDGER_FILE, BudgetRules(usd=max_usd), endpoint.name
+    )
+    async with aclosing(LedgerMeter(ledger)) as meter:
+        yield meter
 
 
 def _told(evaluation: EndpointEvaluation, code: int) -> int:

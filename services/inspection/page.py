@@ -175,6 +175,8 @@ def _metrics(shown: Shown, width: int) -> Table:
         rows.add_row("rollouts", Text(_work(step)))
         if shown.ceiling_usd is not None:
             rows.add_row("teachers", Text(_cost(step, shown.ceiling_usd)))
+        if "judge/usd_total" in step:
+            rows.add_row("judges", Text(_judged(step)))
         rows.add_row("step", Text(_times(step)))
     return rows
 
@@ -209,6 +211,13 @@ def _cost(step: Mapping[str, Any], ceiling_usd: float) -> str:
         f" {_figure(step, 'replay/states', 'd')} states asked,"
         f" {_figure(step, 'replay/skipped', 'd')} skipped,"
         f" {_figure(step, 'replay/waiting', 'd')} pairs waiting"
+    )
+
+
+def _judged(step: Mapping[str, Any]) -> str:
+    return (
+        f"${_figure(step, 'judge/usd_total', '.4f')},"
+        f" {_figure(step, 'judge/requests', 'd')} requests"
     )
 
 

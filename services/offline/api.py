@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import httpx
 
+from composer_mesh.actors.panel.configured import CACHE_FILE
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.consensus import decide
@@ -35,7 +36,6 @@ from composer_mesh.services.offline.options import CONCURRENCY, ReplayRefused
 from composer_mesh.services.offline.session import opened_panel
 from composer_mesh.services.offline.teacher_client import TeacherClient
 from composer_mesh.services.offline.traces import index_traces
-from composer_mesh.services.replay.teacher_settings import CACHE_FILE
 from composer_mesh.tasks.loading import make_task
 
 __all__ = [

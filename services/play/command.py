@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError
 from composer_mesh.rollouts.traces import Split
+from composer_mesh.services.checks.keys import check_judge_keys
+from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.checks.timed_episode import TimedEpisode
 from composer_mesh.services.play.policies import Person, PlayRefused, Policy, Script
 from composer_mesh.services.play.printing import (
@@ -48,8 +51,15 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
     config = config_of(target, overrides)
     add_import_paths(config.run.import_paths)
     task = make_task(config)
+    check_judge_keys(config)
     _print(title_lines(task, options.split, options.episode))
-    play(config, task, options, _policy(task, options.scripted), _print)
+    try:
+        with local_judges(config, None) as judges:
+            if judges is not None:
+                task.use_judges(judges)
+            play(config, task, options, _policy(task, options.scripted), _print)
+    except ProviderError as error:
+        raise PlayRefused(error.worded("judge", "judges")) from None
     return 0
 
 

@@ -47,8 +47,9 @@ def outcome_lines(task: Task, outcome: Outcome, turns: int, done: bool) -> Itera
     success = "success" if outcome.success else "no success"
     yield f"the episode {ended} after {turns} turns: reward {outcome.reward:g}, {success}"
     for one in task.rewards:
-        value = outcome.rewards[one.name]
-        yield plain_text(f"  {one.name}: {value:g}, weight {one.weight:g}")
+        found = outcome.rewards.get(one.name)
+        value = "left out" if found is None else f"{found:g}"
+        yield plain_text(f"  {one.name}: {value}, weight {one.weight:g}")
     if task.settings.tool_error_penalty:
         yield f"  each error costs {task.settings.tool_error_penalty:g}"
 

@@ -60,6 +60,7 @@ from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
+from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task
@@ -70,14 +71,8 @@ UNGUARDED = (
 )
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
-    *(
-        ChatTemplateError,
-        CheckpointFailed,
-        ConfigError,
-        NoCapacity,
-        UnreadableCheckpoint,
-        UnreadableManifest,
-    ),
+    *(ChatTemplateError, CheckpointFailed, ConfigError, JudgesSpent, NoCapacity),
+    *(UnreadableCheckpoint, UnreadableManifest),
 )
 """Errors whose message is complete, so no traceback is printed."""
 
@@ -169,10 +164,11 @@ class Run:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """Teacher metrics gathered after the last step."""
+        """Metrics of teachers and judges gathered after the last step."""
         if self.controller is None:
             return {}
-        return replay_metrics(self.controller.step, Taken([], self.controller.rest))
+        rest = replay_metrics(self.controller.step, Taken([], self.controller.rest))
+        return {**rest, **self.controller.judge_rest}
 
     async def live(self) -> int:
         """Start the mesh, run the controller, stop the mesh; returns the exit status."""

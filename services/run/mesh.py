@@ -27,6 +27,7 @@ from composer_mesh.services.inspection.usage import CpuMeter
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.replay.teacher_settings import panel_settings
 from composer_mesh.services.run.hint_mesh import MeshHintWriter
+from composer_mesh.services.run.judge_mesh import MeshJudges
 from composer_mesh.services.run.pools import Pools
 from composer_mesh.services.service import Service
 from composer_mesh.services.training.ranks import TrainerRanks
@@ -57,6 +58,7 @@ class RunMesh:
     reference: Service | None
     experts: Service | None
     hints: MeshHintWriter | None
+    judges: MeshJudges | None
     keys: Keys = field(repr=False)
     token: str = field(repr=False)
     _cpu: CpuMeter[str] = field(default_factory=CpuMeter, init=False, repr=False)
@@ -108,7 +110,8 @@ class RunMesh:
         samples, trains, whole = half != "training", half != "sampling", half == "both"
         own_teachers = trains and config.sdpo.has_own_actors
         sampling = together(start.generators(), start.environments(), start.rollouts())
-        _, sampled, replay, reference, _, experts, hints = await together(
+        judged = samples and config.judges.on
+        _, sampled, replay, reference, _, experts, hints, asked = await together(
             trainers.start(),
             _if(samples, sampling),
             _if(whole and config.replay.on, start.teachers()),
@@ -116,10 +119,16 @@ class RunMesh:
             _if(own_teachers, teachers.start()),
             _if(whole and config.serves_experts, start.one("expert_server", ExpertServerActor)),
             _if(whole and config.asks_for_hints, start.hint_writer(words)),
+            _if(judged, start.judges()),
         )
         own = teachers if own_teachers else None
         ring = (trainers, None if sampled is None else tuple(sampled))
-        return cls(config, host, half, *ring, own, replay, reference, experts, hints, keys, token)
+        judges: MeshJudges | None = None
+        if asked is not None:
+            own_keys = keys_of(config, "judge", keys, token)
+            judges = MeshJudges(asked, sampled[1], config, own_keys, record)
+        rest: tuple[Any, ...] = (own, replay, reference, experts, hints, judges, keys, token)
+        return cls(config, host, half, *ring, *rest)
 
     async def prepare(self) -> Path:
         """Return the folder of the initial policy. Waits for a warm start if none is cached.
@@ -151,8 +160,12 @@ class RunMesh:
             loads.append(self.teachers.load(folder))
         if self.reference is not None:
             loads.append(self.reference.load(config, folder))
+        if self.judges is not None:
+            loads.append(self.judges.load(run))
         loads.append(self._load_asking(task, run))
         await asyncio.gather(*loads)
+        if self.judges is not None:
+            self.judges.connect()
 
     @property
     def pools(self) -> dict[str, Service]:
@@ -164,6 +177,7 @@ class RunMesh:
             "environment": environments,
             "rollouts": rollouts,
             "teacher_replay": self.replay,
+            "judge": None if self.judges is None else self.judges.pool,
             "reference": self.reference,
             "expert_server": self.experts,
             "hint_writer": hints,
@@ -179,6 +193,8 @@ class RunMesh:
     async def close(self) -> None:
         """Stop the pools and cancel replacements: nothing is restarted afterwards."""
         closing = [pool.close() for pool in self.pools.values()]
+        if self.judges is not None:
+            closing.append(self.judges.close())
         if self.teachers is not None:
             closing.append(self.teachers.close())
         await asyncio.gather(*closing)
@@ -232,7 +248,7 @@ async def _describe(actor: SpawnedActor) -> tuple[ActorStatus, float | None]:
         return replace(known, state="dead", activity=died.reason), None
     now = replace(
         known,
-        state="ready" if about["activity"] == "idle" else "busy",
+        state="ready" if about["activity"].startswith("idle") else "busy",
         policy_version=about["policy_version"],
         activity=about["activity"],
         rss_bytes=about["rss_bytes"],

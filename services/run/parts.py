@@ -104,6 +104,7 @@ class RunParts:
             trainer.saved,
             self._hint_writing(),
             LogprobMismatchMonitor(self.config.logprob_mismatch, self.event),
+            self.mesh.judges,
         )
         return Controller(self.config, self.task, step_builder, ports, heldout, resume_state)
 

@@ -9,6 +9,7 @@ from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.judge import JudgeActor
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
@@ -71,6 +72,12 @@ class Pools:
             TeacherReplayActor,
             replay.actors,
             deadline_s=patience_s,
+        )
+
+    async def judges(self) -> Service:
+        """Start the interchangeable judge actors."""
+        return await self._pool(
+            "judge", JudgeActor, self.config.judges.actors, max_outstanding=ALL_AT_ONCE
         )
 
     async def hint_writer(self, keys: Keys) -> MeshHintWriter:

@@ -39,6 +39,7 @@ def step_metrics(
         **replay_metrics(batch.step, taken),
         **{f"late/{name}": corrections.counts[name] for name in ("rewards", "expired")},
         "late/samples": len(corrections.samples),
+        **_left_out(traces),
         "lag/mean": _mean([float(lag) for lag in lags]),
         "lag/max": max(lags, default=0),
     }
@@ -104,6 +105,12 @@ def _named_rewards(traces: Sequence[Trace]) -> dict[str, float]:
 
 def _named(prefix: str, counts: Mapping[str, int]) -> dict[str, int]:
     return {f"{prefix}/{name}": counts[name] for name in sorted(counts)}
+
+
+def _left_out(traces: Sequence[Trace]) -> dict[str, int]:
+    """Return how many rollouts do without a reward whose judge could not be asked."""
+    count = sum(bool(trace.left_out) for trace in traces)
+    return {"judge/left_out": count} if count else {}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -50,6 +50,12 @@ class HintWriter(Protocol):
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]: ...
 
 
+class JudgeCosts(Protocol):
+    """Tells what judges have cost: the metrics `judge/…` since the last call."""
+
+    async def figures(self) -> dict[str, float]: ...
+
+
 class Training(Protocol):
     """Trains version v+1 on a batch of version v; returns the step's metrics, as JSON values.
 

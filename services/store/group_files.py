@@ -73,6 +73,8 @@ class _Head:
     role: str = ""
     advantage: float | None = None
     further: bool = False
+    penalty: float = 0.0
+    left_out: list[str] = field(default_factory=list)
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -222,6 +224,8 @@ def _head(trace: Trace, further: bool) -> _Head:
         trace.role,
         trace.advantage,
         further,
+        trace.penalty,
+        trace.left_out,
     )
 
 
@@ -256,6 +260,8 @@ def _trace(
         head.answer,
         role=head.role,
         advantage=head.advantage,
+        penalty=head.penalty,
+        left_out=head.left_out,
     )
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
     from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
-    from composer_mesh.tasks.errors import ToolError
+    from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
+    from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
     from composer_mesh.tasks.reward import Transcript, reward
     from composer_mesh.tasks.rows import Row, read_rows
     from composer_mesh.tasks.session import Reply, Session
@@ -52,6 +53,12 @@ _MODULES = {
     "ErrorSite": "rollouts.traces",
     "FunctionAgent": "tasks.agents",
     "Generated": "tasks.workflow",
+    "Judge": "tasks.judges",
+    "JudgeFailed": "tasks.errors",
+    "JudgeQuestion": "tasks.judges",
+    "JudgeReply": "tasks.judges",
+    "Judgement": "tasks.judges",
+    "JudgesSpent": "tasks.errors",
     "LossInputs": "losses.custom_types",
     "LossOutputs": "losses.custom_types",
     "Message": "rollouts.traces",
@@ -69,6 +76,7 @@ _MODULES = {
     "Transcript": "tasks.reward",
     "Workflow": "tasks.workflow",
     "loss_needs": "losses.custom_types",
+    "quoted": "tasks.judges",
     "read_rows": "tasks.rows",
     "reward": "tasks.reward",
     "tool": "tasks.tool",
@@ -89,6 +97,12 @@ __all__ = [
     "ErrorSite",
     "FunctionAgent",
     "Generated",
+    "Judge",
+    "JudgeFailed",
+    "JudgeQuestion",
+    "JudgeReply",
+    "Judgement",
+    "JudgesSpent",
     "LossInputs",
     "LossOutputs",
     "Message",
@@ -106,6 +120,7 @@ __all__ = [
     "Transcript",
     "Workflow",
     "loss_needs",
+    "quoted",
     "read_rows",
     "reward",
     "tool",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from guides import ROOT, Guide, as_a_run, names_in_code
 
 import composer_mesh
+from composer_mesh import SyncSession
+from composer_mesh.configs.judges import JudgesConfig
+from composer_mesh.services.checks.example_judges import ExampleJudges
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import make_task
@@ -42,11 +46,25 @@ def test_the_configs_of_the_page_find_their_tasks(
 ) -> None:
     (tmp_path / "sums.py").write_text("\n".join(PAGE.blocks("python")[:2]))
     monkeypatch.chdir(tmp_path)
-    for block, name in zip(PAGE.blocks("toml"), ("sums", "big_sums", "mixture"), strict=True):
+    blocks = [block for block in PAGE.blocks("toml") if "[data" in block]
+    for block, name in zip(blocks, ("sums", "big_sums", "mixture"), strict=True):
         task = make_task(as_a_run(block + "\n[replay]\nbeta = 0\n"))
         assert task.name == name
     assert [one.name for one in task.parts] == ["sums", "big_sums"]
     assert getattr(task.parts[1], "largest", None) == 99
+
+
+def test_the_judges_of_the_page_are_a_section_and_ask_what_the_page_says(
+    names: dict[str, Any],
+) -> None:
+    (block,) = [block for block in PAGE.blocks("toml") if "[judges" in block]
+    judges = JudgesConfig.model_validate(tomllib.loads(block)["judges"])
+    assert [one.name for one in judges.models] == ["quality"]
+    task = names["Letters"].create()
+    task.use_judges(ExampleJudges())
+    with SyncSession(task, task.episode("train", 0)) as session:
+        session.step("no")
+        assert session.outcome().rewards == {"correct": 0.0, "helpful": 1.0, "polite": 1.0}
 
 
 def test_every_command_of_the_page_is_one_with_its_options() -> None:

@@ -27,6 +27,7 @@ from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import RolloutsFail
 from composer_mesh.services.pool.errors import ServiceClosed
+from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PATIENT = {"rollout_retries": 200}
@@ -283,3 +284,27 @@ async def test_the_end_of_the_service_is_not_tried_again(make_world: MakeWorld, 
         await finished(world, build())
     assert not any(name.endswith(".2") for name in world.homes)
     assert world.names("rollout_retried") == []
+
+
+@dataclass
+class Spent:
+    """Judges at their ceiling, from the episodes of this group on."""
+
+    group: int
+
+    def __call__(self, world: World, port: str, session: str) -> None:
+        split, group, *_ = session.split("-")
+        if port == "finish" and split == "train" and int(group) >= self.group:
+            raise JudgesSpent("quality", "the judges have spent it")
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+async def test_a_spent_ceiling_of_judges_ends_a_run_with_a_checkpoint_and_no_retry(
+    make_world: MakeWorld, build: Any, max_lag: int
+) -> None:
+    world = make_world(faults=Spent(4), seed=2)
+    with pytest.raises(JudgesSpent, match="the judges have spent it"):
+        await finished(world, build(max_lag))
+    assert ("saved", 2) in world.done  # two steps of two groups
+    assert ("on disk", 2) in world.done
+    assert not [one for one in world.done if one[0] in ("rollout_retried", "input_poisoned")]

@@ -284,3 +284,31 @@ async def test_details_are_plain_and_hold_no_key(open_panel: OpenPanel, tmp_path
     files = b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())
     assert KEY not in told + repr(replies)
     assert KEY.encode() not in files
+
+
+async def test_one_question_to_one_judge_is_paid_once_also_by_a_resumed_run(
+    open_panel: OpenPanel,
+) -> None:
+    provider = ScriptedProvider(cost=0.0002)
+    asked = [{"role": "user", "content": "good?"}]
+    first = await open_panel(provider, role="judge", section="judges")
+    answer = await first.ask_one("b", asked)
+    assert isinstance(answer, TeacherAnswer)
+    assert (answer.teacher, answer.action_text) == ("b", "Answer: good?")
+    resumed = await open_panel(provider, role="judge", section="judges")
+    again = await resumed.ask_one("b", asked)
+    assert isinstance(again, TeacherAnswer)
+    assert (again.cached, again.usd, len(provider.requests)) == (True, 0.0, 1)
+    assert dollars((await resumed.report()).run.spent) == 0.0002
+    with pytest.raises(ValueError, match="no judge 'd': name one of a, b, c"):
+        await resumed.ask_one("d", asked)
+
+
+async def test_a_refused_question_names_the_key_of_the_judges(open_panel: OpenPanel) -> None:
+    budget = BudgetRules(usd=1e-6)
+    panel = await open_panel(ScriptedProvider(), role="judge", section="judges", budget=budget)
+    refused = await panel.ask_one("a", [{"role": "user", "content": "good?"}])
+    assert isinstance(refused, TeacherFailure)
+    assert refused.kind is FailureKind.BUDGET
+    assert refused.text.startswith("judge 'a': a request of up to $")
+    assert "raise judges.budget.usd or the max_usd of this judge" in refused.text

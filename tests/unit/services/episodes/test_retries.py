@@ -20,6 +20,7 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import Retries, RolloutsFail
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
 TRACE = Trace("train-000007-000", 7, 0, "toolbox", "train", 7, [], [], 1.0, True, [])
@@ -199,3 +200,24 @@ def test_the_error_of_a_run_without_rollouts_travels_whole() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (copy.args, str(copy)) == (error.args, str(error))
+
+
+def judge_failed(_: str) -> Exception:
+    return JudgeFailed("quality", "3 answers had another form")
+
+
+async def test_a_judge_that_fails_costs_a_sample_and_never_its_episode() -> None:
+    told = Told()
+    made = retries(told, rollout_retries=3, poison_after=2)
+    trace, sessions = await sampled(made, *[judge_failed] * 9)
+    assert (trace, len(sessions)) == (None, 4)
+    assert set(told.kinds) == {"rollout_retried", "rollout_given_up"}
+    assert told.poisoned == []
+    assert (await sampled(made))[0] is TRACE
+
+
+async def test_a_spent_ceiling_is_not_retried() -> None:
+    attempts = Attempts([lambda _: JudgesSpent("quality", "spent")])
+    with pytest.raises(JudgesSpent):
+        await retries(Told()).trial(EPISODE).sample("train-000007-000", attempts)
+    assert len(attempts.sessions) == 1

@@ -11,12 +11,20 @@ import httpx
 import pytest
 from controller_world import World, rollouts_of
 
+from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
+from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.services.evaluation.by_mesh import play_heldout
-from composer_mesh.services.evaluation.command import evaluate_endpoint, left_of, report
+from composer_mesh.services.evaluation.command import (
+    LEDGER_FILE,
+    evaluate_endpoint,
+    left_of,
+    report,
+)
 from composer_mesh.services.evaluation.output import ABOUT_FILE, about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -25,7 +33,10 @@ from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
-ENDPOINT = TeacherEndpoint("m", "http://model.test/v1", "m", max_tokens=64, temperature=0.0)
+PRICES = Prices.per_million(1.0, 2.0)
+ENDPOINT = TeacherEndpoint(
+    "m", "http://model.test/v1", "m", max_tokens=64, temperature=0.0, prices=PRICES
+)
 Play = Callable[..., int]
 
 
@@ -56,13 +67,14 @@ def config(build_config: Any) -> Config:
 def play(tmp_path: Path, config: Config, toolbox: ToolboxTask) -> Play:
     """Evaluates a model on the first held-out episodes, in the same directory each time."""
 
-    def run(model: Model, episodes: int, samples: int = 2) -> int:
+    def run(model: Model, episodes: int, samples: int = 2, max_usd: float | None = None) -> int:
         left = left_of(tmp_path, range(episodes))
         signals = CommandSignals()
         with signals.caught():
             return evaluate_endpoint(
                 *(config, toolbox, tmp_path, left, samples, ENDPOINT, 5.0, signals),
                 transport=model,
+                max_usd=max_usd,
             )
 
     return run
@@ -149,3 +161,23 @@ async def test_a_policy_plays_the_held_out_episodes_that_are_left(
     found = [(one.split, one.index, one.sample) for one in traces]
     assert found == [("heldout", index, n) for index in range(4) for n in range(3)]
     assert all(one.turns for one in traces)
+
+
+def test_a_ceiling_holds_over_all_commands_of_an_evaluation(
+    play: Play, toolbox: ToolboxTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spent() -> float:
+        ledger = Ledger(tmp_path / LEDGER_FILE, BudgetRules(), "m")
+        try:
+            return dollars(ledger.run_account().spent)
+        finally:
+            ledger.close()
+
+    first, again = Model(toolbox), Model(toolbox)
+    assert play(first, 4, 1, 0.005) == 1
+    assert 0 < spent() <= 0.005
+    assert "raise --max-usd, and go on with --resume" in capsys.readouterr().err
+    assert play(again, 4, 1, 0.005) == 1
+    assert again.asked == []
+    assert spent() <= 0.005
+    assert play(again, 4, 1, 1.0) == 0

@@ -1,0 +1,62 @@
+"""Judges for commands that run a task in their own process: `play` and `eval URL`.
+
+The same client, ceiling and cache as those of a run, on a thread of their own. The keys are in this
+process, where the task's code runs too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from composer_mesh.actors.panel.configured import judge_settings
+from composer_mesh.actors.panel.panel import TeacherPanel
+from composer_mesh.actors.panel.replies import reply_of
+from composer_mesh.configs.schema import Config
+from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
+
+
+class LocalJudges:
+    """The port `Judges` over a panel, which lives on another event loop."""
+
+    def __init__(self, panel: TeacherPanel, loop: asyncio.AbstractEventLoop) -> None:
+        self._panel, self._loop = panel, loop
+
+    async def ask(self, question: JudgeQuestion) -> JudgeReply:
+        """Return a judge's answer. Waits for it, at most `judges.timeout_s`."""
+        asking = self._panel.ask_one(question.judge, question.messages)
+        reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
+        return reply_of(question.judge, reply)
+
+
+@contextmanager
+def local_judges(
+    config: Config, run: Path | None, transport: httpx.AsyncBaseTransport | None = None
+) -> Iterator[LocalJudges | None]:
+    """Open the judges of a config while the block runs; None where it has none.
+
+    What they cost is written to a ledger in the directory `run`, if one is given. Raises where a
+    judge or a file cannot be used. `transport` replaces the network.
+    """
+    if not config.judges.on:
+        yield None
+        return
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="judges", daemon=True)
+    thread.start()
+    try:
+        opening = TeacherPanel.open(judge_settings(config, run), transport=transport)
+        panel = asyncio.run_coroutine_threadsafe(opening, loop).result()
+        try:
+            yield LocalJudges(panel, loop)
+        finally:
+            asyncio.run_coroutine_threadsafe(panel.aclose(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
