@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.advantages import AdvantageConfig, GroupAdvantage
+from composer_mesh.configs.advantages import TURN_ADVANTAGES, AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
     Count,
     CountOrZero,
@@ -189,6 +189,16 @@ class Config(Section):
                 "schedule.dynamic_sampling is true but late_rewards.max_age is "
                 f"{self.late_rewards.max_age}, and a group is dropped by the rewards with which it "
                 "finishes: set dynamic_sampling to false or late_rewards.max_age to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turn_advantages_have_a_loss(self) -> Self:
+        reason = self.loss.refuses_turn_advantages
+        if isinstance(self.advantage, TURN_ADVANTAGES) and reason:
+            raise ValueError(
+                f"advantage.type is {self.advantage.type!r}, which gives each turn its own "
+                f"advantage, but {reason}, or choose an advantage of whole rollouts"
             )
         return self
 

@@ -199,4 +199,5 @@ def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
         growing.sites,
         dict(outcome.rewards),
         outcome.answer,
+        turn_rewards=outcome.turn_rewards,
     )

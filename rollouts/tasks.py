@@ -38,7 +38,8 @@ class Outcome:
     """A finished episode: its conversation and how it was scored.
 
     `rewards` are the values of the task's reward functions by name, before weights. `answer` is the
-    verified answer that no hint may contain; None if the task states none.
+    verified answer that no hint may contain; None if the task states none. `turn_rewards` are the
+    parts of `reward` that were given for single turns, one for each; empty if there were none.
     """
 
     messages: list[Message]
@@ -46,3 +47,4 @@ class Outcome:
     success: bool
     rewards: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    turn_rewards: list[float] = field(default_factory=list)

@@ -27,6 +27,7 @@ from composer_mesh.tasks.reward import Ending, Transcript
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ToolSpec, unknown_tool
+from composer_mesh.tasks.turn_rewards import TurnRewards
 
 LONGEST_MESSAGE = 500_000
 """Characters of the longest message of a task; a longer one is cut, and the agent is told."""
@@ -41,6 +42,7 @@ class RunningEpisode:
         self._messages: list[Message] = []
         self._seen: list[int] = []
         self._errors: list[ErrorSite] = []
+        self._turn_rewards = TurnRewards()
         self._failures, self._turn = 0, 0
         self._ended: Ending | None = None
 
@@ -79,6 +81,7 @@ class RunningEpisode:
             messages, error = await self._reply(text)
         else:
             messages, error = await self._tool(action, call_id)
+        self._turn_rewards.end_turn(self._session)
         return self._result(messages, error)
 
     async def outcome(self, messages: list[Message] | None = None) -> Outcome:
@@ -99,9 +102,11 @@ class RunningEpisode:
         success = await self._call("success", self._task.success, transcript, total)
         penalty = self._task.settings.tool_error_penalty * self._failures
         reward = max(min(0.0, total), total - penalty)
+        by_turn = await self._by_turn(transcript, values)
         stated = self._task.verified_answer
         answer = await self._call("verified_answer", stated, self._session.episode)
-        return Outcome(said, reward, bool(success), values, answer)
+        reward += math.fsum(by_turn)
+        return Outcome(said, reward, bool(success), values, answer, by_turn)
 
     async def close(self) -> None:
         """Release the session."""
@@ -169,6 +174,15 @@ class RunningEpisode:
         self._messages += deepcopy(messages)
         self._seen.append(len(self._messages))
         return StepResult(messages, False, error)
+
+    async def _by_turn(self, transcript: Transcript, values: dict[str, float]) -> list[float]:
+        """Return the reward of each turn, none if none is given; add the functions' sums to
+        `values`."""
+        rewards = self._turn_rewards.of_turns(transcript.turns)
+        for one in self._task.turn_rewards:
+            what = f"turn reward {one.name!r}"
+            values[one.name] = rewards.add(one, await self._call(what, one.function, transcript))
+        return rewards.values if rewards.given else []
 
     async def _value(self, one: Any, transcript: Transcript) -> float:
         value = await self._call(f"reward {one.name!r}", one.function, transcript)

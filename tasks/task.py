@@ -31,7 +31,7 @@ from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.reward import RewardFunction, Transcript, rewards_of
+from composer_mesh.tasks.reward import TURN_MARK, RewardFunction, Transcript, rewards_of
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.tool import ToolSpec, tools_of
@@ -160,6 +160,11 @@ class Task:
     def rewards(self) -> list[RewardFunction]:
         """The reward functions, in order of definition."""
         return rewards_of(self)
+
+    @cached_property
+    def turn_rewards(self) -> list[RewardFunction]:
+        """The reward functions of turns, in order of definition."""
+        return rewards_of(self, TURN_MARK)
 
     @cached_property
     def hint_keys(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from composer_mesh.rollouts.batches import Advantage
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 
@@ -62,7 +63,7 @@ class StepManifest:
     pairs: tuple[str, ...] = ()
     taken: TakenFigures | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    corrections: tuple[tuple[str, float], ...] = ()
+    corrections: tuple[tuple[str, Advantage], ...] = ()
     late: dict[str, int] = field(default_factory=dict)
     patience: dict[int, int] = field(default_factory=dict)
     figures: dict[str, int | float] = field(default_factory=dict)

@@ -73,6 +73,8 @@ class _Head:
     role: str = ""
     advantage: float | None = None
     further: bool = False
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_advantages: list[float] = field(default_factory=list)
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -222,6 +224,8 @@ def _head(trace: Trace, further: bool) -> _Head:
         trace.role,
         trace.advantage,
         further,
+        trace.turn_rewards,
+        trace.turn_advantages,
     )
 
 
@@ -256,6 +260,8 @@ def _trace(
         head.answer,
         role=head.role,
         advantage=head.advantage,
+        turn_rewards=head.turn_rewards,
+        turn_advantages=head.turn_advantages,
     )
 
 

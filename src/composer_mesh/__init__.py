@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from composer_mesh.rollouts.traces import ErrorSite, Message
     from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import ToolError
-    from composer_mesh.tasks.reward import Transcript, reward
+    from composer_mesh.tasks.reward import Transcript, reward, turn_reward
     from composer_mesh.tasks.rows import Row, read_rows
     from composer_mesh.tasks.session import Reply, Session
     from composer_mesh.tasks.sync_session import SyncSession
@@ -72,6 +72,7 @@ _MODULES = {
     "read_rows": "tasks.rows",
     "reward": "tasks.reward",
     "tool": "tasks.tool",
+    "turn_reward": "tasks.reward",
 }
 """Module of each public name."""
 
@@ -109,6 +110,7 @@ __all__ = [
     "read_rows",
     "reward",
     "tool",
+    "turn_reward",
 ]
 
 # Monarch opens its log when it is imported, at a path that others could predict (mesh.monarch_log).
