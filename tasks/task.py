@@ -190,6 +190,14 @@ class Task:
         """All tasks: this one, or those of a mixture."""
         return [self]
 
+    def locate(self, index: int) -> tuple[str, int]:
+        """Return the task of a training episode, and its index there."""
+        return self.name, index
+
+    def index_of(self, task: str, own: int) -> int:
+        """Return the index of a task's `own`-th training episode."""
+        return own
+
     def pick(self, split: Split, index: int) -> Episode:
         """Return an episode without its row; calls nothing that a subclass defines."""
         return Episode(self.name, split, index)

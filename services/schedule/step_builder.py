@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.late_rewards import Corrections, LateRewards, rewarded
@@ -73,10 +74,12 @@ class StepBuilder:
         taken: Taken | None,
         figures: Mapping[str, float],
         dropped: Sequence[int] = (),
+        results: Sequence[GroupResult] = (),
     ) -> tuple[PlannedStep, StepManifest]:
         """Build a step from what is available now; return it with its manifest.
 
-        `dropped` are the groups that the step has taken without training them.
+        `dropped` are the groups that the step has taken without training them, `results` what all
+        that it has taken have measured.
         """
         by_prompt, corrections = self._with_rewards(step, [group.traces for group in groups])
         pairs = taken.pairs if taken else []
@@ -92,6 +95,7 @@ class StepBuilder:
             self._patience(corrections),
             dict(figures),
             tuple(dropped),
+            tuple(results),
         )
         return PlannedStep(batch, _flat(by_prompt), taken, corrections, figures), manifest
 

@@ -10,6 +10,7 @@ import pytest
 from guides import ROOT, Guide, as_a_run, names_in_code
 
 import composer_mesh
+from composer_mesh.configs.curriculum import CurriculumConfig
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import make_task
@@ -42,11 +43,13 @@ def test_the_configs_of_the_page_find_their_tasks(
 ) -> None:
     (tmp_path / "sums.py").write_text("\n".join(PAGE.blocks("python")[:2]))
     monkeypatch.chdir(tmp_path)
-    for block, name in zip(PAGE.blocks("toml"), ("sums", "big_sums", "mixture"), strict=True):
+    *blocks, curriculum = PAGE.blocks("toml")
+    for block, name in zip(blocks, ("sums", "big_sums", "mixture"), strict=True):
         task = make_task(as_a_run(block + "\n[replay]\nbeta = 0\n"))
         assert task.name == name
     assert [one.name for one in task.parts] == ["sums", "big_sums"]
     assert getattr(task.parts[1], "largest", None) == 99
+    assert as_a_run(curriculum).data.curriculum == CurriculumConfig()
 
 
 def test_every_command_of_the_page_is_one_with_its_options() -> None:
