@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import NotNegative, Section, Tokens, by_type
+from composer_mesh.configs.base import NotNegative, Section, Share, Tokens, by_type
 from composer_mesh.configs.custom_function import CustomFunction
 
 
@@ -145,6 +145,61 @@ class GpgAdvantage(_Advantage):
     """Type of the advantage estimator."""
 
 
+class _TurnAdvantage(_Advantage):
+    """Options of advantages that differ from turn to turn of a rollout."""
+
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation to divide by: that of what is compared, the step's, or none."""
+
+    std: Literal["unbiased", "population"] = "unbiased"
+    """Convention of the standard deviation."""
+
+    eps: NotNegative = 1e-4
+    """Added to the standard deviation."""
+
+
+class TurnReturnsAdvantage(_TurnAdvantage):
+    """Discounted rewards still to come at each turn, minus the mean of what they are compared
+    with."""
+
+    type: Literal["turn_returns"]
+    """Type of the advantage estimator."""
+
+    gamma: Share = 1.0
+    """Discount from turn to turn."""
+
+    baseline: Literal["turn", "group"] = "turn"
+    """"turn": compare with the same turn of the group's rollouts; "group": with all their turns."""
+
+
+class MtGrpoAdvantage(_TurnAdvantage):
+    """MT-GRPO: a turn's own reward and the rollout's outcome, each relative to the group."""
+
+    type: Literal["mt_grpo"]
+    """Type of the advantage estimator."""
+
+    outcome_weight: NotNegative = 1.0
+    """Weight of the outcome before the last turn, where it is 1."""
+
+
+class GigpoAdvantage(_TurnAdvantage):
+    """GiGPO: the rollout's reward relative to the group, and the reward still to come at a turn
+    relative to the group's turns from the same state."""
+
+    type: Literal["gigpo"]
+    """Type of the advantage estimator."""
+
+    gamma: Share = 0.95
+    """Discount from turn to turn."""
+
+    step_weight: NotNegative = 1.0
+    """Weight of the second part."""
+
+    state: Literal["observation", "history"] = "observation"
+    """What makes two states equal: what the agent read since its last action, or all it has read
+    and said."""
+
+
 class CustomAdvantage(CustomFunction):
     """A user-defined function, called with the step's groups of rollouts."""
 
@@ -159,6 +214,12 @@ AdvantageConfig = Annotated[
     | Annotated[OpoAdvantage, Tag("opo")]
     | Annotated[GpgAdvantage, Tag("gpg")]
     | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]
+    | Annotated[TurnReturnsAdvantage, Tag("turn_returns")]
+    | Annotated[MtGrpoAdvantage, Tag("mt_grpo")]
+    | Annotated[GigpoAdvantage, Tag("gigpo")]
     | Annotated[CustomAdvantage, Tag("custom")],
     Discriminator(by_type("group")),
 ]
+
+TURN_ADVANTAGES = (TurnReturnsAdvantage, MtGrpoAdvantage, GigpoAdvantage)
+"""Types that give each turn an advantage of its own."""

@@ -5,6 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import MOST, FilePath, FreeTable, Positive, Section
+from composer_mesh.configs.curriculum import CurriculumConfig
 
 TaskPath = Annotated[str, Field(min_length=1, max_length=1000)]
 Every = Annotated[int, Field(ge=2, le=MOST)]
@@ -56,6 +57,9 @@ class DataConfig(Section):
 
     mixture: Annotated[tuple[MixedTask, ...], Field(strict=False, max_length=MOST_TASKS)] = ()
     """Several tasks in place of one: tables [[data.mixture]], each with a `task` and a `weight`."""
+
+    curriculum: CurriculumConfig | None = None
+    """Choice of training episodes by their measured success; by default they are taken in order."""
 
     @model_validator(mode="after")
     def _one_task_or_several(self) -> Self:

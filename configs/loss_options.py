@@ -23,6 +23,11 @@ class Loss(Section):
         """Whether a rollout with advantage 0 may have a gradient."""
         return True
 
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair; "" if none."""
+        return ""
+
 
 class BuiltInLoss(Loss):
     """Options of all losses but a custom one."""
@@ -99,6 +104,13 @@ class RatioLoss(CorrectedLoss):
         """Whether it reads the log-probs of the frozen initial policy."""
         return self.kl_beta > 0
 
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair; "" if none."""
+        if self.off_policy_threshold is not None:
+            return "loss.off_policy_threshold drops whole rollouts by their advantage: remove it"
+        return of_whole_rollouts(self.ratio_level)
+
     @model_validator(mode="after")
     def _kl_options_have_an_effect(self) -> Self:
         for name, default in (("kl_importance", False), ("kl_estimator", "k3")):
@@ -108,3 +120,13 @@ class RatioLoss(CorrectedLoss):
                     f"no KL for it: set kl_beta above 0 or remove {name}"
                 )
         return self
+
+
+def of_whole_rollouts(ratio_level: RatioLevel) -> str:
+    """Return why a ratio level allows one advantage per rollout only; "" if it does not."""
+    if ratio_level != "sequence":
+        return ""
+    return (
+        "loss.ratio_level is 'sequence', one ratio and one advantage for a rollout: set it to "
+        "'sequence_token' or 'token'"
+    )

@@ -23,6 +23,7 @@ from composer_mesh.configs.loss_options import (
     Loss,
     RatioLevel,
     RatioLoss,
+    of_whole_rollouts,
 )
 
 
@@ -112,6 +113,11 @@ class GmpoLoss(CorrectedLoss):
     log_clip_high: Positive = 0.4
     """Upper clip bound of the log-ratio, as a distance from 0, for positive advantages."""
 
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair."""
+        return "loss.type 'gmpo' is defined for one advantage per rollout: use 'grpo'"
+
 
 class VespoLoss(CorrectedLoss):
     """VESPO: REINFORCE with a smooth weight of a rollout's sequence-level importance ratio."""
@@ -130,6 +136,11 @@ class VespoLoss(CorrectedLoss):
 
     lambda_negative: NotNegative = 2.0
     """Exponential decay in the ratio for negative advantages."""
+
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair."""
+        return "loss.type 'vespo' is defined for one advantage per rollout: use 'grpo'"
 
     @model_validator(mode="after")
     def _correction_is_of_tokens(self) -> Self:
@@ -283,6 +294,11 @@ class DecoupledPpoLoss(BuiltInLoss):
 
     rejection: RejectionConfig = Field(default_factory=RejectionConfig)
     """Tokens dropped or clamped by their trainer / generator weight."""
+
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair; "" if none."""
+        return of_whole_rollouts(self.ratio_level)
 
 
 class ReinforceLoss(CorrectedLoss):

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.advantages import AdvantageConfig, GroupAdvantage
+from composer_mesh.configs.advantages import TURN_ADVANTAGES, AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
     Count,
     CountOrZero,
@@ -203,6 +203,16 @@ class Config(Section):
             raise ValueError(
                 f"judges.when_spent is 'leave_out' but rollouts.workflow is {workflow!r}, which "
                 "makes rewards of its own, from which none can be left out: set it to 'stop'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turn_advantages_have_a_loss(self) -> Self:
+        reason = self.loss.refuses_turn_advantages
+        if isinstance(self.advantage, TURN_ADVANTAGES) and reason:
+            raise ValueError(
+                f"advantage.type is {self.advantage.type!r}, which gives each turn its own "
+                f"advantage, but {reason}, or choose an advantage of whole rollouts"
             )
         return self
 

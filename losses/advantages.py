@@ -1,9 +1,9 @@
 """Advantages of a rollout, or a token, over a baseline. Index of the modules:
 
-`group_advantages` gives one number per rollout, `token_advantages` one per token; `normalization`
-has statistics over masked batches, `reward_shaping` transforms rewards before, `role_advantages`
-handles roles of multi-agent rollouts. Everything is computed from the whole batch, without
-gradient, and not reduced over ranks, so gather rewards first.
+`group_advantages` gives one number per rollout, `turn_advantages` one per turn, `token_advantages`
+one per token; `normalization` has statistics over masked batches, `reward_shaping` transforms
+rewards before, `role_advantages` handles roles of multi-agent rollouts. Everything is computed from
+the whole batch, without gradient, and not reduced over ranks, so gather rewards first.
 """
 
 from composer_mesh.losses.group_advantages import (
@@ -39,9 +39,17 @@ from composer_mesh.losses.token_advantages import (
     reinforce_plus_plus_baseline_advantages,
     remax_token_advantages,
 )
+from composer_mesh.losses.turn_advantages import (
+    Baseline,
+    gigpo_advantages,
+    mt_grpo_advantages,
+    turn_return_advantages,
+    turn_returns,
+)
 
 __all__ = [
     "AdvantageKind",
+    "Baseline",
     "Gaps",
     "Level",
     "RoleBaselines",
@@ -49,6 +57,7 @@ __all__ = [
     "Singleton",
     "Std",
     "gdpo_advantages",
+    "gigpo_advantages",
     "gpg_advantages",
     "group_advantages",
     "grouped_normalization",
@@ -57,6 +66,7 @@ __all__ = [
     "masked_normalization",
     "masked_whiten",
     "max_rl_advantages",
+    "mt_grpo_advantages",
     "opo_advantages",
     "overlong_penalty",
     "reinforce_plus_plus_advantages",
@@ -65,5 +75,7 @@ __all__ = [
     "remax_advantages",
     "remax_token_advantages",
     "rloo_advantages",
+    "turn_return_advantages",
+    "turn_returns",
     "weighted_rewards",
 ]

@@ -5,6 +5,7 @@ Batches are built from traces by pure functions in the controller; the trainer c
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
@@ -15,20 +16,31 @@ from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 
+Advantage = float | list[float]
+"""One number for all turns of a trajectory, or one for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySample:
     """A trace with its advantage. `mask` is True at trained ids; `logprobs` is 0 elsewhere.
 
     `versions` holds the policy version that sampled each id, -1 for ids that are not trained.
+    `advantage` is one number, or a list with one for each id, which is 0 where none is trained.
     """
 
     trace_id: str
     ids: list[int]
     mask: list[bool]
     logprobs: list[float]
-    advantage: float
+    advantage: float | list[float]
     versions: list[int]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether no trained id has an advantage other than 0."""
+        if isinstance(self.advantage, list):
+            return not any(self.advantage)
+        return self.advantage == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +115,11 @@ class StepBatch:
         return sum(len(view.targets) for view in self.views)
 
 
-def policy_sample(trace: Trace, advantage: float) -> PolicySample:
-    """Convert a trace to a sample; ids that were not sampled get log-prob 0 and version -1."""
+def policy_sample(trace: Trace, advantage: Advantage) -> PolicySample:
+    """Convert a trace to a sample; ids that were not sampled get log-prob 0 and version -1.
+
+    A list has the advantage of each turn, which all of its trained ids get.
+    """
     logprobs: list[float] = []
     versions: list[int] = []
     for turn in trace.turns:
@@ -118,9 +133,18 @@ def policy_sample(trace: Trace, advantage: float) -> PolicySample:
         trace.token_ids(),
         trace.action_mask(),
         logprobs,
-        advantage,
+        _by_id(trace, advantage) if isinstance(advantage, list) else advantage,
         versions,
     )
+
+
+def _by_id(trace: Trace, advantages: Sequence[float]) -> list[float]:
+    """Return the advantage of each id from those of the turns; 0 where none is trained."""
+    runs = (
+        chain(repeat(0.0, len(turn.context_ids)), repeat(own * turn.trained, len(turn.action_ids)))
+        for turn, own in zip(trace.turns, advantages, strict=True)
+    )
+    return list(chain.from_iterable(runs))
 
 
 def without_zero_advantages(
@@ -128,8 +152,8 @@ def without_zero_advantages(
 ) -> tuple[list[PolicySample], Skipped]:
     """Leave out the samples with advantage 0 that no view belongs to, and count them."""
     viewed = {view.trace_id for view in views}
-    skipped = [one for one in samples if one.advantage == 0 and one.trace_id not in viewed]
-    kept = [one for one in samples if one.advantage != 0 or one.trace_id in viewed]
+    skipped = [one for one in samples if one.is_zero and one.trace_id not in viewed]
+    kept = [one for one in samples if not one.is_zero or one.trace_id in viewed]
     return kept, Skipped(len(skipped), sum(sum(sample.mask) for sample in skipped))
 
 

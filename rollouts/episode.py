@@ -201,4 +201,5 @@ def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
         outcome.answer,
         penalty=outcome.penalty,
         left_out=list(outcome.left_out),
+        turn_rewards=outcome.turn_rewards,
     )

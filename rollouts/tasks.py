@@ -39,7 +39,8 @@ class Outcome:
 
     `rewards` are the values of the task's reward functions by name, before weights; those that are
     `left_out` have none. `penalty` is what failed calls cost. `answer` is the verified answer that
-    no hint may contain; None if the task states none.
+    no hint may contain; None if the task states none. `turn_rewards` are the parts of `reward` that
+    were given for single turns, one for each; empty if there were none.
     """
 
     messages: list[Message]
@@ -49,3 +50,4 @@ class Outcome:
     answer: str | None = None
     penalty: float = 0.0
     left_out: tuple[str, ...] = ()
+    turn_rewards: list[float] = field(default_factory=list)

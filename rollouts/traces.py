@@ -4,6 +4,7 @@ Token ids are authoritative. The text (`messages`) is stored for people and for 
 never tokenized again.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -93,8 +94,12 @@ class Trace:
     the task's reward functions by name, before weights; `answer` is its verified answer, which no
     hint may contain. `others` are further trajectories of the same episode, such as those of
     sub-agents, each with a reward of its own. Rewards of a group are compared among trajectories
-    with the same `role`; one that has an `advantage` is compared with none. `penalty` is what
-    failed calls took from the reward, `left_out` names rewards that the whole group does without.
+    with the same `role`; one that has an `advantage` or `turn_advantages` is compared with none.
+    `penalty` is what failed calls took from the reward, `left_out` names rewards that the whole
+    group does without.
+
+    `turn_rewards` are the parts of `reward` that were given for single turns, and
+    `turn_advantages` replace one `advantage` for all of them: one number for each turn, or none.
     """
 
     trace_id: str
@@ -115,6 +120,26 @@ class Trace:
     advantage: float | None = None
     penalty: float = 0.0
     left_out: list[str] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_advantages: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("turn_rewards", "turn_advantages"):
+            if (count := len(getattr(self, name))) not in (0, len(self.turns)):
+                raise ValueError(
+                    f"{self.trace_id} has {count} {name} for {len(self.turns)} turns: give one "
+                    "number for each turn, or none"
+                )
+
+    @property
+    def has_own_advantage(self) -> bool:
+        """Whether the trajectory is compared with no other."""
+        return self.advantage is not None or bool(self.turn_advantages)
+
+    @property
+    def outcome(self) -> float:
+        """The part of the reward that was given for the whole trajectory."""
+        return self.reward - math.fsum(self.turn_rewards) if self.turn_rewards else self.reward
 
     def trajectories(self) -> list["Trace"]:
         """Return all trajectories of the episode, each as a trace without others."""
@@ -153,8 +178,17 @@ class Trace:
 
 
 def equal_rewards(group: Iterable[Trace]) -> bool:
-    """Whether no two rollouts of a group differ in reward, so that it has no policy gradient."""
-    return len({trace.reward for trace in group}) <= 1
+    """Whether no two trajectories that are compared differ in rewards, so that none is trained.
+
+    A trajectory with an advantage of its own is trained unless that is 0.
+    """
+    every = [one for trace in group for one in trace.trajectories()]
+    own = [one for one in every if one.has_own_advantage]
+    if any(one.advantage or any(one.turn_advantages) for one in own):
+        return False
+    compared = [one for one in every if not one.has_own_advantage]
+    roles = {one.role for one in compared}
+    return len({(one.role, one.reward, *one.turn_rewards) for one in compared}) <= len(roles)
 
 
 _ADAPTER = TypeAdapter(Trace)

@@ -28,6 +28,7 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
+from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
@@ -88,6 +89,8 @@ class Controller:
     judge_rest: dict[str, float] = field(default_factory=dict)
     """Figures of the judges after the last step."""
     stopping: Stopping = field(default_factory=Stopping)
+    order: EpisodeOrder = field(default_factory=InOrder)
+    """Chooses the episodes of training groups."""
 
     def __post_init__(self) -> None:
         schedule, resume_state = self.config.schedule, self.resume_state
@@ -115,6 +118,7 @@ class Controller:
             resume_state.groups,
             self.heldout,
             self._replace,
+            self.order,
         )
 
     async def run(self) -> None:
@@ -223,11 +227,15 @@ class Controller:
             return planned
         groups = await self._collect(step)
         taken = await self._take_pairs(step)
+        results = self.order.results((n.group_id, n.traces) for n in groups.all)
+        self.order.settle(step, results)
         counts = self.ports.rollouts.retries.figures() | self._groups.figures()
-        figures = {**counts, **groups.figures()}
+        figures = {**counts, **groups.figures(), **self.order.figures(results)}
         dropped = [group.group_id for group in groups.dropped]
         # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
-        compose = partial(self.step_builder.compose, step, groups.kept, taken, figures, dropped)
+        compose = partial(
+            self.step_builder.compose, step, groups.kept, taken, figures, dropped, results
+        )
         composed, manifest = await self.ports.in_thread(compose)
         await self.ports.store.plan_step(
             step,

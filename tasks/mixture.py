@@ -33,7 +33,7 @@ class TaskMixture(Task):
         total = sum(weights)
         self._shares = [weight / total for weight in weights]
         self._order: list[tuple[str, int]] = []
-        self._counts = [0] * len(tasks)
+        self._indices: dict[str, list[int]] = {name: [] for name in self._tasks}
 
     def of(self, name: str) -> Task:
         """Return the task of an episode."""
@@ -61,6 +61,14 @@ class TaskMixture(Task):
     @property
     def has_expert(self) -> bool:
         return all(task.has_expert for task in self.parts)
+
+    def locate(self, index: int) -> tuple[str, int]:
+        return self._place("train", index)
+
+    def index_of(self, task: str, own: int) -> int:
+        while len(self._indices[task]) <= own:
+            self._append()
+        return self._indices[task][own]
 
     def pick(self, split: Split, index: int) -> Episode:
         name, _ = self._place(split, index)
@@ -93,13 +101,14 @@ class TaskMixture(Task):
 
     def _append(self) -> None:
         """Give the next training episode to the task that is furthest behind its share."""
+        taken = self._indices.values()
         behind = [
-            share * (len(self._order) + 1) - count
-            for share, count in zip(self._shares, self._counts, strict=True)
+            share * (len(self._order) + 1) - len(indices)
+            for share, indices in zip(self._shares, taken, strict=True)
         ]
-        next_one = behind.index(max(behind))
-        self._order.append((list(self._tasks)[next_one], self._counts[next_one]))
-        self._counts[next_one] += 1
+        name = list(self._tasks)[behind.index(max(behind))]
+        self._indices[name].append(len(self._order))
+        self._order.append((name, len(self._indices[name]) - 1))
 
     def _reading(self, messages: list[Message]) -> Task:
         """Return the first task whose expert understands a conversation."""

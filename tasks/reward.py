@@ -7,6 +7,9 @@ class Sums(Task):
 
     @reward(weight=0.1)
     async def brief(self, transcript: Transcript) -> float: ...
+
+    @turn_reward
+    def progress(self, transcript: Transcript) -> list[float]: ...
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MARK = "__composer_mesh_reward__"
+TURN_MARK = "__composer_mesh_turn_reward__"
 
 Ending = Literal["answer", "tool", "turns", "context"]
 """What ended an episode: an answer, a tool, the last turn, or a full context."""
@@ -89,22 +93,47 @@ def reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = N
     return decorate if function is None else decorate(function)
 
 
+@overload
+def turn_reward(function: Function, /) -> Function: ...
+
+
+@overload
+def turn_reward(
+    *, weight: float = 1.0, name: str | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def turn_reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+    """Make a method of a task a reward of single turns; it may be plain or async.
+
+    It takes a `Transcript` and returns a finite number for each of the agent's turns. Times their
+    weight they are rewards of these turns, and parts of the episode's reward; their sum is in the
+    metrics by its name.
+    """
+
+    def decorate(decorated: Function) -> Function:
+        setattr(decorated, TURN_MARK, RewardOptions(weight, name))
+        return decorated
+
+    return decorate if function is None else decorate(function)
+
+
 @dataclass(frozen=True)
 class RewardFunction:
-    """One reward of a task."""
+    """One reward of a task, of whole episodes or of turns."""
 
     name: str
     weight: float
     function: Callable[[Transcript], Any]
 
 
-def rewards_of(task: object) -> list[RewardFunction]:
-    """Return the decorated methods of a task, in order of definition."""
+def rewards_of(task: object, mark: str = MARK) -> list[RewardFunction]:
+    """Return the methods of a task with a decorator's mark, in order of definition."""
     marked: dict[str, RewardOptions] = {}
     for base in reversed(type(task).__mro__):
         for attribute, value in vars(base).items():
-            if hasattr(value, MARK):
-                marked[attribute] = getattr(value, MARK)
+            if hasattr(value, mark):
+                marked[attribute] = getattr(value, mark)
             elif attribute in marked:
                 del marked[attribute]  # overridden by a method that is no reward
     return [

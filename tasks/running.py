@@ -34,6 +34,7 @@ from composer_mesh.tasks.reward import Ending, Transcript
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ToolSpec, unknown_tool
+from composer_mesh.tasks.turn_rewards import TurnRewards
 
 LONGEST_MESSAGE = 500_000
 """Characters of the longest message of a task; a longer one is cut, and the agent is told."""
@@ -48,6 +49,7 @@ class RunningEpisode:
         self._messages: list[Message] = []
         self._seen: list[int] = []
         self._errors: list[ErrorSite] = []
+        self._turn_rewards = TurnRewards()
         self._failures, self._turn = 0, 0
         self._ended: Ending | None = None
 
@@ -86,6 +88,7 @@ class RunningEpisode:
             messages, error = await self._reply(text)
         else:
             messages, error = await self._tool(action, call_id)
+        self._turn_rewards.end_turn(self._session)
         return self._result(messages, error)
 
     async def outcome(self, messages: list[Message] | None = None) -> Outcome:
@@ -107,9 +110,11 @@ class RunningEpisode:
         success = await self._call("success", self._task.success, transcript, total)
         penalty = self._task.settings.tool_error_penalty * self._failures
         reward = total_reward(values, weights, penalty)
+        by_turn = await self._by_turn(transcript, values)
+        reward += math.fsum(by_turn)
         stated = self._task.verified_answer
         answer = await self._call("verified_answer", stated, self._session.episode)
-        return Outcome(said, reward, bool(success), values, answer, penalty, left_out)
+        return Outcome(said, reward, bool(success), values, answer, penalty, left_out, by_turn)
 
     async def close(self) -> None:
         """Release the session."""
@@ -189,6 +194,15 @@ class RunningEpisode:
                     raise
                 left_out.append(one.name)
         return values, tuple(left_out)
+
+    async def _by_turn(self, transcript: Transcript, values: dict[str, float]) -> list[float]:
+        """Return the reward of each turn, none if none is given; add the functions' sums to
+        `values`."""
+        rewards = self._turn_rewards.of_turns(transcript.turns)
+        for one in self._task.turn_rewards:
+            what = f"turn reward {one.name!r}"
+            values[one.name] = rewards.add(one, await self._call(what, one.function, transcript))
+        return rewards.values if rewards.given else []
 
     async def _value(self, one: Any, transcript: Transcript) -> float:
         value = await self._call(f"reward {one.name!r}", one.function, transcript)

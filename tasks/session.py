@@ -45,6 +45,9 @@ class Session:
     ended: bool = False
     """Whether a tool has ended the episode."""
 
+    turn_reward: float | None = None
+    """Reward of the turn under way; None where `add_reward` was not called."""
+
     @property
     def row(self) -> Mapping[str, Any]:
         """The row that the episode was made from."""
@@ -71,3 +74,7 @@ class Session:
     def end(self) -> None:
         """End the episode after the call under way; for tools."""
         self.ended = True
+
+    def add_reward(self, value: float) -> None:
+        """Add to the reward of the agent's turn under way; for tools and `reply`."""
+        self.turn_reward = (self.turn_reward or 0.0) + value

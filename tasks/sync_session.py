@@ -66,7 +66,7 @@ def _has_coroutines(task: Task) -> bool:
     session = task.session_class
     methods = [session.start, session.opening, session.reply, session.close]
     methods += [spec.function for spec in task.tool_specs.values()]
-    methods += [one.function for one in task.rewards]
+    methods += [one.function for one in (*task.rewards, *task.turn_rewards)]
     methods += [task.success, task.verified_answer]
     return any(map(inspect.iscoroutinefunction, methods))
 

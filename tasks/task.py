@@ -32,7 +32,7 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.judges import Judge, Judges
-from composer_mesh.tasks.reward import RewardFunction, Transcript, rewards_of
+from composer_mesh.tasks.reward import TURN_MARK, RewardFunction, Transcript, rewards_of
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.tool import ToolSpec, tools_of
@@ -196,6 +196,11 @@ class Task:
         return {one.name: one.weight for one in self.rewards}
 
     @cached_property
+    def turn_rewards(self) -> list[RewardFunction]:
+        """The reward functions of turns, in order of definition."""
+        return rewards_of(self, TURN_MARK)
+
+    @cached_property
     def hint_keys(self) -> frozenset[str]:
         """Keys of all hint templates that its errors may name."""
         return frozenset((*TEMPLATES, *self.hint_templates, *self.settings.hint_templates))
@@ -218,6 +223,14 @@ class Task:
     def parts(self) -> Sequence[Task]:
         """All tasks: this one, or those of a mixture."""
         return [self]
+
+    def locate(self, index: int) -> tuple[str, int]:
+        """Return the task of a training episode, and its index there."""
+        return self.name, index
+
+    def index_of(self, task: str, own: int) -> int:
+        """Return the index of a task's `own`-th training episode."""
+        return own
 
     def pick(self, split: Split, index: int) -> Episode:
         """Return an episode without its row; calls nothing that a subclass defines."""

@@ -43,7 +43,9 @@ class Trajectory:
     """A conversation of one agent, to be trained on.
 
     `reward` is the trajectory's own. Without `advantage` it is compared with those of the same
-    `role` in the other samples of the group.
+    `role` in the other samples of the group. `turn_rewards` are the parts of `reward` that belong
+    to single turns, and `turn_advantages` are in place of one `advantage`: one number for each of
+    `turns`, or none.
     """
 
     turns: Sequence[Turn]
@@ -54,6 +56,8 @@ class Trajectory:
     advantage: float | None = None
     error_sites: Sequence[ErrorSite] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] = ()
+    turn_advantages: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -240,8 +244,13 @@ class Conversation:
         advantage: float | None = None,
         error_sites: Sequence[ErrorSite] = (),
         rewards: Mapping[str, float] | None = None,
+        turn_rewards: Sequence[float] = (),
+        turn_advantages: Sequence[float] = (),
     ) -> Trajectory:
-        """Return the conversation with its reward; without `success` a reward of 1 is one."""
+        """Return the conversation with its reward; without `success` a reward of 1 is one.
+
+        `turn_rewards` are parts of `reward`; a number for each message that the agent wrote.
+        """
         won = reward >= 1 if success is None else success
         return Trajectory(
             list(self.turns),
@@ -252,6 +261,8 @@ class Conversation:
             advantage,
             error_sites,
             dict(rewards or {}),
+            turn_rewards,
+            turn_advantages,
         )
 
     async def _context(self) -> list[int]:

@@ -75,8 +75,8 @@ Corrected = RatioLoss | configs.ReinforceLoss
 class Tokens:
     """Per-token tensors of a microbatch; position t is about the id at t + 1.
 
-    All are [B, T - 1] except advantages [B]. `current` is True at ids sampled by the version that
-    is being trained.
+    All are [B, T - 1] except advantages, which are [B] if no sequence has one for each token.
+    `current` is True at ids sampled by the version that is being trained.
     """
 
     logprobs: Tensor
@@ -207,7 +207,7 @@ class PolicyChannel:
             logprobs=model.logprobs(hidden, ids, mask, self._temperature),
             sampling=padded([sample.logprobs for sample in samples])[:, 1:].to(device),
             reference=reference,
-            advantages=torch.tensor([sample.advantage for sample in samples], device=device),
+            advantages=advantages_of(samples).to(device),
             mask=mask,
             current=(padded([sample.versions for sample in samples])[:, 1:] == version).to(device),
         )
@@ -236,6 +236,19 @@ class PolicyChannel:
             before = self._custom_metrics.get(name)
             self._custom_metrics[name] = metric if before is None else before + metric
         return found
+
+
+def advantages_of(samples: Sequence[PolicySample]) -> Tensor:
+    """Return the advantages of some sequences: [B], or [B, T - 1] if any has one for each token."""
+    if not any(isinstance(sample.advantage, list) for sample in samples):
+        return torch.tensor([sample.advantage for sample in samples])
+    rows = [
+        sample.advantage
+        if isinstance(sample.advantage, list)
+        else [sample.advantage] * len(sample.ids)
+        for sample in samples
+    ]
+    return padded(rows)[:, 1:]
 
 
 def policy_loss(
@@ -322,6 +335,11 @@ def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:
         trainer_logprobs=tokens.logprobs[row, :length],
         inference_logprobs=tokens.sampling[row, :length],
         ref_logprobs=None if tokens.reference is None else tokens.reference[row, :length],
-        advantages=tokens.advantages[row].expand(length),
+        advantages=_of_tokens(tokens.advantages[row], length),
         loss_mask=mask,
     )
+
+
+def _of_tokens(advantage: Tensor, length: int) -> Tensor:
+    """Return a sequence's advantage for each of its tokens."""
+    return advantage.expand(length) if advantage.ndim == 0 else advantage[:length]

@@ -298,15 +298,28 @@ def trace_of(sample: Sample, found: Any, answer: str | None, what: str) -> Trace
 def _check(one: Any, what: str) -> None:
     if not isinstance(one, Trajectory):
         raise UnusableTask(f"{what} returned a {type(one).__name__}: return Trajectory objects")
-    numbers: Mapping[str, Any] = {"reward": one.reward, "advantage": one.advantage, **one.rewards}
-    for name, value in numbers.items():
-        if value is None and name == "advantage":
-            continue
+    numbers: list[tuple[str, Any]] = [("reward", one.reward), *one.rewards.items()]
+    if one.advantage is not None:
+        numbers.append(("advantage", one.advantage))
+    for kind in ("turn_rewards", "turn_advantages"):
+        numbers += [(kind, value) for value in _by_turn(one, kind, what)]
+    for name, value in numbers:
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise UnusableTask(
                 f"{what} returned the {name} {value!r} for {one.role or 'a trajectory'}: give a "
                 "finite number"
             )
+
+
+def _by_turn(one: Trajectory, kind: str, what: str) -> list[Any]:
+    """Return a trajectory's numbers by turn; raise UnusableTask unless each turn has one."""
+    values = list(getattr(one, kind))
+    if values and len(values) != len(one.turns):
+        raise UnusableTask(
+            f"{what} returned {len(values)} {kind} for {len(one.turns)} turns of "
+            f"{one.role or 'a trajectory'}: give one number for each, or none"
+        )
+    return values
 
 
 def _trace(sample: Sample, one: Trajectory, number: int, answer: str | None) -> Trace:
@@ -327,4 +340,6 @@ def _trace(sample: Sample, one: Trajectory, number: int, answer: str | None) -> 
         answer,
         role=one.role,
         advantage=one.advantage,
+        turn_rewards=[float(value) for value in one.turn_rewards],
+        turn_advantages=[float(value) for value in one.turn_advantages],
     )

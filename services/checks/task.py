@@ -74,7 +74,7 @@ def told_of(config: Config, task: Task) -> Iterator[str]:
             f"task {task.name!r}: its expert's episode is no success, so a warm start imitates "
             f"failures: mend expert(), the rewards or success_at, which is {task.success_at:g}"
         )
-    if not task.rewards:
+    if not (task.rewards or task.turn_rewards):
         yield (
             f"task {task.name!r} has no reward functions, so each rollout earns 0 until one is "
             "posted: mark methods with @reward"

@@ -10,14 +10,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from composer_mesh.rollouts.batches import PolicySample, policy_sample
+from composer_mesh.rollouts.batches import Advantage, PolicySample, policy_sample
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.steps.advantages import Advantages
+from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
 from composer_mesh.services.store.rows import ItemState, LateReward
 
-T = TypeVar("T")
 Groups = list[list[Trace]]
 SMALLEST_CHANGE = 1e-6
 
@@ -29,11 +27,17 @@ class Corrections:
     `settled` is the new state of each posted reward, which takes effect once the step is planned.
     """
 
-    samples: list[PolicySample] = field(default_factory=list)
+    changes: list[tuple[Trace, Advantage]] = field(default_factory=list)
+    """Trajectories whose advantage changes, and by how much."""
     counts: Counter[str] = field(default_factory=Counter)
     """`rewards` used, and rewards that are `expired`."""
     rewards: dict[str, float] = field(default_factory=dict)
     settled: list[tuple[LateReward, ItemState]] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[PolicySample]:
+        """The changes as samples to train on."""
+        return [policy_sample(trace, change) for trace, change in self.changes]
 
     def use(self, rewards: Sequence[LateReward]) -> None:
         """Record rewards that this step uses; the last one for a rollout wins."""
@@ -79,7 +83,7 @@ class LateRewards:
             elif step - self._patience.setdefault(reward.place, step) > self._max_age:
                 self._expire(reward, found)
         for trained, rewards in touched.items():
-            found.samples += self._corrected(trained, rewards, found)
+            found.changes += self._corrected(trained, rewards, found)
         return found
 
     def on_time(self, groups: Sequence[Sequence[Trace]], found: Corrections) -> Groups:
@@ -109,8 +113,8 @@ class LateRewards:
         self._trained[step], self._patience = groups, dict(patience)
 
     def trace(self, trace_id: str) -> Trace | None:
-        """Return a remembered rollout, or None."""
-        found = (t for groups in self._trained.values() for t in _flat(groups))
+        """Return a trajectory of a remembered rollout, or None."""
+        found = (t for groups in self._trained.values() for t in _trajectories(groups))
         return next((trace for trace in found if trace.trace_id == trace_id), None)
 
     def _forget(self, step: int) -> None:
@@ -119,19 +123,19 @@ class LateRewards:
 
     def _corrected(
         self, trained: int, rewards: list[LateReward], found: Corrections
-    ) -> list[PolicySample]:
+    ) -> list[tuple[Trace, Advantage]]:
         before = self._trained[trained]
         found.use(rewards)
         after = rewarded(before, found.rewards)
         found.counts["rewards"] += len(rewards)
         self._trained[trained] = after
-        old, new = self._advantages(before), self._advantages(after)
-        changes = zip(_flat(after), _flat(old), _flat(new), strict=True)
-        return [
-            policy_sample(trace, now - then)
-            for trace, then, now in changes
-            if trace.turns and abs(now - then) > SMALLEST_CHANGE
+        old, new = (trajectory_advantages(self._advantages, groups) for groups in (before, after))
+        changes = [
+            (trace, _change(old[trace.trace_id], new[trace.trace_id]))
+            for trace in _trajectories(after)
+            if trace.turns
         ]
+        return [(trace, change) for trace, change in changes if change]
 
     def _step_of(self, trace_id: str) -> int | None:
         """Return the step that trained a rollout, None where it is not remembered."""
@@ -157,5 +161,15 @@ def rewarded(groups: Sequence[Sequence[Trace]], late: Mapping[str, float]) -> Gr
     ]
 
 
-def _flat(groups: Iterable[Iterable[T]]) -> list[T]:
-    return [one for group in groups for one in group]
+def _change(old: Advantage, new: Advantage) -> Advantage:
+    """Return the difference of two advantages; 0 where no turn's differs enough."""
+    if isinstance(old, list) and isinstance(new, list):
+        changes = [now - then for then, now in zip(old, new, strict=True)]
+        return changes if any(abs(change) > SMALLEST_CHANGE for change in changes) else 0.0
+    assert not isinstance(old, list)
+    assert not isinstance(new, list)
+    return new - old if abs(new - old) > SMALLEST_CHANGE else 0.0
+
+
+def _trajectories(groups: Iterable[Iterable[Trace]]) -> list[Trace]:
+    return [one for group in groups for trace in group for one in trace.trajectories()]

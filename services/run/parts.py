@@ -17,6 +17,7 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
+from composer_mesh.services.run.episode_order import make_episode_order
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.resume_loader import (
     Past,
@@ -106,7 +107,9 @@ class RunParts:
             LogprobMismatchMonitor(self.config.logprob_mismatch, self.event),
             self.mesh.judges,
         )
-        return Controller(self.config, self.task, step_builder, ports, heldout, resume_state)
+        order = await in_thread(make_episode_order, self.config, self.task, past)
+        rest = (step_builder, ports, heldout, resume_state)
+        return Controller(self.config, self.task, *rest, order=order)
 
     def _first_in_window(self, resume_state: ResumeState) -> int:
         steps = resume_state.steps + (resume_state.planned is not None)

@@ -9,7 +9,7 @@ Damaged data is quarantined, never used: an untaken group is sampled again, and 
 one that cannot be rebuilt on are superseded.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.waiting import in_thread
+from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -51,7 +52,8 @@ class Past:
     rewards may still correct. `groups` are those of all these steps and of the `planned` one;
     `waiting` are those that no step has taken. `taken` counts groups whose teacher queries are
     settled. `sizes` are those of the last step's groups, `words_spent` requests and dollars of the
-    hint writer. `next_group` is the first group that no step has taken.
+    hint writer. `next_group` is the first group that no step has taken. `results` are what the
+    groups of each step have measured, for a curriculum.
     """
 
     checkpoint: Checkpoint | None = None
@@ -68,6 +70,7 @@ class Past:
     evaluations: list[Evaluation] = field(default_factory=list)
     poisoned: list[dict[str, Any]] = field(default_factory=list)
     next_group: int = 0
+    results: list[tuple[int, Sequence[GroupResult]]] = field(default_factory=list)
 
     def groups_of(self, manifest: StepManifest) -> list[Group]:
         """Return the groups that a step was built from."""
@@ -205,6 +208,7 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
         reader.evaluations(),
         reader.poisoned(),
         next_group,
+        [(row.step, _manifest(row).results) for row in rows] if config.data.curriculum else [],
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.group_rewards import without_left_out
 from composer_mesh.rollouts.traces import Split, Trace, equal_rewards
@@ -33,7 +34,8 @@ class Groups:
 
     `replay` and `hints` are None where their channel is off. `heldout` are the indices of an
     evaluation's episodes (`heldout_indices`; they take long to find in a large task). `on_drop` is
-    called with each finished group that dynamic sampling will drop.
+    called with each finished group that dynamic sampling will drop. `order` chooses the episodes of
+    training groups.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Groups:
         stored: Mapping[int, StoredGroup],
         heldout: Sequence[int] = (),
         on_drop: Callable[[int], None] = lambda _: None,
+        order: EpisodeOrder | None = None,
     ) -> None:
         self._config, self._task, self._rollouts, self._store = config, task, rollouts, store
         self._replay, self._hints, self._stored = replay, hints, dict(stored)
         self._heldout, self._on_drop = heldout, on_drop
+        self._order = order or InOrder()
         self._cancelled = 0
         self.running: deque[asyncio.Task[Group]] = deque()
         """Groups that entered and are not collected yet, in order of entry."""
@@ -65,9 +69,10 @@ class Groups:
         again = self._config.schedule.max_lag == 0 and None in stored.values()
         for group_id, before in stored.items():
             self._store.enter(group_id, version)
-            samples = None
+            episode, samples = self._order.choose(group_id, version), None
             if before is None or again:
-                samples = self._start("train", group_id, Sampling.training(self._config))
+                sampling = Sampling.training(self._config)
+                samples = self._start("train", episode, group_id, sampling)
             group = self._finish(group_id, samples, before or StoredGroup([]))
             self.running.append(asyncio.create_task(group))
 
@@ -86,8 +91,8 @@ class Groups:
     async def evaluate(self) -> list[Trace]:
         """Run held-out episodes; return the traces of those that could be run. Waits for all."""
         sampling = Sampling.evaluation(self._config)
-        started = [s for index in self._heldout for s in self._start("heldout", index, sampling)]
-        return await gather_or_cancel(started)
+        started = [self._start("heldout", index, index, sampling) for index in self._heldout]
+        return await gather_or_cancel([sample for samples in started for sample in samples])
 
     async def close(self) -> None:
         """Cancel every group and sample under way."""
@@ -143,10 +148,10 @@ class Groups:
         await self._store.add_worded(group_id, worded_to_json(worded))
         return worded
 
-    def _start(self, split: Split, index: int, sampling: Sampling) -> list[Sampled]:
+    def _start(self, split: Split, index: int, group_id: int, sampling: Sampling) -> list[Sampled]:
         size = self._config.schedule.samples_per_group if split == "train" else 1
         episode = self._task.pick(split, index)
-        samples = self._rollouts.start(episode, index, size, sampling)
+        samples = self._rollouts.start(episode, group_id, size, sampling)
         self._samples.update(samples)
         for sample in samples:
             sample.add_done_callback(self._samples.discard)

@@ -9,6 +9,9 @@ from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
+MOST_TURNS = 10
+"""Turns whose rewards are in the metrics."""
+
 
 def step_metrics(
     batch: StepBatch,
@@ -26,6 +29,7 @@ def step_metrics(
         "reward/mean": _mean([trace.reward for trace in traces]),
         "reward/success": _mean([float(trace.success) for trace in traces]),
         **_named_rewards(traces),
+        **_turn_rewards(traces),
         **{f"reward/success/{task}": one for task, (one, _) in success_of_tasks(traces).items()},
         "rollouts/count": len(traces),
         "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
@@ -38,8 +42,8 @@ def step_metrics(
         "replay/pairs": len(batch.pairs),
         **replay_metrics(batch.step, taken),
         **{f"late/{name}": corrections.counts[name] for name in ("rewards", "expired")},
-        "late/samples": len(corrections.samples),
         **_left_out(traces),
+        "late/samples": len(corrections.changes),
         "lag/mean": _mean([float(lag) for lag in lags]),
         "lag/max": max(lags, default=0),
     }
@@ -100,6 +104,16 @@ def _named_rewards(traces: Sequence[Trace]) -> dict[str, float]:
     return {
         f"reward/of/{name}": _mean([t.rewards[name] for t in traces if name in t.rewards])
         for name in names
+    }
+
+
+def _turn_rewards(traces: Sequence[Trace]) -> dict[str, float]:
+    """Return the mean reward of the first turns over the traces that give rewards to turns."""
+    given = [trace.turn_rewards for trace in traces if trace.turn_rewards]
+    turns = min(MOST_TURNS, max(map(len, given), default=0))
+    return {
+        f"reward/turn/{turn + 1}": _mean([one[turn] for one in given if turn < len(one)])
+        for turn in range(turns)
     }
 
 

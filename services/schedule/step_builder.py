@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.rollouts.batches import StepBatch, policy_sample
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.late_rewards import Corrections, LateRewards, rewarded
@@ -73,10 +74,12 @@ class StepBuilder:
         taken: Taken | None,
         figures: Mapping[str, float],
         dropped: Sequence[int] = (),
+        results: Sequence[GroupResult] = (),
     ) -> tuple[PlannedStep, StepManifest]:
         """Build a step from what is available now; return it with its manifest.
 
-        `dropped` are the groups that the step has taken without training them.
+        `dropped` are the groups that the step has taken without training them, `results` what all
+        that it has taken have measured.
         """
         by_prompt, corrections = self._with_rewards(step, [group.traces for group in groups])
         pairs = taken.pairs if taken else []
@@ -87,11 +90,12 @@ class StepBuilder:
             tuple(pair.pair_id for pair in pairs),
             _figures(taken),
             corrections.rewards,
-            tuple((sample.trace_id, sample.advantage) for sample in corrections.samples),
+            tuple((trace.trace_id, change) for trace, change in corrections.changes),
             dict(corrections.counts),
             self._patience(corrections),
             dict(figures),
             tuple(dropped),
+            tuple(results),
         )
         return PlannedStep(batch, _flat(by_prompt), taken, corrections, figures), manifest
 
@@ -100,14 +104,14 @@ class StepBuilder:
     ) -> PlannedStep:
         """Rebuild a step from its manifest, once the steps before it were rebuilt or remembered."""
         by_prompt = rewarded([group.traces for group in groups], manifest.rewards)
-        samples = [
-            policy_sample(self._trace(name), change) for name, change in manifest.corrections
-        ]
-        corrections = Corrections(samples, Counter(manifest.late), manifest.rewards)
+        changes = [(self._trace(name), change) for name, change in manifest.corrections]
+        corrections = Corrections(changes, Counter(manifest.late), manifest.rewards)
         if self.late is not None:
             self.late.repeat(manifest.step, by_prompt, manifest.rewards, manifest.patience)
         taken = _taken(manifest.taken, pairs)
-        batch = self.batcher.batch(manifest.step, by_prompt, pairs, sum_worded(groups), samples)
+        batch = self.batcher.batch(
+            manifest.step, by_prompt, pairs, sum_worded(groups), corrections.samples
+        )
         return PlannedStep(batch, _flat(by_prompt), taken, corrections, manifest.figures)
 
     def remember(self, manifest: StepManifest, groups: Sequence[Group]) -> None:

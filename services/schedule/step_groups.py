@@ -36,9 +36,14 @@ class StepGroups:
         return len(self.kept) + len(self.dropped)
 
     @property
+    def all(self) -> list[Group]:
+        """The groups that the step has taken."""
+        return [*self.kept, *self.dropped]
+
+    @property
     def sizes(self) -> list[int]:
         """Number of rollouts of each group."""
-        return [len(group.traces) for group in (*self.kept, *self.dropped)]
+        return [len(group.traces) for group in self.all]
 
     @property
     def missing(self) -> int:
@@ -54,7 +59,7 @@ class StepGroups:
         """Return the metrics of dynamic sampling; none where it is off."""
         if not self.config.dynamic_sampling:
             return {}
-        rewards = [trace.reward for group in (*self.kept, *self.dropped) for trace in group.traces]
+        rewards = [trace.reward for group in self.all for trace in group.traces]
         return {
             "rollouts/dropped_groups": len(self.dropped),
             "rollouts/missing_groups": self.missing,

@@ -1,6 +1,7 @@
-"""Advantages of a step's groups of finished rollouts, as configured: one scalar per rollout.
+"""Advantages of a step's groups of finished rollouts, as configured: of rollouts or of turns.
 
 The functions are in `losses.advantages`; groups may be of unequal size, where a rollout failed.
+`turn_advantages` has those of turns.
 
 Axes: P prompts, G rollouts of the largest group, T sampled tokens of the longest rollout.
 """
@@ -27,12 +28,14 @@ from composer_mesh.losses.advantages import (
     rloo_advantages,
 )
 from composer_mesh.losses.custom_function import CustomFunctionError
+from composer_mesh.rollouts.batches import Advantage
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantage_process import AdvantageProcess, Asked
+from composer_mesh.services.steps.turn_advantages import OfTurns, advantages_of_turns, by_turn
 
 Groups = Sequence[Sequence[Trace]]
-Advantages = Callable[[Groups], list[list[float]]]
-BuiltIn = (
+Advantages = Callable[[Groups], Sequence[Sequence[Advantage]]]
+OfRollouts = (
     configs.GroupAdvantage
     | configs.RlooAdvantage
     | configs.MaxRlAdvantage
@@ -54,7 +57,44 @@ def make_advantages(
     """
     if isinstance(config, configs.CustomAdvantage):
         return CustomAdvantages(config, start(config.import_path, limit_s))
-    return lambda groups: _built_in(config, groups)
+    if isinstance(config, configs.TURN_ADVANTAGES):
+        return lambda groups: _of_turns(config, groups)
+    return lambda groups: _of_rollouts(config, groups)
+
+
+def trajectory_advantages(advantages: Advantages, groups: Groups) -> dict[str, Advantage]:
+    """Return the advantage of every trajectory of the groups by trace id.
+
+    Those without one of their own are compared by `advantages`.
+    """
+    compared = [part for group in groups for part in compared_with_each_other(group)]
+    found: dict[str, Advantage] = {
+        one.trace_id: _own(one)
+        for group in groups
+        for trace in group
+        for one in trace.trajectories()
+        if one.has_own_advantage
+    }
+    for part, values in zip(compared, advantages(compared), strict=True):
+        found |= {one.trace_id: value for one, value in zip(part, values, strict=True)}
+    return found
+
+
+def compared_with_each_other(group: Sequence[Trace]) -> list[list[Trace]]:
+    """Return the trajectories of a group by role, without those that have an advantage already."""
+    parts: dict[str, list[Trace]] = {"": []}
+    for trace in group:
+        for one in trace.trajectories():
+            if not one.has_own_advantage:
+                parts.setdefault(one.role, []).append(one)
+    return [part for role, part in parts.items() if part or not role]
+
+
+def _own(trace: Trace) -> Advantage:
+    if trace.turn_advantages:
+        return list(trace.turn_advantages)
+    assert trace.advantage is not None
+    return trace.advantage
 
 
 class CustomAdvantages:
@@ -84,6 +124,7 @@ def shown_rollout(trace: Trace) -> Mapping[str, Any]:
     """Return what a custom advantage function may read of a rollout; `reward` is PRIME-RL's key."""
     return {
         "reward": trace.reward,
+        "turn_rewards": list(trace.turn_rewards),
         "trace_id": trace.trace_id,
         "success": trace.success,
         "turns": len(trace.turns),
@@ -92,10 +133,21 @@ def shown_rollout(trace: Trace) -> Mapping[str, Any]:
     }
 
 
-def _built_in(config: BuiltIn, groups: Groups) -> list[list[float]]:
+def _of_turns(config: OfTurns, groups: Groups) -> list[list[Advantage]]:
+    rewards, _, present = _rewards(config.length_penalty, groups)
+    return by_turn(advantages_of_turns(config, groups, rewards, present), groups)
+
+
+def _rewards(config: configs.LengthPenalty, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rewards with their length terms, lengths, and what is present, each [P, G]."""
     rewards, present = _padded([[trace.reward for trace in group] for group in groups])
     lengths, _ = _padded([[trace.action_tokens() for trace in group] for group in groups])
-    rewards = rewards + _length_terms(config.length_penalty, rewards, lengths, present, groups)
+    terms = _length_terms(config, rewards, lengths, present, groups)
+    return rewards + terms, lengths, present
+
+
+def _of_rollouts(config: OfRollouts, groups: Groups) -> list[list[float]]:
+    rewards, lengths, present = _rewards(config.length_penalty, groups)
     found: Tensor
     match config:
         case configs.GroupAdvantage():

@@ -24,7 +24,7 @@ from composer_mesh.rollouts.batches import (
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.steps.advantages import Advantages
+from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
 from composer_mesh.services.steps.hint_writing import WordedHints, templates_of
 from composer_mesh.tasks.task import Task
 
@@ -85,22 +85,16 @@ class Batcher:
 
     def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
         every = [one for group in groups for trace in group for one in trace.trajectories()]
-        compared = [part for group in groups for part in compared_with_each_other(group)]
-        found = dict[str, float]()
-        for part, advantages in zip(compared, self.advantages(compared), strict=True):
-            found |= {one.trace_id: a for one, a in zip(part, advantages, strict=True)}
-        return [
-            policy_sample(one, found[one.trace_id] if one.advantage is None else one.advantage)
-            for one in every
-            if one.turns
-        ]
+        self._refuse_turn_advantages(every)
+        found = trajectory_advantages(self.advantages, groups)
+        return [policy_sample(one, found[one.trace_id]) for one in every if one.turns]
 
-
-def compared_with_each_other(group: Sequence[Trace]) -> list[list[Trace]]:
-    """Return the trajectories of a group by role, without those that have an advantage already."""
-    parts: dict[str, list[Trace]] = {"": []}
-    for trace in group:
-        for one in trace.trajectories():
-            if one.advantage is None:
-                parts.setdefault(one.role, []).append(one)
-    return [part for role, part in parts.items() if part or not role]
+    def _refuse_turn_advantages(self, traces: Sequence[Trace]) -> None:
+        """Raise ValueError where a workflow gives turns advantages that the loss cannot take."""
+        reason = self.config.loss.refuses_turn_advantages
+        stated = next((one for one in traces if one.turn_advantages), None)
+        if reason and stated is not None:
+            raise ValueError(
+                f"the workflow gave {stated.trace_id} turn_advantages, but {reason}, or give one "
+                "advantage"
+            )

@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from composer_mesh.rollouts.batches import Advantage
+from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 
@@ -54,7 +56,8 @@ class StepManifest:
     `rewards` are late rewards by trace, which hold from this step on; `corrections` are the
     resulting changes of the advantages of earlier steps' rollouts. `patience` holds, for each
     reward whose rollout is unknown, the step at which it was first seen. `figures` are those of
-    rollouts. `dropped` are the groups that the step took and does not train.
+    rollouts. `dropped` are the groups that the step took and does not train. `results` are what all
+    groups that it took have measured, where a curriculum depends on it.
     """
 
     step: int
@@ -62,11 +65,12 @@ class StepManifest:
     pairs: tuple[str, ...] = ()
     taken: TakenFigures | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    corrections: tuple[tuple[str, float], ...] = ()
+    corrections: tuple[tuple[str, Advantage], ...] = ()
     late: dict[str, int] = field(default_factory=dict)
     patience: dict[int, int] = field(default_factory=dict)
     figures: dict[str, int | float] = field(default_factory=dict)
     dropped: tuple[int, ...] = ()
+    results: tuple[GroupResult, ...] = ()
 
     @property
     def next_group(self) -> int:

@@ -75,6 +75,8 @@ class _Head:
     further: bool = False
     penalty: float = 0.0
     left_out: list[str] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_advantages: list[float] = field(default_factory=list)
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -226,6 +228,8 @@ def _head(trace: Trace, further: bool) -> _Head:
         further,
         trace.penalty,
         trace.left_out,
+        trace.turn_rewards,
+        trace.turn_advantages,
     )
 
 
@@ -262,6 +266,8 @@ def _trace(
         advantage=head.advantage,
         penalty=head.penalty,
         left_out=head.left_out,
+        turn_rewards=head.turn_rewards,
+        turn_advantages=head.turn_advantages,
     )
 
 

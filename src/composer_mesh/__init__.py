@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
     from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
-    from composer_mesh.tasks.reward import Transcript, reward
+    from composer_mesh.tasks.reward import Transcript, reward, turn_reward
     from composer_mesh.tasks.rows import Row, read_rows
     from composer_mesh.tasks.session import Reply, Session
     from composer_mesh.tasks.sync_session import SyncSession
@@ -80,6 +80,7 @@ _MODULES = {
     "read_rows": "tasks.rows",
     "reward": "tasks.reward",
     "tool": "tasks.tool",
+    "turn_reward": "tasks.reward",
 }
 """Module of each public name."""
 
@@ -124,6 +125,7 @@ __all__ = [
     "read_rows",
     "reward",
     "tool",
+    "turn_reward",
 ]
 
 # Monarch opens its log when it is imported, at a path that others could predict (mesh.monarch_log).

@@ -12,6 +12,7 @@ from guides import ROOT, Guide, as_a_run, names_in_code
 
 import composer_mesh
 from composer_mesh import SyncSession
+from composer_mesh.configs.curriculum import CurriculumConfig
 from composer_mesh.configs.judges import JudgesConfig
 from composer_mesh.services.checks.example_judges import ExampleJudges
 from composer_mesh.services.commands.parser import make_parser
@@ -46,12 +47,13 @@ def test_the_configs_of_the_page_find_their_tasks(
 ) -> None:
     (tmp_path / "sums.py").write_text("\n".join(PAGE.blocks("python")[:2]))
     monkeypatch.chdir(tmp_path)
-    blocks = [block for block in PAGE.blocks("toml") if "[data" in block]
+    *blocks, curriculum = (block for block in PAGE.blocks("toml") if "[data" in block)
     for block, name in zip(blocks, ("sums", "big_sums", "mixture"), strict=True):
         task = make_task(as_a_run(block + "\n[replay]\nbeta = 0\n"))
         assert task.name == name
     assert [one.name for one in task.parts] == ["sums", "big_sums"]
     assert getattr(task.parts[1], "largest", None) == 99
+    assert as_a_run(curriculum).data.curriculum == CurriculumConfig()
 
 
 def test_the_judges_of_the_page_are_a_section_and_ask_what_the_page_says(

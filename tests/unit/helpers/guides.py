@@ -19,6 +19,7 @@ FOLDERS = (
     "planning",
     "losses",
     "rollouts",
+    "tasks",
     "mesh",
     "actors",
     "services",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from composer_mesh.rollouts.group_rewards import total_reward, without_left_out
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import Trace, Turn
 
 WEIGHTS = {"own": 1.0, "judged": 2.0}
 
@@ -28,6 +28,20 @@ def test_a_reward_that_one_rollout_lacks_is_left_out_of_its_whole_group() -> Non
 def test_a_complete_group_stays_as_it_is() -> None:
     group = [trace(0, 1.0, 0.5), trace(1, 0.5, 0.0, 0.3)]
     assert without_left_out(group, WEIGHTS) == group
+
+
+def test_rewards_of_turns_stay_when_another_is_left_out() -> None:
+    turn = Turn([1], [2], [-0.5], [0], "stop")
+    with_turns = replace(
+        trace(1, 0.5, None),
+        turns=[turn],
+        turn_rewards=[0.25],
+        rewards={"own": 0.5, "by_turn": 0.25},
+        reward=0.75,
+    )
+    group = without_left_out([trace(0, 1.0, 0.5), with_turns], WEIGHTS)
+    assert [one.reward for one in group] == [1.0, 0.75]
+    assert group[1].rewards == {"own": 0.5, "by_turn": 0.25}
 
 
 def test_a_penalty_takes_no_reward_below_zero() -> None:

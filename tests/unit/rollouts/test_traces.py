@@ -1,5 +1,8 @@
 """Traces: token ids are whole, each sampled one is accounted for, and a line of JSON is enough."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from composer_mesh.rollouts.traces import (
     Message,
     Trace,
     Turn,
+    equal_rewards,
     trace_from_json,
     trace_to_json,
 )
@@ -99,3 +103,35 @@ def test_an_action_token_without_its_log_prob_or_version_is_refused(
 def test_a_line_that_is_no_trace_is_refused(line: str) -> None:
     with pytest.raises(ValidationError):
         trace_from_json(line)
+
+
+def rewarded(reward: float, **fields: Any) -> Trace:
+    turns = [Turn([1], [2], [-1.0], [0], "stop")] * 2
+    return Trace("a", 0, 0, "t", "train", 0, turns, [], reward, False, [], **fields)
+
+
+def test_a_group_has_equal_rewards_if_all_that_is_compared_is_equal() -> None:
+    one = rewarded(1.0)
+    assert equal_rewards([])
+    assert equal_rewards([one, one])
+    assert not equal_rewards([one, rewarded(0.0)])
+    assert not equal_rewards([one, rewarded(1.0, turn_rewards=[1.0, 0.0])])
+    worker, idle = (rewarded(reward, role="worker") for reward in (0.5, 0.0))
+    assert equal_rewards([replace(one, others=[worker]), replace(one, others=[worker])])
+    assert not equal_rewards([replace(one, others=[worker]), replace(one, others=[idle])])
+
+
+def test_a_group_with_an_advantage_of_its_own_is_trained_unless_that_is_0() -> None:
+    assert not equal_rewards([rewarded(1.0, advantage=0.5), rewarded(1.0, advantage=0.5)])
+    assert not equal_rewards([rewarded(1.0, turn_advantages=[0.0, 0.5])])
+    assert equal_rewards([rewarded(1.0, advantage=0.0), rewarded(0.0, advantage=0.0)])
+
+
+def test_the_outcome_is_the_reward_without_those_of_turns() -> None:
+    assert rewarded(0.3).outcome == 0.3
+    assert rewarded(1.5, turn_rewards=[0.25, 0.25]).outcome == 1.0
+
+
+def test_numbers_of_turns_are_one_for_each_or_none() -> None:
+    with pytest.raises(ValueError, match="1 turn_advantages for 2 turns: give one number for each"):
+        rewarded(1.0, turn_advantages=[1.0])

@@ -14,6 +14,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import equal_rewards
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.run.episode_order import make_episode_order
 from composer_mesh.services.run.resume_loader import (
     load_resume_state,
     restore_teacher_queries,
@@ -33,11 +34,12 @@ PROMPTS, STEPS = 2, 4
 
 @pytest.fixture
 def build(build_config: Any) -> Any:
-    def config(max_lag: int) -> Config:
+    def config(max_lag: int, curriculum: dict[str, Any] | None = None) -> Config:
         schedule = {"prompts_per_step": PROMPTS, "group_size": 3, "max_lag": max_lag}
         schedule |= {"dynamic_sampling": True, "oversampling": 2}
         run = {"name": "unit", "seed": 3, "steps": STEPS}
-        return build_config(run=run, schedule=schedule, **CHANNELS)
+        data = {"curriculum": curriculum} if curriculum else {}
+        return build_config(run=run, schedule=schedule, data=data, **CHANNELS)
 
     return config
 
@@ -64,7 +66,10 @@ async def go_on(world: World, config: Config, root: Path, turns: int | None = No
         rollouts = rollouts_of(world, config)
         ports = Ports(rollouts, stream, world, world, store, world, world.save, world.saved)
         heldout = heldout_indices(world.task, config.eval.episodes)
-        controller = Controller(config, world.task, step_builder, ports, heldout, state)
+        order = make_episode_order(config, world.task, past)
+        controller = Controller(
+            config, world.task, step_builder, ports, heldout, state, order=order
+        )
         running = asyncio.create_task(controller.run())
         while not running.done() and turns != 0:
             await asyncio.sleep(0)
@@ -103,11 +108,34 @@ def check(root: Path, worlds: list[World], config: Config) -> None:
     assert silent.isdisjoint(asked for world in worlds for asked in world.names("asked"))
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def check_episodes(root: Path, config: Config) -> None:
+    """Every stored group is known by its episode, of which none was left out."""
+    steps = manifests(root)
+    if config.data.curriculum is None:
+        assert not any(one.results for one in steps)
+        return
+    results = [one for step in steps for one in step.results]
+    taken = [group for one in steps for group in sorted((*one.groups, *one.dropped))]
+    assert [one.group_id for one in results] == taken
+    with RunReader(root) as reader:
+        for one in results:
+            traces = reader.traces(one.group_id)
+            assert {trace.index for trace in traces} == {one.episode}
+            assert sum(trace.success for trace in traces) == one.successes
+        assert all("curriculum/new" in metrics for metrics in reader.metrics())
+    episodes = {one.episode for one in results}
+    assert episodes == set(range(len(episodes)))
+    assert len(episodes) < len(results), "some were played again"
+
+
+CURRICULUM = {"low": 0.3, "high": 0.7, "explore": 0.2}
+
+
+@pytest.mark.parametrize(("max_lag", "curriculum"), [(0, None), (1, CURRICULUM), (2, None)])
 async def test_a_run_that_is_stopped_anywhere_takes_every_group_once(
-    tmp_path: Path, build: Any, new_world: Any, max_lag: int
+    tmp_path: Path, build: Any, new_world: Any, max_lag: int, curriculum: dict[str, Any] | None
 ) -> None:
-    config = build(max_lag)
+    config = build(max_lag, curriculum)
     worlds = [new_world(seed) for seed in range(40)]
     ended = False
     for used, world in enumerate(worlds, 1):
@@ -117,21 +145,24 @@ async def test_a_run_that_is_stopped_anywhere_takes_every_group_once(
     assert ended
     assert used > 3
     check(tmp_path, worlds, config)
+    check_episodes(tmp_path, config)
 
 
+@pytest.mark.parametrize("curriculum", [None, CURRICULUM], ids=["in order", "curriculum"])
 async def test_a_synchronous_run_that_is_stopped_takes_and_drops_what_the_whole_run_does(
-    tmp_path: Path, build: Any, new_world: Any
+    tmp_path: Path, build: Any, new_world: Any, curriculum: dict[str, Any] | None
 ) -> None:
-    config = build(0)
+    config = build(0, curriculum)
     assert await go_on(new_world(50), config, tmp_path / "whole")
     used = 0
     while not await go_on(new_world(used), config, tmp_path / "stopped", 200 + 50 * used):
         used += 1
     assert used > 1
     whole, stopped = manifests(tmp_path / "whole"), manifests(tmp_path / "stopped")
-    assert [(one.groups, one.dropped, one.pairs) for one in stopped] == [
-        (one.groups, one.dropped, one.pairs) for one in whole
+    assert [(one.groups, one.dropped, one.pairs, one.results) for one in stopped] == [
+        (one.groups, one.dropped, one.pairs, one.results) for one in whole
     ]
+    check_episodes(tmp_path / "stopped", config)
     with RunReader(tmp_path / "whole") as one, RunReader(tmp_path / "stopped") as other:
         for row in one.groups():
             assert one.traces(row.group_id) == other.traces(row.group_id)

@@ -14,7 +14,7 @@ from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.traces import Message, Trace
-from composer_mesh.services.steps.batcher import compared_with_each_other
+from composer_mesh.services.steps.advantages import compared_with_each_other
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskTimeout
 from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -122,6 +122,34 @@ async def test_a_greedy_baseline_gives_an_advantage_of_its_own(ports: Ports) -> 
     assert [request.temperature for request in ports.requests] == [0.0, 1.0]
     assert (trace.reward, trace.advantage) == (1.0, 1.0)
     assert compared_with_each_other([trace]) == [[]]
+
+
+class ByTurn(Workflow):
+    """Two turns with rewards and advantages of their own, as `given` says."""
+
+    def __init__(self, **given: list[float]) -> None:
+        self.given: Any = given
+
+    async def run(self, episode: Episode, engine: Engine) -> Sequence[Trajectory]:
+        agent = engine.conversation(episode.payload["question"])
+        await agent.act()
+        agent.say("Again.")
+        await agent.act()
+        return [agent.trajectory(1.5, **self.given)]
+
+
+async def test_a_workflow_gives_turns_rewards_and_advantages_of_their_own(ports: Ports) -> None:
+    trace = await played(ports, ByTurn(turn_rewards=[0.5, 0], turn_advantages=[1, -1.0]))
+    assert (trace.turn_rewards, trace.turn_advantages) == ([0.5, 0.0], [1.0, -1.0])
+    assert (trace.outcome, trace.has_own_advantage) == (1.0, True)
+
+
+@pytest.mark.parametrize("kind", ["turn_rewards", "turn_advantages"])
+async def test_numbers_of_turns_are_one_for_each_and_finite(ports: Ports, kind: str) -> None:
+    with pytest.raises(TaskError, match=f"1 {kind} for 2 turns of a trajectory"):
+        await played(ports, ByTurn(**{kind: [1.0]}))
+    with pytest.raises(TaskError, match=f"the {kind} nan for a trajectory"):
+        await played(ports, ByTurn(**{kind: [1.0, float("nan")]}))
 
 
 class Samples(Workflow):

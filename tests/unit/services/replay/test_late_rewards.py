@@ -100,6 +100,21 @@ def test_a_late_reward_trains_what_the_first_pass_lacked(store: Posted, late: La
     assert planned(store, late, 2).samples == []
 
 
+def test_a_late_reward_is_compared_among_trajectories_of_its_role_without_their_own_advantage(
+    store: Posted, late: LateRewards
+) -> None:
+    first, second, third = (replace(one, role="first") for one in group_of(0, 1.0, 0.0, 5.0))
+    other = replace(first, trace_id=f"{first.trace_id}.1", role="second", reward=9.0)
+    alone = replace(third, advantage=2.0)
+    late.remember(0, [[replace(first, others=[other]), second, alone]])
+    store.post_reward(second.trace_id, 1.0, "")
+    store.post_reward(alone.trace_id, 0.0, "")
+    assert learned(store, late, 1) == {
+        first.trace_id: pytest.approx(-0.5),
+        second.trace_id: pytest.approx(0.5),
+    }
+
+
 def test_advantages_and_their_corrections_add_up_to_those_of_the_last_rewards(
     store: Posted, late: LateRewards, config: Config, rng: random.Random
 ) -> None:

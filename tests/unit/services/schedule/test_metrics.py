@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_step_reports_what_it_trained_on() -> None:
         dropped=Counter(length=4),
     )
     taken = Taken([], replay_outcome, expired=1, waiting=7, usd_total=1.5, saved_usd=0.125)
-    corrections = Corrections([policy_sample(TRACES[0], 1.0)], Counter(rewards=2))
+    corrections = Corrections([(TRACES[0], 1.0)], Counter(rewards=2))
     metrics = step_metrics(batch_of(TRACES), TRACES, taken, corrections, {"loss/total": 0.5})
     assert metrics == {
         "step": 6,
@@ -107,3 +108,14 @@ def test_what_groups_cost_adds_up() -> None:
     total += ReplayOutcome(states=2, failures=Counter(rate=1, timeout=1), usd=0.2)
     assert (total.states, total.failures) == (3, {"rate": 2, "timeout": 1})
     assert total.usd == pytest.approx(0.3)
+
+
+def test_rewards_of_turns_are_means_over_the_rollouts_that_have_the_turn() -> None:
+    traces = [
+        replace(TRACES[0], turn_rewards=[1.0, 0.5]),
+        replace(TRACES[1], turn_rewards=[0.0]),
+        TRACES[2],
+    ]
+    metrics = step_metrics(batch_of(traces), traces, None, Corrections(), {})
+    found = {name: value for name, value in metrics.items() if name.startswith("reward/turn/")}
+    assert found == {"reward/turn/1": 0.5, "reward/turn/2": 0.5}

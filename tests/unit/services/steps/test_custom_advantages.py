@@ -110,6 +110,7 @@ def test_a_function_is_shown_what_a_rollout_did(build_config: Build) -> None:
         [
             {
                 "reward": 1.0,
+                "turn_rewards": [],
                 "trace_id": "a",
                 "success": True,
                 "turns": 2,

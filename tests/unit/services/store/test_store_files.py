@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load, save
 from stored_runs import group_of, trace_of
 
 from composer_mesh.rollouts.traces import Trace, Turn
@@ -49,6 +51,22 @@ def with_turns(number: int, made: list[Turn]) -> Trace:
 def test_every_trace_comes_back_as_it_was(made: list[list[Turn]]) -> None:
     traces = [with_turns(number, turns) for number, turns in enumerate(made)]
     assert traces_of(group_bytes(traces)) == traces
+
+
+def test_rewards_and_advantages_of_turns_come_back_and_files_without_them_are_read() -> None:
+    plain = with_turns(0, [Turn([1], [2], [-0.5], [0], "stop")])
+    turned = replace(plain, turn_rewards=[0.1], turn_advantages=[-0.2])
+    assert traces_of(group_bytes([turned, plain])) == [turned, plain]
+    tensors = load(group_bytes([plain]))
+    body = json.loads(tensors["body"].tobytes())
+    for head in body:
+        del head["turn_rewards"], head["turn_advantages"]
+    tensors["body"] = np.frombuffer(json.dumps(body).encode(), np.uint8)
+    assert traces_of(save(tensors)) == [plain]
+    body[0]["turn_rewards"] = [1.0, 2.0]
+    tensors["body"] = np.frombuffer(json.dumps(body).encode(), np.uint8)
+    with pytest.raises(ValueError, match="2 turn_rewards for 1 turns"):
+        traces_of(save(tensors))
 
 
 def test_a_reward_that_is_no_usual_number_comes_back_too() -> None:
