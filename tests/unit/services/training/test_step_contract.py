@@ -177,7 +177,7 @@ def _served(weights: WeightSync) -> Callable[[], Awaitable[int]]:
     return version
 
 
-def lasting(build_config: Any, root: Path) -> Harness:
+def fault_tolerant(build_config: Any, root: Path) -> Harness:
     run = fake_trainer.Running(build_config, root, **NO_RESTART)
 
     async def version() -> int:
@@ -202,7 +202,7 @@ async def lasting_and_real(build_config: Any, root: Path, folder: Path) -> Harne
 TRAININGS: dict[str, Callable[..., Harness | Awaitable[Harness]]] = {
     "of the controller's world": lambda task, tokenizer, *_: of_the_controller(task, tokenizer),
     "of stored steps": lambda *_: of_stored_steps(),
-    "FaultTolerantTrainer over fakes": lambda _, __, build, root, ___: lasting(build, root),
+    "FaultTolerantTrainer over fakes": lambda _, __, build, root, ___: fault_tolerant(build, root),
     "FaultTolerantTrainer": lambda _, __, *rest: lasting_and_real(*rest),
 }
 

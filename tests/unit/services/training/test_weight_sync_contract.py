@@ -38,7 +38,7 @@ def faked(world: fake_trainer.World) -> Harness:
     return Harness(world, lambda: world.fails.update(sync=[DEATH]))
 
 
-def lasting(build_config: Any, root: Path) -> Harness:
+def fault_tolerant(build_config: Any, root: Path) -> Harness:
     """`FaultTolerantTrainer`, which gives a death up where no restart is allowed."""
     run = fake_trainer.Running(build_config, root, supervision={"trainer_restarts": 0})
     run.world.version = run.trainer._version = VERSION
@@ -73,7 +73,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Harness | Awaitable[Harness]]] = {
     "slow fake with teachers": lambda *_: faked(SlowWorld(seed=0)),
     "slow fake": lambda *_: faked(SlowWorld(seed=1)),
     "of the controller's world": lambda build, _, *rest: of_the_controller(build, *rest),
-    "FaultTolerantTrainer": lambda build, root, *_: lasting(build, root),
+    "FaultTolerantTrainer": lambda build, root, *_: fault_tolerant(build, root),
     "MeshWeightSync": lambda *_: over_fake_actors(),
 }
 
