@@ -5,11 +5,14 @@ whatever it does, this actor goes on answering.
 """
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.mcp_servers.servers import attached
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
@@ -48,12 +51,13 @@ class EnvironmentActor(MeshActor):
         self._closing = BackgroundTasks(told_to_loop)
 
     @concurrent_endpoint
-    async def load(self, config: Config) -> None:
-        """Load the task's data."""
+    async def load(self, config: Config, keys: Keys | None = None) -> None:
+        """Load the task's data. `keys` are the variables of the MCP servers of the config."""
         self._limit_s = config.environment.call_s
         self._calls = Calls(in_a_thread, self._limit_s)
         self._loop = TaskLoop()
         self._task: Task = await asyncio.to_thread(make_task, config)
+        attached(config, self._task, {**os.environ, **(keys or {})})
 
     @concurrent_endpoint
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:

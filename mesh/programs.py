@@ -9,16 +9,27 @@ import contextlib
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+import composer_mesh
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
+PACKAGES = Path(composer_mesh.__file__).parents[1]
+GUARD = (
+    "import os, sys; env = dict(os.environ); sys.path.insert(0, sys.argv[1]); "
+    "from composer_mesh.mesh.hosts.guard import main; main(int(sys.argv[2]), sys.argv[3:], env)"
+)
+"""Starts the guard of a program, which gets the environment as it was before our imports."""
 
 
 class ProgramFailed(RuntimeError):
@@ -168,6 +179,57 @@ class GroupProgram:
         """Kill it and all processes of its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class TiedProgram:
+    """A program with three pipes that ends, with all that it started, when it is closed.
+
+    It also ends when this process ends, killed or not: `hosts.guard` runs it.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path | None) -> None:
+        """Start it with exactly this environment; raises `ProgramFailed`."""
+        if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
+            raise ProgramFailed(command, "it is not installed here, or not on PATH")
+        life, self._life = os.pipe()
+        guard = [sys.executable, "-I", "-c", GUARD, str(PACKAGES), str(life), *command]
+        try:
+            self._process = subprocess.Popen(
+                guard,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(env),
+                cwd=folder,
+                process_group=0,
+                pass_fds=(life,),
+            )
+        except OSError as error:
+            os.close(self._life)
+            raise ProgramFailed(command, f"it cannot be started: {error.strerror}") from None
+        finally:
+            os.close(life)
+        self.pid = self._process.pid
+        """The process id of the guard, which is the program's parent."""
+
+    @property
+    def streams(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        """Its input, output and error stream."""
+        own = self._process
+        assert own.stdin is not None
+        assert own.stdout is not None
+        assert own.stderr is not None
+        return own.stdin, own.stdout, own.stderr
+
+    def close(self) -> None:
+        """End it; does not wait."""
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit status."""
+        return self._process.wait()
 
 
 def attached(command: Sequence[str]) -> int:

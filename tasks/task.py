@@ -31,6 +31,7 @@ from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.external_tools import ExternalTool, ToolServers, with_external
 from composer_mesh.tasks.reward import RewardFunction, Transcript, rewards_of
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.session import Session
@@ -48,7 +49,8 @@ class TaskSettings:
 
     `seed` is the run's. An episode has `max_turns` actions; each failed call costs
     `tool_error_penalty`. `path` is the file of the rows, if there is one, of which each
-    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config.
+    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config, and
+    `external_tools` those of its MCP servers.
     """
 
     seed: int = 0
@@ -57,6 +59,7 @@ class TaskSettings:
     path: Path | None = None
     heldout_every: int = 5
     hint_templates: frozenset[str] = frozenset()
+    external_tools: tuple[ExternalTool, ...] = ()
 
 
 class Task:
@@ -81,6 +84,9 @@ class Task:
 
     settings: TaskSettings = TaskSettings()
     """What the run's config says; set before `load` is called."""
+
+    tool_servers: ToolServers | None = None
+    """What calls the tools of MCP servers; None where no episode is played."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -147,9 +153,10 @@ class Task:
     # What the service calls.
 
     @cached_property
-    def tool_specs(self) -> dict[str, ToolSpec]:
-        """The tools of the task's sessions by name."""
-        return tools_of(self.session_class, self.session_class.tools)
+    def tool_specs(self) -> dict[str, ToolSpec | ExternalTool]:
+        """The tools of the task's sessions by name, then those of MCP servers."""
+        own = tools_of(self.session_class, self.session_class.tools)
+        return with_external(self.name, own, self.settings.external_tools)
 
     @property
     def tools(self) -> list[dict[str, Any]]:

@@ -57,6 +57,9 @@ class DryRun:
 
 def told_of(config: Config, task: Task) -> Iterator[str]:
     """Yield lines that describe the task; plays a dry episode of it, and raises its errors."""
+    for server in config.environment.mcp:
+        names = [f"{server.prefix}{one.name}" for one in server.tools or ()]
+        yield f"MCP server {server.name!r}: {len(names)} tools: {', '.join(names)}"
     dry = dry_run(config, task)
     success = "a success" if dry.success else "no success"
     yield (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.actors.mcp_servers.servers import serving, with_tools
 from composer_mesh.configs.load import load_config, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
@@ -47,9 +48,11 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
         raise PlayRefused(f"--episode is {options.episode} but counts from 0: raise it")
     config = config_of(target, overrides)
     add_import_paths(config.run.import_paths)
+    config = with_tools(config)
     task = make_task(config)
     _print(title_lines(task, options.split, options.episode))
-    play(config, task, options, _policy(task, options.scripted), _print)
+    with serving(config, task):
+        play(config, task, options, _policy(task, options.scripted), _print)
     return 0
 
 
