@@ -51,7 +51,7 @@ def _block(block: Any) -> str:
     if block.type == "text":
         return str(block.text)
     resource = getattr(block, "resource", None)
-    if block.type == "resource" and isinstance(getattr(resource, "text", None), str):
+    if resource is not None and isinstance(getattr(resource, "text", None), str):
         return str(resource.text)
     about = getattr(block, "uri", None) or getattr(resource, "uri", None)
     about = about or getattr(block, "mime_type", None)

@@ -141,8 +141,8 @@ def test_a_config_whose_tools_are_not_known_makes_no_task_and_starts_nothing(
 
 
 def test_a_missing_variable_is_refused_before_anything_starts(build_config) -> None:
-    made = config(build_config, {**EXAMPLE, "transport": "http", "module": None,
-                                 "url": "http://127.0.0.1:9/mcp", "token_env": "NOT_SET_HERE"})  # fmt: skip
+    far = {"name": "far", "transport": "http", "url": "http://127.0.0.1:9/mcp"}
+    made = config(build_config, {**far, "token_env": "NOT_SET_HERE"})
     with pytest.raises(UnusableTask, match="NOT_SET_HERE, which is not set: export it"):
         with_tools(made, {})
 
