@@ -22,6 +22,7 @@ from mcp import Client, StdioServerParameters
 from mcp.server.mcpserver import MCPServer
 
 BAR = 0.9
+SELF = str(Path(__file__).absolute())
 server = MCPServer("echo")
 Call = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -49,7 +50,7 @@ async def measured(calls: int, at_once: int, rounds: int) -> dict[str, float]:
     from composer_mesh.actors.mcp_servers.server import ServerConnections
     from composer_mesh.configs.mcp import McpServer
 
-    arguments = [str(Path(__file__).absolute()), "--serve"]
+    arguments = [SELF, "--serve"]
     table = McpServer(
         name="echo",
         transport="stdio",

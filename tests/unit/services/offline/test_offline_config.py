@@ -15,7 +15,6 @@ from composer_mesh.services.offline.config import merged, offline_config
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
 from composer_mesh.services.store.signatures import sign
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
 
 ONLY_TEACHERS = {"replay": {"teachers": paid("far", "farther"), "ask": 2}}
@@ -218,7 +217,8 @@ def test_a_strangers_config_starts_no_mcp_server(tmp_path: Path, build_config) -
     run = stranger(tmp_path, build_config, {"teachers": BUILTIN, "ask": 3})
     path, mark = tmp_path / "run" / "config.toml", tmp_path / "started"
     table = f'name = "p"\ntransport = "stdio"\ncommand = "touch"\nargs = ["{mark}"]\n'
-    path.write_text(f"{path.read_text()}\n[[environment.mcp]]\n{table}")
+    written = path.read_text().replace("\nmcp = []\n", "\n")
+    path.write_text(f"{written}\n[[environment.mcp]]\n{table}")
     with pytest.raises(UnusableTask, match="'p' are not known"):
         make_task(offline_config(run, None))
     tool = 'name = "t"\nparameters = "{}"\n'
