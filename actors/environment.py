@@ -57,7 +57,8 @@ class EnvironmentActor(MeshActor):
         self._calls = Calls(in_a_thread, self._limit_s)
         self._loop = TaskLoop()
         self._task: Task = await asyncio.to_thread(make_task, config)
-        attached(config, self._task, {**os.environ, **(keys or {})})
+        given = {**os.environ, **(keys or {})}
+        await asyncio.to_thread(attached, config, self._task, given)  # it imports the SDK
 
     @concurrent_endpoint
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:

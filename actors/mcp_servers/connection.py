@@ -16,6 +16,7 @@ from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 from composer_mesh.actors.mcp_servers.listing import difference, listed
 from composer_mesh.actors.mcp_servers.stdio import StdioProgram
 from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
+from composer_mesh.actors.provider.keys import HIDDEN, SHORTEST_SECRET
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
@@ -30,6 +31,8 @@ class Connection:
     def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
         self._server, self._environ = server, environ
         self._program = StdioProgram(server, environ) if server.transport == "stdio" else None
+        given = (environ.get(name, "") for name in server.secrets)
+        self._secrets = [one for one in given if len(one) >= SHORTEST_SECRET]
         self._closing = asyncio.Event()
         self._opened: asyncio.Future[tuple[McpTool, ...]] = (
             asyncio.get_running_loop().create_future()
@@ -74,7 +77,7 @@ class Connection:
             raise self._broken(error) from error
         finally:
             self.calls -= 1
-        text = result_text(result.content, result.structured_content)
+        text = self._hidden(result_text(result.content, result.structured_content))
         if result.is_error:
             raise ToolError(FAILED_CALL, text or f"{name} failed", {"tool": name})
         return text
@@ -139,7 +142,8 @@ class Connection:
             return self._late(name)
         if error.code == CONNECTION_CLOSED:
             return self._broken(error)
-        return ToolError(FAILED_CALL, clean(str(error), LONGEST_ERROR), {"tool": name})
+        text = self._hidden(clean(str(error), LONGEST_ERROR))
+        return ToolError(FAILED_CALL, text, {"tool": name})
 
     def _late(self, name: str) -> ToolError:
         text = f"{name} took longer than {self._server.call_s:g} s"
@@ -155,7 +159,13 @@ class Connection:
         return f": {clean(line, LONGEST_ERROR)}" if line else ""
 
     def _lost(self, reason: str) -> ToolServerLost:
-        return ToolServerLost(self._server.name, reason)
+        return ToolServerLost(self._server.name, self._hidden(reason))
+
+    def _hidden(self, text: str) -> str:
+        """Return a text without the keys that the server was given."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
 
 
 def imported(server: McpServer) -> Any:

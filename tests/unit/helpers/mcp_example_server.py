@@ -42,6 +42,12 @@ def environment() -> str:
 
 
 @server.tool()
+def key() -> str:
+    """Tells the key that this process was given."""
+    return f"it is {os.environ.get('EXAMPLE_TOKEN')}"
+
+
+@server.tool()
 def flood() -> str:
     """Returns much, with control characters."""
     return "\x1b[31m\u202e" + "x" * 300_000

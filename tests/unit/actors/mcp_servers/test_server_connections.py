@@ -123,6 +123,7 @@ async def test_a_server_sees_only_the_variables_that_its_table_names(
     monkeypatch.setenv("OTHER_SECRET", "1")
     async with opened(stdio(env=("EXAMPLE_TOKEN",)), EXAMPLE_TOKEN=TOKEN) as connections:
         seen = (await connections.call("s", "environment", {})).split()
+        assert await connections.call("s", "key", {}) == "it is [key]"
     assert "EXAMPLE_TOKEN" in seen
     assert "OTHER_SECRET" not in seen
     allowed = {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LC_CTYPE"}
