@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,8 +100,8 @@ async def _pipes(
     readers = []
     for stream, limit in ((from_program, LONGEST_LINE), (errors, 1 << 16)):
         reader = asyncio.StreamReader(limit=limit)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transports.append((await loop.connect_read_pipe(lambda p=protocol: p, stream))[0])
+        made = partial(asyncio.StreamReaderProtocol, reader)
+        transports.append((await loop.connect_read_pipe(made, stream))[0])
         readers.append(reader)
     flow = asyncio.StreamReaderProtocol(asyncio.StreamReader())
     out, _ = await loop.connect_write_pipe(lambda: flow, to_program)
