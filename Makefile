@@ -1,7 +1,7 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
-# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
+# `make test-mcp` calls real MCP servers, `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -36,7 +36,7 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm test test-slurm test-security fuzz check types types-of-benchmarks
+.PHONY: help quickstart new-user vllm test test-slurm test-security test-mcp fuzz check types types-of-benchmarks
 .PHONY: imports lock sbom clean
 
 help:
@@ -71,6 +71,19 @@ test-slurm: $(STAMPS)/dev
 # Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
 test-security: $(STAMPS)/dev
 	PATH="$$PATH:/usr/sbin:/sbin" COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
+
+# Tools of real MCP servers from npm and PyPI, each in a folder of its own. Needs Node.js with npm.
+test-mcp: $(STAMPS)/mcp-servers/installed $(STAMPS)/dev
+	COMPOSER_MESH_TEST_MCP=$(STAMPS)/mcp-servers $(BIN)/python -m pytest tests/mcp -rs $(PYTEST_ARGS)
+
+$(STAMPS)/mcp-servers/installed:
+	@command -v npm >/dev/null || { echo "npm is not installed here: apt install nodejs npm" >&2; exit 1; }
+	mkdir -p $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund \
+		@modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
+	$(PYTHON) -m venv $(@D)/venv
+	$(@D)/venv/bin/python -m pip install -q mcp-server-time==2026.10.19
+	touch $@
 
 # The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
 fuzz: $(STAMPS)/dev

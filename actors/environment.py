@@ -5,12 +5,15 @@ whatever it does, this actor goes on answering.
 """
 
 import asyncio
+import os
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.mcp_servers.servers import attached
+from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.rollout_workers.judge_calls import PeerJudges
 from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.configs.schema import Config
@@ -53,12 +56,14 @@ class EnvironmentActor(MeshActor):
         self._closing = BackgroundTasks(told_to_loop)
 
     @concurrent_endpoint
-    async def load(self, config: Config) -> None:
-        """Load the task's data."""
+    async def load(self, config: Config, keys: Keys | None = None) -> None:
+        """Load the task's data. `keys` are the variables of the MCP servers of the config."""
         self._limit_s = config.environment.call_s
         self._loop = TaskLoop()
         self._calls = Calls(self._loop.in_a_thread, self._limit_s)
         self._task: Task = await asyncio.to_thread(make_task, config)
+        given = {**os.environ, **(keys or {})}
+        await asyncio.to_thread(attached, config, self._task, given)  # it imports the SDK
         self._judge_s = config.judges.timeout_s + config.run.deadline_s
 
     @concurrent_endpoint

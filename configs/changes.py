@@ -23,6 +23,8 @@ SAFE = (
     ("run.telemetry", MEASURED),
     *((f"run.{key}", PLACES) for key in ("import_paths", "group_readable")),
     ("environment.replicas", PLACES),
+    *((f"environment.mcp.*.{key}", PATIENCE) for key in ("start_s", "call_s")),
+    *((f"environment.mcp.*.{key}", PLACES) for key in ("processes", "token_env")),
     ("policy.cache_dir", PLACES),
     *((f"generator.{key}", PLACES) for key in ("replicas", "max_concurrent", "threads")),
     *((f"generator.{key}", NUMERICS) for key in ("engine", "dtype", "prefix_tokens", "vllm.*")),
@@ -63,6 +65,11 @@ UNSAFE = (
     ("run.name", "the ledger of the teachers knows the run by it"),
     ("run.seed", "episodes and samples would be others"),
     ("data.*", "the prompts that are counted would be others"),
+    (
+        "environment.mcp.*.tools*",
+        "the server describes other tools than in the prompts of the stored rollouts: run the "
+        "version of the server with which the run began",
+    ),
     ("environment.*", "rewards of stored rollouts came from the former rules"),
     ("policy.*", "the stored weights and tokens belong to the former model"),
     ("generator.*", "stored rollouts were sampled in the former way"),

@@ -24,6 +24,7 @@ from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.judges import JudgesConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
+from composer_mesh.configs.mcp import McpServer
 from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
@@ -35,6 +36,7 @@ from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.configs.weights import WeightsConfig
 
 LARGEST_SEED = 2**31 - 1
+MOST_SERVERS = 32
 
 
 class RunConfig(Section):
@@ -78,6 +80,25 @@ class EnvironmentConfig(Section):
 
     call_s: Seconds = 60.0
     """Seconds that one call of a task's tool, reward or other function may take."""
+
+    mcp: Annotated[tuple[McpServer, ...], Field(strict=False, max_length=MOST_SERVERS)] = ()
+    """MCP servers whose tools are added to the task's: tables [[environment.mcp]]."""
+
+    @model_validator(mode="after")
+    def _servers_fit(self) -> Self:
+        names = [one.name for one in self.mcp]
+        for one in self.mcp:
+            if names.count(one.name) > 1:
+                raise ValueError(
+                    f"two tables of mcp have the name {one.name!r}: give each its own name"
+                )
+            if one.start_s + one.call_s >= self.call_s:
+                raise ValueError(
+                    f"call_s is {self.call_s:g} but start_s and call_s of the MCP server "
+                    f"{one.name!r} are {one.start_s:g} and {one.call_s:g}, and both are waited for "
+                    "in one call: raise environment.call_s above their sum, or lower them"
+                )
+        return self
 
 
 class LateRewardsConfig(Section):

@@ -18,11 +18,18 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from composer_mesh.mesh import program_group
+import composer_mesh
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
+PACKAGES = Path(composer_mesh.__file__).parents[1]
+GUARD = (
+    "import os, sys; env = dict(os.environ); sys.path.insert(0, sys.argv[1]); "
+    "from composer_mesh.mesh.hosts.guard import main; main(int(sys.argv[2]), sys.argv[3:], env)"
+)
+"""Starts the guard of a program, which gets the environment as it was before our imports."""
 
 
 class ProgramFailed(RuntimeError):
@@ -142,44 +149,64 @@ class AnsweringProgram:
         return ProgramFailed(self._command, f"{why}, {how}{': ' * bool(said)}{said}")
 
 
-class GroupProgram:
-    """A program with an input and an output, which leads a process group that ends with it.
+class TiedProgram:
+    """A program with three pipes that ends, with all that it started, when it is closed.
 
-    The group ends with this process too, however that ends.
+    It also ends when this process ends, killed or not: `hosts.guard` runs it.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
-        """Start it; raises `ProgramFailed` if it is not there."""
-        if shutil.which(command[0], path=env.get("PATH")) is None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path | None) -> None:
+        """Start it with exactly this environment; raises `ProgramFailed`."""
+        if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
             raise ProgramFailed(command, "it is not installed here, or not on PATH")
-        held, self._lifeline = os.pipe()
+        life, self._life = os.pipe()
+        guard = [sys.executable, "-I", "-c", GUARD, str(PACKAGES), str(life), *command]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", program_group.__file__, str(held), *command],
+                guard,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
                 env=dict(env),
                 cwd=folder,
                 process_group=0,
-                pass_fds=[held],
+                pass_fds=(life,),
             )
         except OSError as error:
-            os.close(self._lifeline)
+            os.close(self._life)
             raise ProgramFailed(command, f"it cannot be started: {error.strerror}") from None
         finally:
-            os.close(held)
+            os.close(life)
+        self.pid = self._process.pid
+        """The process id of the guard, which is the program's parent."""
+
+    @property
+    def streams(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        """Its input, output and error stream."""
+        own = self._process
+        assert own.stdin is not None
+        assert own.stdout is not None
+        assert own.stderr is not None
+        return own.stdin, own.stdout, own.stderr
 
     def finish(self, text: str) -> Done:
-        """Return its result for an input. Waits for its end, and that of its group."""
-        said, errors = self._process.communicate(text)
-        return Done(self._process.returncode, said, errors)
+        """Return its result for an input. Waits for its end, and that of all that it started."""
+        said, errors = self._process.communicate(text.encode())
+        return Done(
+            self._process.returncode,
+            said.decode("utf-8", "replace"),
+            errors.decode("utf-8", "replace"),
+        )
 
-    def kill(self) -> None:
-        """Kill it and all processes of its group; call it once, also after its end."""
-        os.close(self._lifeline)
+    def close(self) -> None:
+        """End it; does not wait."""
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit status."""
+        return self._process.wait()
 
 
 def attached(command: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 TaskError
 +-- ToolError        the agent's action was wrong: it reads the text, and may be given a hint
 +-- TaskTimeout      a function of the task did not return in time
++-- ToolServerLost   a server of tools is gone: the episode is played again, maybe elsewhere
 +-- TaskCodeError    a function of the task raised: the episode fails, and the line is named
 +-- UnusableTask     the task cannot be loaded, or returned what it must not return
 +-- JudgeFailed      a judge gave no usable answer: the attempt fails, not the episode
@@ -63,6 +64,19 @@ class TaskTimeout(TaskError):
             f"{self.what} did not return within {self.limit_s:g} s: look for a loop or a wait "
             "without end in it, or raise environment.call_s"
         )
+
+
+class ToolServerLost(TaskError):
+    """A server of tools cannot be reached, or has ended under a call. Never the agent's error."""
+
+    failure_class = "infrastructure"
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(server, reason)
+        self.server, self.reason = server, reason
+
+    def __str__(self) -> str:
+        return f"MCP server {self.server!r}: {self.reason}"
 
 
 class UnusableTask(TaskError, ValueError):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from composer_mesh.configs.data import MixedTask
 from composer_mesh.configs.schema import Config
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
+from composer_mesh.tasks.external_tools import external_tools
 from composer_mesh.tasks.mixture import TaskMixture
 from composer_mesh.tasks.task import Task, TaskSettings
 from composer_mesh.tasks.workflow import Workflow
@@ -81,6 +82,7 @@ def _created(config: Config, source: MixedTask) -> Task:
         judges=tuple(one.name for one in config.judges.models),
         judge_answers=config.judges.answers,
         leave_out_spent=config.judges.when_spent == "leave_out",
+        external_tools=external_tools(config.environment.mcp),
     )
     try:
         task.load()

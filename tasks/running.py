@@ -30,6 +30,7 @@ from composer_mesh.tasks.errors import (
     ToolError,
     UnusableTask,
 )
+from composer_mesh.tasks.external_tools import ExternalTool
 from composer_mesh.tasks.reward import Ending, Transcript
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
@@ -118,7 +119,11 @@ class RunningEpisode:
 
     async def close(self) -> None:
         """Release the session."""
-        await self._call("close", self._session.close)
+        try:
+            await self._call("close", self._session.close)
+        finally:
+            if self._task.tool_servers is not None:
+                self._task.tool_servers.end(self._session.key)
 
     async def _reply(self, text: str) -> tuple[list[Message], ErrorSite | None]:
         try:
@@ -155,12 +160,9 @@ class RunningEpisode:
         arguments = spec.checked(action.arguments)
         return await self._call_tool(spec, arguments)
 
-    async def _call_tool(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> Any:
-        function = spec.function
-        if spec.is_method:
-            function = getattr(self._session, spec.function.__name__)
+    async def _call_tool(self, spec: ToolSpec | ExternalTool, arguments: Mapping[str, Any]) -> Any:
         try:
-            return await self._call(f"tool {spec.name!r}", partial(function, **arguments))
+            return await self._call(f"tool {spec.name!r}", self._function(spec, arguments))
         except TaskTimeout as late:
             text = f"{spec.name} took longer than {late.limit_s:g} s"
             raise ToolError("tool_timeout", text, {"tool": spec.name}) from late
@@ -169,6 +171,13 @@ class RunningEpisode:
                 if isinstance(failed.__cause__, kind):
                     raise ToolError(name, str(failed.__cause__)) from failed
             raise
+
+    def _function(self, spec: ToolSpec | ExternalTool, arguments: Mapping[str, Any]) -> Any:
+        if isinstance(spec, ExternalTool):
+            return partial(self._session.mcp, spec.name, arguments)
+        if spec.is_method:
+            return partial(getattr(self._session, spec.function.__name__), **arguments)
+        return partial(spec.function, **arguments)
 
     def _result(self, messages: list[Message], error: ErrorSite | None) -> StepResult:
         if self._ended is None and self._turn + 1 >= self._task.settings.max_turns:

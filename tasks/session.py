@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.errors import ToolError
+from composer_mesh.tasks.errors import ToolError, UnusableTask
+from composer_mesh.tasks.external_tools import ExternalTool
 
 if TYPE_CHECKING:
     from composer_mesh.tasks.task import Task
@@ -70,6 +73,25 @@ class Session:
 
     def close(self) -> Any:
         """Release what the session holds; called once, also if the episode was abandoned."""
+
+    async def mcp(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool of the config's MCP servers by the name that agents see; return its text.
+
+        Raises `ToolError` where the tool says that it failed, or is late.
+        """
+        spec = self.task.tool_specs.get(name)
+        servers = self.task.tool_servers
+        if not isinstance(spec, ExternalTool) or servers is None:
+            raise UnusableTask(
+                f"no MCP server offers {name!r}: add one under [[environment.mcp]], or correct the "
+                "name"
+            )
+        return await servers.call(self.key, spec, arguments)
+
+    @cached_property
+    def key(self) -> str:
+        """A name of this session, for servers that keep state for it."""
+        return uuid.uuid4().hex
 
     def end(self) -> None:
         """End the episode after the call under way; for tools."""

@@ -31,6 +31,7 @@ from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.external_tools import ExternalTool, ToolServers, with_external
 from composer_mesh.tasks.judges import Judge, Judges
 from composer_mesh.tasks.reward import TURN_MARK, RewardFunction, Transcript, rewards_of
 from composer_mesh.tasks.rows import Row, held_out, read_rows
@@ -52,6 +53,7 @@ class TaskSettings:
     `heldout_every`-th is held out. `hint_templates` are the keys of those in the config, and
     `judges` the names of its judges, which are asked at most `judge_answers` times for one answer.
     With `leave_out_spent` a reward is left out whose judge may not be asked any more.
+    `external_tools` are the tools of its MCP servers.
     """
 
     seed: int = 0
@@ -63,6 +65,7 @@ class TaskSettings:
     judges: tuple[str, ...] | None = None
     judge_answers: int = 3
     leave_out_spent: bool = False
+    external_tools: tuple[ExternalTool, ...] = ()
 
 
 class Task:
@@ -90,6 +93,9 @@ class Task:
 
     judges: Judges | None = None
     """Who asks judges for the task's rewards; set by whatever plays its episodes."""
+
+    tool_servers: ToolServers | None = None
+    """What calls the tools of MCP servers; None where no episode is played."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -176,9 +182,10 @@ class Task:
     # What the service calls.
 
     @cached_property
-    def tool_specs(self) -> dict[str, ToolSpec]:
-        """The tools of the task's sessions by name."""
-        return tools_of(self.session_class, self.session_class.tools)
+    def tool_specs(self) -> dict[str, ToolSpec | ExternalTool]:
+        """The tools of the task's sessions by name, then those of MCP servers."""
+        own = tools_of(self.session_class, self.session_class.tools)
+        return with_external(self.name, own, self.settings.external_tools)
 
     @property
     def tools(self) -> list[dict[str, Any]]:

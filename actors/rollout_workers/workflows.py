@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeVar, cast
 from composer_mesh.actors.rollout_workers.captured_agents import Agents, CapturedAgent
 from composer_mesh.actors.rollout_workers.stop_texts import cut_at
 from composer_mesh.mesh.actor import end_this_process
-from composer_mesh.mesh.programs import GroupProgram
+from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Played, Sample, seed_of
@@ -160,13 +160,13 @@ class EpisodeEngine:
         self, command: Sequence[str], *, text: str = "", environ: Mapping[str, str] | None = None
     ) -> Program:
         program = await asyncio.to_thread(
-            GroupProgram, command, {**os.environ, **(environ or {})}, Path.cwd()
+            TiedProgram, command, {**os.environ, **(environ or {})}, Path.cwd()
         )
         finishing = asyncio.ensure_future(asyncio.to_thread(program.finish, text))
         try:
             done = await asyncio.shield(finishing)
         finally:
-            program.kill()  # it may have left processes
+            program.close()
             await asyncio.wait([finishing])
         return Program(done.status, done.stdout, done.stderr)
 

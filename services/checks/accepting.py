@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
+from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
@@ -25,10 +26,16 @@ class UsageError(Exception):
 
 def accepted(arguments: argparse.Namespace) -> Config:
     """Return the config after all checks; raises exceptions that `main` prints as one message."""
-    config = load_config(arguments.config, arguments.set)
+    config = listed(load_config(arguments.config, arguments.set))
     accept(config)
     startable(config)
     return config
+
+
+def listed(config: Config) -> Config:
+    """Return the config with the tools of its MCP servers, which are started to be asked."""
+    add_import_paths(config.run.import_paths)
+    return with_tools(config)
 
 
 def accept(config: Config) -> ProcessPlacements:

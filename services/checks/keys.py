@@ -15,6 +15,8 @@ from composer_mesh.configs.schema import Config
 
 ASKING = ("teacher_replay", "hint_writer", "judge")
 """Kinds of processes that query model APIs."""
+HOLDING = (*ASKING, "environment")
+"""Kinds of processes that receive keys: environments receive those of MCP servers."""
 
 
 class MissingKey(Exception):
@@ -53,16 +55,20 @@ def held_keys(config: Config, environ: MutableMapping[str, str] = os.environ) ->
 def keys_of(config: Config, kind: str, held: Mapping[str, str], token: str) -> Keys:
     """Return those of the run's keys that a kind of process uses, with the experts' token."""
     own = {name: held[name] for name in key_variables(config, kind) if name in held}
+    if kind == "environment":
+        return Keys(own)
     return Keys({**own, TOKEN_ENV: token})
 
 
 def all_key_variables(config: Config) -> list[str]:
     """Return the names of the variables with the keys of a run."""
-    return sorted({name for kind in ASKING for name in key_variables(config, kind)})
+    return sorted({name for kind in HOLDING for name in key_variables(config, kind)})
 
 
 def key_variables(config: Config, kind: str) -> list[str]:
     """Return the names of the variables whose keys a kind of process uses."""
+    if kind == "environment":
+        return [name for server in config.environment.mcp for name in server.secrets]
     asked: list[ChatEndpoint] = []
     if kind == "teacher_replay" and config.replay.on:
         asked += config.replay.teachers

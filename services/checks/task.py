@@ -60,6 +60,9 @@ def told_of(config: Config, task: Task) -> Iterator[str]:
     """Yield lines that describe the task; plays a dry episode of it, and raises its errors."""
     judges = ExampleJudges()
     task.use_judges(judges)
+    for server in config.environment.mcp:
+        tools = [f"{server.prefix}{one.name}" for one in server.tools or ()]
+        yield f"MCP server {server.name!r}: {len(tools)} tools: {', '.join(tools)}"
     dry = dry_run(config, task)
     success = "a success" if dry.success else "no success"
     yield (

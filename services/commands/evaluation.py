@@ -4,12 +4,19 @@ Torch and Monarch are imported only where actors are started.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
+from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.mesh.environment import add_import_paths
 from composer_mesh.rollouts.money import Prices
-from composer_mesh.services.checks.accepting import UsageError, accept, startable, use_umask
+from composer_mesh.services.checks.accepting import (
+    UsageError,
+    accept,
+    listed,
+    startable,
+    use_umask,
+)
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
 from composer_mesh.services.commands.training import make_room, prepare
@@ -32,12 +39,12 @@ def evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
 def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     target = target_of(arguments.target, arguments.task, arguments.set)
-    config = target.config
     _refuse_unfit(arguments, target)
+    config = listed(target.config)
+    target = replace(target, config=config)
     if target.url is None:
         accept(config)
         startable(config)
-    add_import_paths(config.run.import_paths)
     use_umask(config)
     task = make_task(config)
     indices = heldout_of(task, config.eval.episodes)
@@ -55,17 +62,18 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         if left and target.url is None:
             code = command.evaluate_by_mesh(config, output, left, arguments.samples, signals)
         elif left:
-            code = command.evaluate_endpoint(
-                config,
-                task,
-                output,
-                left,
-                arguments.samples,
-                _endpoint(arguments, target),
-                arguments.timeout,
-                signals,
-                max_usd=arguments.max_usd,
-            )
+            with serving(config, task):
+                code = command.evaluate_endpoint(
+                    config,
+                    task,
+                    output,
+                    left,
+                    arguments.samples,
+                    _endpoint(arguments, target),
+                    arguments.timeout,
+                    signals,
+                    max_usd=arguments.max_usd,
+                )
         command.report(output, told, indices, arguments.samples, arguments.json)
         return code
 

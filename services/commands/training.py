@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_installed
+from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
@@ -26,6 +27,7 @@ from composer_mesh.services.checks.accepting import (
     accept,
     accepted,
     items,
+    listed,
     numbers,
     startable,
     use_umask,
@@ -42,13 +44,17 @@ from composer_mesh.tasks.loading import make_task
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the resolved run, its mesh and its placement; plays one dry episode, starts nothing."""
-    config = load_config(arguments.config, arguments.set, model_later=True)
+    """Print the resolved run, its mesh and its placement; plays one dry episode.
+
+    Starts nothing but the MCP servers of the config, which it ends again.
+    """
+    config = listed(load_config(arguments.config, arguments.set, model_later=True))
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
         check_vllm_installed(config)
     task, episodes = make_task(config), config.eval.episodes
-    told = list(told_of(config, task))
+    with serving(config, task):
+        told = list(told_of(config, task))
     if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
         told.append(fewer)
     print(dump_toml(config))
@@ -120,7 +126,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
             "other in one process, and a worker serves one run: set cluster.kind to 'local'"
         )
     for run in plan.runs:
-        accept(run.config)
+        accept(listed(run.config))
         startable(run.config)
     output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
     refuse_other_runs(plan, output)
@@ -130,7 +136,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
         def one(config: Config, place: Path) -> int:
             """Train one run; a signal that came when it was done ends the ablation too."""
-            return signals.status or start(config, place, signals) or signals.status
+            return signals.status or start(listed(config), place, signals) or signals.status
 
         return ablate_command(plan, output, one)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.actors.mcp_servers.servers import serving, with_tools
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config, resolve_config
 from composer_mesh.configs.schema import Config
@@ -50,11 +51,12 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
         raise PlayRefused(f"--episode is {options.episode} but counts from 0: raise it")
     config = config_of(target, overrides)
     add_import_paths(config.run.import_paths)
+    config = with_tools(config)
     task = make_task(config)
     check_judge_keys(config)
     _print(title_lines(task, options.split, options.episode))
     try:
-        with local_judges(config, None) as judges:
+        with serving(config, task), local_judges(config, None) as judges:
             if judges is not None:
                 task.use_judges(judges)
             play(config, task, options, _policy(task, options.scripted), _print)

@@ -152,7 +152,7 @@ class RunMesh:
         if self.half != "sampling":
             loads.append(self.trainers.load(folder, checkpoint))
         if self.sampling is not None:
-            loads += [self.generators.load(config, folder), self.environments.load(config)]
+            loads += [self.generators.load(config, folder), self._load_environments()]
             loads.append(
                 self.rollouts.load(config, folder, {one.name: one.tools for one in task.parts})
             )
@@ -212,6 +212,10 @@ class RunMesh:
             await self.replay.load(settings, keys)
         if self.hints is not None:
             await self.hints.load(url, run)
+
+    async def _load_environments(self) -> None:
+        keys = keys_of(self.config, "environment", self.keys, self.token)
+        await self.environments.load(self.config, keys)
 
     async def _serve_experts(self, server: Service) -> str:
         """Start the expert server and return its URL, which replacements reuse."""

@@ -113,8 +113,13 @@ def test_the_ceiling_may_change_and_the_ledger_may_not(build_config: Any) -> Non
 def test_every_rule_names_keys_that_the_schema_has(build_config: Any) -> None:
     """A pattern that fits nothing would be a safe key that was renamed."""
     hints = {"writer": "llm", "llm": TEACHER}
-    judges = {"models": [TEACHERS[0]], "budget": {"usd": 1.0}}
-    config = build_config(replay=REPLAY, sdpo={"alpha": 0.1, "hints": hints}, judges=judges)
+    server = {"name": "far", "transport": "http", "url": "http://x/mcp"}
+    config = build_config(
+        replay=REPLAY,
+        sdpo={"alpha": 0.1, "hints": hints},
+        judges={"models": [TEACHERS[0]], "budget": {"usd": 1.0}},
+        environment={"mcp": [server]},
+    )
     keys = {key for key, _, _ in different(config.model_dump(mode="json"), {})} | set(
         _leaves(config.model_dump(mode="json"))
     )

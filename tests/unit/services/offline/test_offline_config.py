@@ -213,6 +213,20 @@ def test_a_strangers_config_has_no_task_imported(tmp_path: Path, build_config, d
         offline_config(run, None)
 
 
+def test_a_strangers_config_starts_no_mcp_server(tmp_path: Path, build_config) -> None:
+    run = stranger(tmp_path, build_config, {"teachers": BUILTIN, "ask": 3})
+    path, mark = tmp_path / "run" / "config.toml", tmp_path / "started"
+    table = f'name = "p"\ntransport = "stdio"\ncommand = "touch"\nargs = ["{mark}"]\n'
+    written = path.read_text().replace("\nmcp = []\n", "\n")
+    path.write_text(f"{written}\n[[environment.mcp]]\n{table}")
+    with pytest.raises(UnusableTask, match="'p' are not known"):
+        make_task(offline_config(run, None))
+    tool = 'name = "t"\nparameters = "{}"\n'
+    path.write_text(f"{path.read_text()}\n[[environment.mcp.tools]]\n{tool}")
+    assert make_task(offline_config(run, None)).tools[-1]["function"]["name"] == "t"
+    assert not mark.exists()
+
+
 def test_who_has_read_a_strangers_config_may_name_it(tmp_path: Path, build_config) -> None:
     run = stranger(tmp_path, build_config, {**HARMFUL, "cache": str(tmp_path / "kept.sqlite")})
     assert names(offline_config(run, f"{run.run}/config.toml")) == ["evil", "worse"]

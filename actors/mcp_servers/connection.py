@@ -1,0 +1,188 @@
+"""One connection to one MCP server: opened and closed by a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+from composer_mesh.actors.mcp_servers.listing import difference, listed
+from composer_mesh.actors.mcp_servers.stdio import StdioProgram
+from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
+from composer_mesh.actors.provider.keys import HIDDEN, SHORTEST_SECRET
+from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.mesh.programs import ProgramFailed
+from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
+
+FAILED_CALL, LATE_CALL = "mcp_tool_error", "mcp_timeout"
+"""Error kinds of a call that the server refused or failed, and of one without a timely answer."""
+
+
+class Connection:
+    """A connection to a server; several calls may be under way at once."""
+
+    def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
+        self._server, self._environ = server, environ
+        self._program = StdioProgram(server, environ) if server.transport == "stdio" else None
+        given = (environ.get(name, "") for name in server.secrets)
+        self._secrets = [one for one in given if len(one) >= SHORTEST_SECRET]
+        self._closing = asyncio.Event()
+        self._opened: asyncio.Future[tuple[McpTool, ...]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self.calls = 0
+        """Number of calls under way."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made: it was opened, and nothing has broken it."""
+        return self._client is not None and not self._closing.is_set()
+
+    async def open(self) -> tuple[McpTool, ...]:
+        """Connect; return the server's tools. Raises ToolServerLost or UnusableTask."""
+        self._task = asyncio.create_task(self._serve(), name=f"mcp {self._server.name}")
+        try:
+            tools = await asyncio.wait_for(asyncio.shield(self._opened), self._server.start_s)
+        except TimeoutError:
+            self._task.cancel()
+            raise self._lost(
+                f"it has not answered in start_s, {self._server.start_s:g} s"
+            ) from None
+        self._refuse_changed(tools)
+        return tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a result. Raises ToolError for a failed call, and ToolServerLost."""
+        limit_s = self._server.call_s
+        self.calls += 1
+        try:
+            async with asyncio.timeout(limit_s + 1.0):
+                result = await self._client.call_tool(
+                    name, dict(arguments), read_timeout_seconds=limit_s
+                )
+        except MCPError as error:
+            raise self._told(name, error) from error
+        except TimeoutError:
+            raise self._late(name) from None
+        except Exception as error:  # whatever broke the connection
+            raise self._broken(error) from error
+        finally:
+            self.calls -= 1
+        text = self._hidden(result_text(result.content, result.structured_content))
+        if result.is_error:
+            raise ToolError(FAILED_CALL, text or f"{name} failed", {"tool": name})
+        return text
+
+    async def close(self) -> None:
+        """Close it. Waits for the end of the server's process."""
+        self._closing.set()
+        if self._task is not None:
+            if not self._opened.done():
+                self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _serve(self) -> None:
+        try:
+            async with self._target() as target, Client(target) as client:
+                tools = await listed(client, self._server)
+                self._client = client
+                self._opened.set_result(tools)
+                await self._closing.wait()
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
+            self._closing.set()
+            if not self._opened.done():
+                self._opened.set_exception(self._reason(error))
+                self._opened.exception()  # it may no longer be waited for
+
+    @asynccontextmanager
+    async def _target(self) -> AsyncIterator[Any]:
+        """Yield what the SDK's client connects to."""
+        server = self._server
+        if self._program is not None:
+            yield self._program.connected()
+        elif server.url is not None:
+            token = self._environ.get(server.token_env or "", "")
+            headers = {"Authorization": f"Bearer {token}"} if token else None
+            async with create_mcp_http_client(headers=headers) as http:
+                yield streamable_http_client(server.url, http_client=http)
+        else:
+            assert server.module is not None
+            yield imported(server)
+
+    def _refuse_changed(self, tools: tuple[McpTool, ...]) -> None:
+        known = self._server.tools
+        if known is not None and (changed := difference(known, tools)):
+            self._closing.set()
+            raise self._lost(
+                f"its tools have changed since the run began: {changed}; run the version of the "
+                "server with which the run began"
+            )
+
+    def _reason(self, error: BaseException) -> Exception:
+        """Return why a connection could not be opened, from what is inside of groups."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, UnusableTask | ToolServerLost):
+            return error
+        if isinstance(error, ProgramFailed):
+            return self._lost(str(error))
+        return self._lost(f"it cannot be reached ({_short(error)}){self._said()}")
+
+    def _told(self, name: str, error: MCPError) -> Exception:
+        if error.code == REQUEST_TIMEOUT:
+            return self._late(name)
+        if error.code == CONNECTION_CLOSED:
+            return self._broken(error)
+        text = self._hidden(clean(str(error), LONGEST_ERROR))
+        return ToolError(FAILED_CALL, text, {"tool": name})
+
+    def _late(self, name: str) -> ToolError:
+        text = f"{name} took longer than {self._server.call_s:g} s"
+        return ToolError(LATE_CALL, text, {"tool": name})
+
+    def _broken(self, error: BaseException) -> ToolServerLost:
+        self._closing.set()
+        return self._lost(f"it was lost under a call ({_short(error)}){self._said()}")
+
+    def _said(self) -> str:
+        last = b"" if self._program is None else self._program.last
+        line = last.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return f": {clean(line, LONGEST_ERROR)}" if line else ""
+
+    def _lost(self, reason: str) -> ToolServerLost:
+        return ToolServerLost(self._server.name, self._hidden(reason))
+
+    def _hidden(self, text: str) -> str:
+        """Return a text without the keys that the server was given."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+
+def imported(server: McpServer) -> Any:
+    """Return the server object of a module; raises UnusableTask."""
+    assert server.module is not None
+    module, _, attribute = server.module.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        return found() if callable(found) else found
+    except Exception as error:
+        raise UnusableTask(
+            f"module of the MCP server {server.name!r} is {server.module!r}, which cannot be "
+            f"imported ({_short(error)}): install it, or name its folder in run.import_paths"
+        ) from error
+
+
+def _short(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return clean(f"{type(error).__name__}: {error}", LONGEST_ERROR)

@@ -1,0 +1,155 @@
+"""The connections to one MCP server: shared by all sessions, or one for each.
+
+They live on an event loop in a thread of their own: whatever a server in this process does there,
+its caller goes on. A connection that broke is replaced, later after each failure in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from composer_mesh.actors.mcp_servers.connection import Connection
+from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.tasks.errors import ToolServerLost
+
+T = TypeVar("T")
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
+
+
+class ServerConnections:
+    """All connections of this process to one server."""
+
+    def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
+        self._server, self._environ = server, environ
+        self._loop = asyncio.new_event_loop()
+        name = f"mcp {server.name}"
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._shared: list[Connection] = []
+        self._own: dict[str, Connection] = {}
+        most = server.processes if server.transport == "stdio" else 1_000_000
+        self._slots = asyncio.Semaphore(most)
+        self._opening = asyncio.Lock()
+        self._failures, self._not_before = 0, 0.0
+        self.replaced = 0
+        """Number of connections that were opened in place of broken ones."""
+
+    async def tools(self) -> tuple[McpTool, ...]:
+        """Open a connection only to return the server's tools."""
+        return await self._there(self._tools())
+
+    async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool for a session. Raises ToolError or ToolServerLost."""
+        return await self._there(self._call(key, name, arguments))
+
+    def end(self, key: str) -> None:
+        """Close the connection of a session, if it has one; does not wait."""
+        if self._server.sessions == "own":
+            asyncio.run_coroutine_threadsafe(self._end(key), self._loop)
+
+    async def close(self) -> None:
+        """Close all connections. Waits for the ends of the server's processes."""
+        await self._there(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop of the connections; raise ToolServerLost if that is stuck."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        limit_s = self._server.start_s + self._server.call_s
+        try:
+            async with asyncio.timeout(limit_s + 2.0):
+                return await asyncio.wrap_future(running)
+        except TimeoutError:
+            raise ToolServerLost(
+                self._server.name, f"its connections have not moved for {limit_s:g} s"
+            ) from None
+
+    async def _tools(self) -> tuple[McpTool, ...]:
+        one = Connection(self._server, self._environ)
+        try:
+            return await one.open()
+        finally:
+            await one.close()
+
+    async def _call(self, key: str, name: str, arguments: Mapping[str, Any]) -> str:
+        try:
+            async with asyncio.timeout(self._server.start_s):
+                connection = await self._connection(key)
+        except TimeoutError:
+            raise ToolServerLost(
+                self._server.name,
+                f"no connection was ready within start_s, {self._server.start_s:g} s: it does not "
+                "start or answer, or all of its processes are taken: raise start_s or processes",
+            ) from None
+        return await connection.call(name, arguments)
+
+    async def _connection(self, key: str) -> Connection:
+        if self._server.sessions == "own":
+            return await self._own_of(key)
+        if (found := self._least_busy()) is not None:
+            return found
+        async with self._opening:  # one start at a time
+            if (found := self._least_busy()) is not None:
+                return found
+            self._drop_broken()
+            self._shared.append(await self._opened())
+            return self._shared[-1]
+
+    def _least_busy(self) -> Connection | None:
+        """Return the open connection with the fewest calls; None where another one is better."""
+        usable = [one for one in self._shared if one.is_open]
+        best = min(usable, key=lambda one: one.calls, default=None)
+        grows = self._server.transport == "stdio" and len(usable) < self._server.processes
+        return None if best is None or (grows and best.calls) else best
+
+    def _drop_broken(self) -> None:
+        broken = [one for one in self._shared if not one.is_open]
+        self._shared = [one for one in self._shared if one.is_open]
+        self.replaced += len(broken)
+
+    async def _own_of(self, key: str) -> Connection:
+        found = self._own.get(key)
+        if found is None:
+            await self._slots.acquire()
+            try:
+                found = self._own[key] = await self._opened()
+            except BaseException:
+                self._slots.release()
+                raise
+        if not found.is_open:
+            raise ToolServerLost(
+                self._server.name, "it has ended, and this session's state with it"
+            )
+        return found
+
+    async def _opened(self) -> Connection:
+        """Open a connection, not before the pause after the last failure is over."""
+        await asyncio.sleep(max(0.0, self._not_before - self._loop.time()))
+        one = Connection(self._server, self._environ)
+        try:
+            await one.open()
+        except BaseException:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failures)
+            self._failures, self._not_before = self._failures + 1, self._loop.time() + pause_s
+            await one.close()
+            raise
+        self._failures = 0
+        return one
+
+    async def _end(self, key: str) -> None:
+        if (one := self._own.pop(key, None)) is not None:
+            try:
+                await one.close()
+            finally:
+                self._slots.release()
+
+    async def _close(self) -> None:
+        every = [*self._shared, *self._own.values()]
+        self._shared, self._own = [], {}
+        await asyncio.gather(*(one.close() for one in every))

@@ -1,0 +1,156 @@
+"""The transport to a stdio server: JSON-RPC messages over the pipes of a program.
+
+Its error stream goes to a bounded file in the logs of the run, without the values of the variables
+that the server was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import anyio
+from mcp.client._transport import TransportStreams
+from mcp.shared.message import SessionMessage
+from mcp_types import jsonrpc_message_adapter
+
+from composer_mesh.actors.provider.keys import HIDDEN, SHORTEST_SECRET
+from composer_mesh.configs.mcp import McpServer
+from composer_mesh.mesh.monarch_log import LOGS
+from composer_mesh.mesh.programs import TiedProgram
+
+INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG")
+LONGEST_LINE = 16 << 20
+"""Bytes of the longest message of a server."""
+LARGEST_LOG = 1 << 20
+LAST_BYTES = 2_000
+
+
+class StdioProgram:
+    """A server's program, as a transport of the SDK. `last` is what it last said on stderr."""
+
+    def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
+        given = {name: environ[name] for name in server.env if name in environ}
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        self._server, self._env = server, {**inherited, **given}
+        self._secrets = [one.encode() for one in given.values() if len(one) >= SHORTEST_SECRET]
+        self.last = b""
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[TransportStreams]:
+        """Start the program; end it, and wait for its end, at the end of the block."""
+        server = self._server
+        assert server.command is not None
+        program = TiedProgram([server.command, *server.args], self._env, server.cwd)
+        try:
+            async with _pipes(program.streams) as (writer, reader, errors):
+                log = asyncio.create_task(self._kept(errors, program.pid))
+                try:
+                    async with _messages(writer, reader) as streams:
+                        yield streams
+                finally:
+                    program.close()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(asyncio.shield(log), 5.0)
+                    log.cancel()
+        finally:
+            program.close()
+            with anyio.CancelScope(shield=True):
+                await asyncio.to_thread(program.wait)
+
+    async def _kept(self, errors: asyncio.StreamReader, pid: int) -> None:
+        """Write the error stream to a file until that is full, and read on."""
+        folder = os.environ.get(LOGS)
+        path = Path(folder) / f"mcp-{self._server.name}-{pid}.log" if folder else Path(os.devnull)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        file, written = os.open(path, flags, 0o600), 0
+        try:
+            while piece := await _line(errors):
+                for secret in self._secrets:
+                    piece = piece.replace(secret, HIDDEN.encode())
+                self.last = (self.last + piece)[-LAST_BYTES:]
+                if written < LARGEST_LOG:
+                    written += os.write(file, piece[: LARGEST_LOG - written])
+        finally:
+            os.close(file)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """Return the next line, or what is there of one that is too long; empty at the end."""
+    try:
+        return await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError as rest:
+        return bytes(rest.partial)
+    except asyncio.LimitOverrunError as long:
+        return await reader.readexactly(long.consumed)
+
+
+@asynccontextmanager
+async def _pipes(
+    streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
+) -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.StreamReader, asyncio.StreamReader]]:
+    loop = asyncio.get_running_loop()
+    to_program, from_program, errors = streams
+    transports: list[asyncio.BaseTransport] = []
+    readers = []
+    for stream, limit in ((from_program, LONGEST_LINE), (errors, 1 << 16)):
+        reader = asyncio.StreamReader(limit=limit)
+        made = partial(asyncio.StreamReaderProtocol, reader)
+        transports.append((await loop.connect_read_pipe(made, stream))[0])
+        readers.append(reader)
+    flow = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+    out, _ = await loop.connect_write_pipe(lambda: flow, to_program)
+    try:
+        yield asyncio.StreamWriter(out, flow, None, loop), readers[0], readers[1]
+    finally:
+        for transport in (out, *transports):
+            transport.close()
+
+
+@asynccontextmanager
+async def _messages(
+    writer: asyncio.StreamWriter, reader: asyncio.StreamReader
+) -> AsyncIterator[TransportStreams]:
+    """Yield the SDK's streams of messages; the incoming one ends with the program's output."""
+    heard: Any = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    said: Any = anyio.create_memory_object_stream[SessionMessage](0)
+
+    async def receive() -> None:
+        async with heard[0]:
+            with suppress(
+                ValueError, ConnectionError, anyio.BrokenResourceError, anyio.ClosedResourceError
+            ):
+                while line := await reader.readline():
+                    await heard[0].send(_parsed(line))
+
+    async def send() -> None:
+        async with said[1]:
+            try:
+                async for one in said[1]:
+                    text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    writer.write(text.encode() + b"\n")
+                    await writer.drain()
+            except OSError:
+                await heard[0].aclose()  # the calls under way learn that nobody answers
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(receive)
+        tasks.start_soon(send)
+        try:
+            yield heard[1], said[0]
+        finally:
+            for stream in (heard[1], said[0]):
+                stream.close()
+            tasks.cancel_scope.cancel()
+
+
+def _parsed(line: bytes) -> SessionMessage | Exception:
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error

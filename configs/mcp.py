@@ -1,0 +1,131 @@
+"""Tables `[[environment.mcp]]`: MCP servers whose tools agents may call beside the task's own.
+
+Contains no credentials: `env` and `token_env` name environment variables.
+"""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import FilePath, Seconds, Section
+
+MOST_TOOLS = 128
+MOST_ARGUMENTS = 200
+
+ServerName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=40)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+ToolNames = Annotated[tuple[ToolName, ...], Field(strict=False, max_length=MOST_TOOLS)]
+
+NEEDED = {"stdio": "command", "http": "url", "module": "module"}
+"""The key that each transport needs."""
+TAKEN = {
+    "stdio": ("args", "env", "cwd"),
+    "http": ("token_env",),
+    "module": (),
+}
+"""Further keys that each transport takes."""
+_ORDINARY = re.compile(r"PATH|HOME|LANG|TZ|PYTHON\w*|LC_\w+|LD_\w+|(?i:\w+_proxy)")
+"""Variables that programs need and that hold no secret."""
+
+
+class McpTool(Section):
+    """A tool as its server described it when the run was started."""
+
+    name: ToolName
+    """Name of the tool on its server."""
+
+    description: str = ""
+    """What the server says that it does."""
+
+    parameters: str
+    """JSON schema of its arguments, as JSON text."""
+
+
+class McpServer(Section):
+    """One MCP server."""
+
+    name: ServerName
+    """Name of the server in errors and logs; unique in the config."""
+
+    transport: Literal["stdio", "http", "module"]
+    """"stdio" (a program), "http" (a URL, streamable HTTP), or "module" (an object in Python)."""
+
+    command: str | None = None
+    """Program of a stdio server, found on PATH."""
+
+    args: Annotated[tuple[str, ...], Field(strict=False, max_length=MOST_ARGUMENTS)] = ()
+    """Arguments of the program."""
+
+    env: Annotated[tuple[Variable, ...], Field(strict=False, max_length=MOST_ARGUMENTS)] = ()
+    """Names of environment variables that the program receives beside HOME, PATH, SHELL and TERM.
+
+    Only their names are stored. No other process of the run inherits them, except for ordinary
+    ones such as PYTHONPATH and HTTPS_PROXY."""
+
+    cwd: FilePath | None = None
+    """Working directory of the program; the one where the command runs by default."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
+    """Address of an HTTP server, without credentials."""
+
+    token_env: Variable | None = None
+    """Name of the environment variable with the bearer token of an HTTP server."""
+
+    module: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
+    """An MCPServer, or a function that returns one, as "package.module:server"."""
+
+    allow: ToolNames = ()
+    """Names of the tools that are used; all of them by default."""
+
+    deny: ToolNames = ()
+    """Names of tools that are not used."""
+
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$", max_length=40)] = ""
+    """Put before the name of each tool that agents see."""
+
+    start_s: Seconds = 20.0
+    """Seconds that the server's start may take, with the wait for a free one."""
+
+    call_s: Seconds = 30.0
+    """Seconds after which a call is an error that the agent reads."""
+
+    processes: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Maximum number of processes of a stdio server in each environment actor."""
+
+    sessions: Literal["shared", "own"] = "shared"
+    """"own" gives each episode a connection, and of stdio a process, of its own: for servers that
+    keep state between calls."""
+
+    tools: Annotated[tuple[McpTool, ...], Field(strict=False, max_length=MOST_TOOLS)] | None = None
+    """The tools as the server described them at the start of the run: written by the run."""
+
+    @model_validator(mode="after")
+    def _keys_fit_the_transport(self) -> Self:
+        needed = NEEDED[self.transport]
+        if getattr(self, needed) is None:
+            raise ValueError(
+                f"{needed} is not set but transport is {self.transport!r}: set {needed}"
+            )
+        own = {needed, *TAKEN[self.transport]}
+        every = {*NEEDED.values(), *(key for keys in TAKEN.values() for key in keys)}
+        for key in sorted(every - own):
+            if getattr(self, key) not in (None, ()):
+                raise ValueError(
+                    f"{key} is set but transport is {self.transport!r}, which does not use it: "
+                    f"remove {key}"
+                )
+        if both := set(self.allow) & set(self.deny):
+            raise ValueError(f"{min(both)!r} is in allow and in deny: remove it from one of them")
+        return self
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The variables that no other process of the run inherits."""
+        return tuple(name for name in self.variables if not _ORDINARY.fullmatch(name))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the environment variables that the server needs."""
+        return self.env if self.token_env is None else (*self.env, self.token_env)
