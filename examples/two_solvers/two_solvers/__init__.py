@@ -1,1 +1,1 @@
-"""Workflows: two agents in one episode, a greedy baseline, and a self-critique."""
+"""A workflow: two agents in one episode."""
