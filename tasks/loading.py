@@ -84,7 +84,7 @@ def _created(config: Config, source: MixedTask) -> Task:
     )
     try:
         task.load()
-        _ = task.tools, task.rewards
+        _ = task.tools, task.rewards, task.group_rewards
     except (TaskError, ValueError):
         raise
     except Exception as error:

@@ -7,6 +7,9 @@ class Sums(Task):
 
     @reward(weight=0.1)
     async def brief(self, transcript: Transcript) -> float: ...
+
+    @group_reward
+    def different(self, transcripts: Sequence[Transcript]) -> Sequence[float]: ...
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.session import Session
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-MARK = "__composer_mesh_reward__"
+MARK, GROUP_MARK = "__composer_mesh_reward__", "__composer_mesh_group_reward__"
 
-Ending = Literal["answer", "tool", "turns", "context"]
+Ending = Literal["answer", "tool", "turns", "context", "unknown"]
 """What ended an episode: an answer, a tool, the last turn, or a full context."""
 
 
@@ -34,6 +37,8 @@ class Transcript:
 
     `messages` are the whole conversation, `errors` the actions that failed. `session` is the
     episode's own, with whatever its tools left in it; None where a workflow scored messages alone.
+    In a group reward there is no session, what ended the episode is unknown, and `rewards` are its
+    own ones by name.
     """
 
     episode: Episode
@@ -41,6 +46,7 @@ class Transcript:
     errors: list[ErrorSite] = field(default_factory=list)
     ended: Ending = "answer"
     session: Session | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def row(self) -> Mapping[str, Any]:
@@ -89,22 +95,46 @@ def reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = N
     return decorate if function is None else decorate(function)
 
 
+@overload
+def group_reward(function: Function, /) -> Function: ...
+
+
+@overload
+def group_reward(
+    *, weight: float = 1.0, name: str | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def group_reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+    """Make a method of a task a reward for a whole group; it may be plain or async.
+
+    It takes the transcripts of an episode's samples and returns a finite number for each. It is
+    added to their rewards, weighted, and is in the metrics by its name.
+    """
+
+    def decorate(decorated: Function) -> Function:
+        setattr(decorated, GROUP_MARK, RewardOptions(weight, name))
+        return decorated
+
+    return decorate if function is None else decorate(function)
+
+
 @dataclass(frozen=True)
 class RewardFunction:
-    """One reward of a task."""
+    """One reward of a task: of a transcript, or of those of a group."""
 
     name: str
     weight: float
-    function: Callable[[Transcript], Any]
+    function: Callable[[Any], Any]
 
 
-def rewards_of(task: object) -> list[RewardFunction]:
-    """Return the decorated methods of a task, in order of definition."""
+def rewards_of(task: object, mark: str = MARK) -> list[RewardFunction]:
+    """Return the methods of a task that are decorated with a mark, in order of definition."""
     marked: dict[str, RewardOptions] = {}
     for base in reversed(type(task).__mro__):
         for attribute, value in vars(base).items():
-            if hasattr(value, MARK):
-                marked[attribute] = getattr(value, MARK)
+            if hasattr(value, mark):
+                marked[attribute] = getattr(value, mark)
             elif attribute in marked:
                 del marked[attribute]  # overridden by a method that is no reward
     return [

@@ -37,6 +37,7 @@ def test_the_python_of_the_page_runs_and_each_task_makes_its_tools_and_rewards(
 ) -> None:
     tasks = [names[name].create() for name in ("Sums", "BigSums", "CountTo", "Graded")]
     assert [len(task.tools) for task in tasks] == [0, 0, 1, 1]
+    assert [one.name for one in names["Diverse"].create().group_rewards] == ["different"]
     assert [one.name for one in tasks[-1].rewards] == ["reached", "brief"]
     assert all(task.episode("train", 0).payload for task in tasks)
 
