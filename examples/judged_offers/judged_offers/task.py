@@ -41,11 +41,6 @@ class Offers(Task):
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         color, thing, price = messages[0]["content"].split()
-        return rng.choice(
-            [
-                f"{thing}, {price} coins.",
-                f"{color} {thing}.",
-                f"{color} {thing}, {int(price) + 1} coins.",
-                f"{color} {thing}, {price} coins, {THANKS}.",
-            ]
-        )
+        if rng.random() < 0.5:
+            return f"{color} {thing}, {price} coins, {THANKS}."
+        return f"{thing}, {price} coins." if rng.random() < 0.5 else f"{color} {thing}."
