@@ -21,10 +21,12 @@ from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_stream import CallStream, current_caller
 from composer_mesh.mesh.supervision import SessionLost
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskError
+from composer_mesh.tasks.group_scoring import score_group
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
@@ -88,6 +90,11 @@ class EnvironmentActor(MeshActor):
         return await self._run(self._scored(episode, messages))
 
     @concurrent_endpoint
+    async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
+        """Score the samples of an episode together, by the group rewards of its task."""
+        return await self._run(self._group_scored(episode, group))
+
+    @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
         session, messages = await self._run(self._begun(episode), session_id)
@@ -146,6 +153,9 @@ class EnvironmentActor(MeshActor):
     async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
         scored = RunningEpisode(self._task, await self._whole(episode), self._calls)
         return await scored.outcome(messages)  # its session was never started
+
+    async def _group_scored(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
+        return await score_group(self._task, await self._whole(episode), group, self._calls)
 
     async def _whole(self, episode: Episode) -> Episode:
         if episode.payload:

@@ -28,6 +28,8 @@ from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.loading import make_workflow
 
 
@@ -83,6 +85,11 @@ class RolloutActor(MeshActor):
             self._ended(sample, session)
 
     @concurrent_endpoint
+    async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
+        """Score the samples of an episode together. Waits for an environment."""
+        return await self._sessions.score_group(episode, group)
+
+    @concurrent_endpoint
     async def waiting(self) -> list[str]:
         """Return the names of the requests that wait for a round. Waits until all episodes do."""
         return await self._lockstep().waiting()
@@ -120,7 +127,7 @@ class RolloutActor(MeshActor):
         else:
             self._generation = PooledGeneration(self._generators, 1 + rules.rollout_retries)
         deadline_s = self._config.run.deadline_s + self._config.judges.patience_s
-        environments = PeerEnvironments(self._environments, deadline_s)
+        environments = self._sessions = PeerEnvironments(self._environments, deadline_s)
         for close in (*closing, environments.close):
             self._cleanup.push_async_callback(close)
         self._players = {

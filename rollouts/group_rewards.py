@@ -1,13 +1,37 @@
-"""Rewards that concern a whole group: those that all of its rollouts do without.
+"""Rewards that concern a whole group: those of all its rollouts together, and those left out of it.
 
 Rewards of a group are compared with each other, so each is made of the same parts.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import ErrorSite, Message, Trace
+
+SMALLEST_GROUP = 2
+"""Rollouts below which there is nothing to compare, so that group rewards are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRollout:
+    """What group rewards read of a rollout: its conversation, error sites and own rewards."""
+
+    messages: list[Message]
+    errors: list[ErrorSite]
+    rewards: dict[str, float]
+
+    @classmethod
+    def of(cls, trace: Trace) -> "FinishedRollout":
+        return cls(trace.messages, trace.error_sites, trace.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """The values of each group reward in the order of the rollouts; `left_out` ones have none."""
+
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 def total_reward(
@@ -30,7 +54,36 @@ def without_left_out(group: Sequence[Trace], weights: Mapping[str, float]) -> li
     return [_without(trace, names, weights) for trace in group] if names else list(group)
 
 
+def with_group_score(
+    group: Sequence[Trace], score: GroupScore, weights: Mapping[str, float]
+) -> list[Trace]:
+    """Return a group with its group rewards added.
+
+    All trajectories of a rollout get its value, except those with an advantage of their own.
+    """
+    return [
+        _added(trace, {name: found[place] for name, found in score.values.items()}, score, weights)
+        for place, trace in enumerate(group)
+    ]
+
+
 def _without(trace: Trace, names: Sequence[str], weights: Mapping[str, float]) -> Trace:
     rewards = {name: value for name, value in trace.rewards.items() if name not in names}
     reward = total_reward(rewards, weights, trace.penalty) + math.fsum(trace.turn_rewards)
     return replace(trace, rewards=rewards, reward=reward, left_out=list(names))
+
+
+def _added(
+    trace: Trace, values: Mapping[str, float], score: GroupScore, weights: Mapping[str, float]
+) -> Trace:
+    others = [_added(other, values, score, weights) for other in trace.others]
+    if trace.has_own_advantage:
+        return replace(trace, others=others)
+    bonus = sum(weights[name] * value for name, value in values.items())
+    return replace(
+        trace,
+        others=others,
+        reward=trace.reward + bonus,
+        rewards={**trace.rewards, **values},
+        left_out=[*trace.left_out, *score.left_out],
+    )

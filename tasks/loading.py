@@ -86,7 +86,7 @@ def _created(config: Config, source: MixedTask) -> Task:
     )
     try:
         task.load()
-        _ = task.tools, task.rewards, task.turn_rewards
+        _ = task.tools, task.rewards, task.turn_rewards, task.group_rewards
     except (TaskError, ValueError):
         raise
     except Exception as error:

@@ -10,6 +10,8 @@ class Sums(Task):
 
     @turn_reward
     def progress(self, transcript: Transcript) -> list[float]: ...
+    @group_reward
+    def different(self, transcripts: Sequence[Transcript]) -> Sequence[float]: ...
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 MARK = "__composer_mesh_reward__"
 TURN_MARK = "__composer_mesh_turn_reward__"
+GROUP_MARK = "__composer_mesh_group_reward__"
 
-Ending = Literal["answer", "tool", "turns", "context"]
+Ending = Literal["answer", "tool", "turns", "context", "unknown"]
 """What ended an episode: an answer, a tool, the last turn, or a full context."""
 
 
@@ -38,6 +41,8 @@ class Transcript:
 
     `messages` are the whole conversation, `errors` the actions that failed. `session` is the
     episode's own, with whatever its tools left in it; None where a workflow scored messages alone.
+    In a group reward there is no session, what ended the episode is unknown, and `rewards` are its
+    own ones by name.
     """
 
     episode: Episode
@@ -45,6 +50,7 @@ class Transcript:
     errors: list[ErrorSite] = field(default_factory=list)
     ended: Ending = "answer"
     session: Session | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def row(self) -> Mapping[str, Any]:
@@ -85,12 +91,7 @@ def reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = N
     It takes a `Transcript` and returns a finite number. The episode's reward is the weighted sum of
     all of them, and each is in the metrics by its name.
     """
-
-    def decorate(decorated: Function) -> Function:
-        setattr(decorated, MARK, RewardOptions(weight, name))
-        return decorated
-
-    return decorate if function is None else decorate(function)
+    return _marked(MARK, function, RewardOptions(weight, name))
 
 
 @overload
@@ -110,9 +111,33 @@ def turn_reward(function: Any = None, /, *, weight: float = 1.0, name: str | Non
     weight they are rewards of these turns, and parts of the episode's reward; their sum is in the
     metrics by its name.
     """
+    return _marked(TURN_MARK, function, RewardOptions(weight, name))
+
+
+@overload
+def group_reward(function: Function, /) -> Function: ...
+
+
+@overload
+def group_reward(
+    *, weight: float = 1.0, name: str | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def group_reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+    """Make a method of a task a reward for a whole group; it may be plain or async.
+
+    It takes the transcripts of an episode's samples and returns a finite number for each. It is
+    added to their rewards, weighted, and is in the metrics by its name.
+    """
+    return _marked(GROUP_MARK, function, RewardOptions(weight, name))
+
+
+def _marked(mark: str, function: Any, options: RewardOptions) -> Any:
+    """Return a function with a mark, or a decorator where there is none yet."""
 
     def decorate(decorated: Function) -> Function:
-        setattr(decorated, TURN_MARK, RewardOptions(weight, name))
+        setattr(decorated, mark, options)
         return decorated
 
     return decorate if function is None else decorate(function)
@@ -120,11 +145,11 @@ def turn_reward(function: Any = None, /, *, weight: float = 1.0, name: str | Non
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One reward of a task, of whole episodes or of turns."""
+    """One reward of a task: of a whole episode, of its turns, or of a group."""
 
     name: str
     weight: float
-    function: Callable[[Transcript], Any]
+    function: Callable[[Any], Any]
 
 
 def rewards_of(task: object, mark: str = MARK) -> list[RewardFunction]:

@@ -65,6 +65,11 @@ class RunningEpisode:
         return self.messages
 
     @property
+    def episode(self) -> Episode:
+        """The episode with its row."""
+        return self._session.episode
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation so far."""
         return deepcopy(self._messages)

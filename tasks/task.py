@@ -33,7 +33,13 @@ from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.external_tools import ExternalTool, ToolServers, with_external
 from composer_mesh.tasks.judges import Judge, Judges
-from composer_mesh.tasks.reward import TURN_MARK, RewardFunction, Transcript, rewards_of
+from composer_mesh.tasks.reward import (
+    GROUP_MARK,
+    TURN_MARK,
+    RewardFunction,
+    Transcript,
+    rewards_of,
+)
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.tool import ToolSpec, tools_of
@@ -197,10 +203,23 @@ class Task:
         """The reward functions, in order of definition."""
         return rewards_of(self)
 
+    @cached_property
+    def group_rewards(self) -> list[RewardFunction]:
+        """The reward functions of groups, in order of definition."""
+        own = {one.name for one in self.rewards}
+        found = rewards_of(self, GROUP_MARK)
+        for one in found:
+            if one.name in own:
+                raise UnusableTask(
+                    f"task {self.name!r} has a reward and a group reward named {one.name!r}: give "
+                    "one of them another name"
+                )
+        return found
+
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weights of the rewards by name."""
-        return {one.name: one.weight for one in self.rewards}
+        """The weights of all rewards by name."""
+        return {one.name: one.weight for one in (*self.rewards, *self.group_rewards)}
 
     @cached_property
     def turn_rewards(self) -> list[RewardFunction]:

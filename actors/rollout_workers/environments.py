@@ -12,6 +12,7 @@ from typing import Any
 from composer_mesh.actors.rollout_workers.peers import Peers
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 
@@ -34,6 +35,11 @@ class PeerEnvironments:
         """Score a conversation that was had without a session."""
         outcome: Outcome = await self._anywhere("score", episode, messages)
         return outcome
+
+    async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
+        """Score the samples of an episode together."""
+        score: GroupScore = await self._anywhere("score_group", episode, group)
+        return score
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a session. Waits for an actor, including one that is still starting."""

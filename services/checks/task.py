@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.group_rewards import FinishedRollout
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite
@@ -118,6 +119,8 @@ def _play(
             if step.error is not None:
                 _refuse_error(task, templates, step.error)
         outcome = episode.outcome()
+        twin = FinishedRollout(outcome.messages, [], dict(outcome.rewards))
+        episode.score_group([twin, twin])
     return DryRun(policy, turns, outcome.reward, outcome.success)
 
 

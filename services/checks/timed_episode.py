@@ -15,10 +15,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskError, UnusableTask
+from composer_mesh.tasks.group_scoring import score_group
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import LoopBlocked, TaskLoop
@@ -78,6 +80,11 @@ class TimedEpisode:
     def outcome(self) -> Outcome:
         """Score the episode, ended or not."""
         return self._run(self._opened.outcome())
+
+    def score_group(self, group: list[FinishedRollout]) -> GroupScore:
+        """Score rollouts of this episode together."""
+        scoring = score_group(self._task, self._opened.episode, group, self._calls)
+        return self._run(scoring)
 
     @property
     def _opened(self) -> RunningEpisode:

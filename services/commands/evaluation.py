@@ -58,6 +58,7 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         from composer_mesh.services.evaluation import command
 
         left = command.left_of(output, indices)
+        command.tell_of_groups(task, arguments.samples)
         code = 0
         if left and target.url is None:
             code = command.evaluate_by_mesh(config, output, left, arguments.samples, signals)

@@ -5,8 +5,9 @@ Each imports its implementation when it runs.
 
 import argparse
 
+from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.offline.options import read_options
-from composer_mesh.services.replay.post_reward import post_reward
+from composer_mesh.services.replay.post_reward import post_rewards, read_posts
 from composer_mesh.services.schedule.signals import CommandSignals
 
 
@@ -69,7 +70,11 @@ def traces(arguments: argparse.Namespace) -> int:
 
 def reward(arguments: argparse.Namespace) -> int:
     """Post a reward for a stored rollout of a run, also after it was trained on."""
-    post_reward(arguments.run, arguments.trace, arguments.reward, arguments.source)
+    one = [value for value in (arguments.trace, arguments.reward) if value is not None]
+    if len(one) != (2 if arguments.file is None else 0):
+        raise UsageError("reward takes TRACE and REWARD, or --file FILE: give one of both")
+    posts = read_posts(arguments.file) if arguments.file else {one[0]: one[1]}
+    post_rewards(arguments.run, posts, arguments.source)
     return 0
 
 

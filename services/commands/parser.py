@@ -191,8 +191,13 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
 
 def _add_reward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
-    parser.add_argument("trace", metavar="TRACE", help="a trace_id of its traces")
-    parser.add_argument("reward", type=float, metavar="REWARD", help="in place of its first one")
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a trace_id of its traces")
+    parser.add_argument(
+        "reward", nargs="?", type=float, metavar="REWARD", help="in place of its first one"
+    )
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="JSON lines with trace_id and reward, for many"
+    )
     parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
 
 

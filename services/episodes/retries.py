@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
 from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.traces import Split, Trace
+from composer_mesh.rollouts.traces import Split
 from composer_mesh.services.episodes.paced_events import PacedEvents
 from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed
 from composer_mesh.tasks.errors import JudgesSpent
@@ -32,7 +32,7 @@ LOST = "lost process"
 
 LONGEST_TRACEBACK = 8_000
 
-Attempt = Callable[[str], Awaitable[Trace]]
+T = TypeVar("T")
 
 
 class RolloutsFail(MeshError):
@@ -184,8 +184,8 @@ class EpisodeTrial:
         """Number of failed attempts."""
         return self._trial.attempts
 
-    async def sample(self, name: str, attempt: Attempt) -> Trace | None:
-        """Return a sample's trace, or None where it, or its episode, was given up.
+    async def sample(self, name: str, attempt: Callable[[str], Awaitable[T]]) -> T | None:
+        """Return what a sample's attempt returns; None where it, or its episode, was given up.
 
         Each attempt gets a session name of its own. An attempt whose environment died between its
         calls does not count. Waits for the last attempt.

@@ -9,10 +9,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from composer_mesh.rollouts.episode import Sample, Sampling
+from composer_mesh.rollouts.group_rewards import (
+    SMALLEST_GROUP,
+    FinishedRollout,
+    GroupScore,
+    with_group_score,
+    without_left_out,
+)
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import EpisodeTrial, Retries
 from composer_mesh.services.steps.ports import Player
+from composer_mesh.tasks.task import Task
 
 
 class Rollouts:
@@ -37,6 +45,29 @@ class Rollouts:
             asyncio.create_task(self._announced(live, trial, sample))
             for live, sample in zip(announced, samples, strict=True)
         ]
+
+    async def comparable(self, task: Task, traces: list[Trace]) -> list[Trace]:
+        """Return the finished samples of one episode with rewards that can be compared.
+
+        Group rewards are added, and what one sample does without is left out of all. None are left
+        where a group reward failed as often as a sample may. Waits for the group rewards.
+        """
+        if not traces:
+            return traces
+        part, first = task.of(traces[0].task), traces[0]
+        weights = part.reward_weights
+        whole = without_left_out(traces, weights)
+        if not part.group_rewards or len(whole) < SMALLEST_GROUP:
+            return whole
+        episode = Episode(first.task, first.split, first.index)
+        group = [FinishedRollout.of(trace) for trace in whole]
+
+        async def attempt(_: str) -> GroupScore:
+            return await self._player.score_group(episode, group)
+
+        name = f"{first.split}-{first.group_id:06d}-group"
+        score = await self.retries.trial(episode).sample(name, attempt)
+        return [] if score is None else with_group_score(whole, score, weights)
 
     def cached_prompts(self) -> dict[str, float | None]:
         """Return how many prompt tokens this process had sampled from since the last call.

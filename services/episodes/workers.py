@@ -25,6 +25,8 @@ from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.episode import Played, Sample
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.episodes.lockstep import LockstepRounds
 from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.pool.replicas import Replica
@@ -104,6 +106,12 @@ class RolloutWorkers:
         finally:
             self._left(sample.group)
 
+    async def score_group(self, episode: Episode, group: Sequence[FinishedRollout]) -> GroupScore:
+        """Score the samples of an episode together. Waits for a worker and an environment."""
+        worker = await self._some_worker()
+        score: GroupScore = await self._calls[worker].call("score_group", episode, list(group))
+        return score
+
     async def close(self) -> None:
         """End the connections to the workers, after every sample has ended."""
         self._closed = True
@@ -113,16 +121,24 @@ class RolloutWorkers:
     async def _worker_for(self, group: str) -> str:
         """Return the worker of a group, whose samples share a prompt; waits until there is one."""
         while True:
-            if self._died is not None:
-                raise self._died
             worker = self._groups.get(group)
-            if worker in self._open:
+            if worker in self._open and self._died is None:
                 return worker
-            if self._open:
-                worker = min(self._open, key=lambda name: self._playing[name])
-                self._groups[group] = worker
+            if self._open or self._died is not None:
+                worker = self._groups[group] = self._least_busy()
                 return worker
             await self._changed.wait()
+
+    async def _some_worker(self) -> str:
+        """Return the least busy worker; waits until there is one."""
+        while not self._open and self._died is None:
+            await self._changed.wait()
+        return self._least_busy()
+
+    def _least_busy(self) -> str:
+        if self._died is not None:
+            raise self._died
+        return min(self._open, key=lambda name: self._playing[name])
 
     def _left(self, group: str) -> None:
         self._members[group] -= 1

@@ -21,11 +21,20 @@ from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import seed_of
+from composer_mesh.rollouts.group_rewards import (
+    SMALLEST_GROUP,
+    FinishedRollout,
+    GroupScore,
+    with_group_score,
+    without_left_out,
+)
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.checks.timed_episode import in_a_daemon_thread
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import JudgesSpent, TaskError
+from composer_mesh.tasks.group_scoring import score_group
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import TaskLoop
@@ -76,8 +85,28 @@ class EndpointEvaluation:
         """Play the samples of an episode; it is stored if any of them has a result."""
         self._store.enter(index, 0)
         found = await asyncio.gather(*(self._sample(index, n) for n in range(self._samples)))
-        if traces := [trace for trace in found if trace is not None]:
-            await self._store.add_group(index, traces)
+        traces = [trace for trace in found if trace is not None]
+        if not traces:
+            return
+        try:
+            await self._store.add_group(index, await self._comparable(index, traces))
+        except JudgesSpent:
+            raise
+        except TaskError as error:
+            self.failures += [str(error)] * len(traces)
+
+    async def _comparable(self, index: int, traces: list[Trace]) -> list[Trace]:
+        """Return an episode's samples with their group rewards, which two or more of them have."""
+        task = self._task.of(traces[0].task)
+        whole = without_left_out(traces, task.reward_weights)
+        if not task.group_rewards or len(whole) < SMALLEST_GROUP:
+            return whole
+        group = [FinishedRollout.of(trace) for trace in whole]
+        scoring = self._group_scored(index, group)
+        return with_group_score(whole, await self._run(scoring), task.reward_weights)
+
+    async def _group_scored(self, index: int, group: list[FinishedRollout]) -> GroupScore:
+        return await score_group(self._task, await self._episode(index), group, self._calls)
 
     async def _sample(self, index: int, number: int) -> Trace | None:
         async with self._slots:
@@ -130,11 +159,14 @@ class EndpointEvaluation:
         )
 
     async def _begun(self, index: int) -> RunningEpisode:
-        what = f"making heldout episode {index} of task {self._task.name!r}"
-        episode = await self._calls(what, self._task.episode, "heldout", index)
-        running = RunningEpisode(self._task, episode, self._calls)
+        running = RunningEpisode(self._task, await self._episode(index), self._calls)
         await running.begin()
         return running
+
+    async def _episode(self, index: int) -> Episode:
+        what = f"making heldout episode {index} of task {self._task.name!r}"
+        episode: Episode = await self._calls(what, self._task.episode, "heldout", index)
+        return episode
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return await self._loop.run(work, self._limit_s)

@@ -59,7 +59,7 @@ async def play_heldout(
     """
 
     async def finish(index: int, started: list[Sampled]) -> None:
-        if traces := await gather_or_cancel(started):
+        if traces := await rollouts.comparable(task, await gather_or_cancel(started)):
             store.enter(index, 0)
             await store.add_group(index, traces)
 

@@ -23,6 +23,7 @@ from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.rollouts.group_rewards import SMALLEST_GROUP
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE
@@ -177,6 +178,14 @@ def report(
             raise EvalRefused(
                 f"--json {json_file} cannot be written ({error.strerror}): name another file"
             ) from None
+
+
+def tell_of_groups(task: Task, samples: int) -> None:
+    """Say which rewards are left out because an episode has one sample."""
+    names = sorted({one.name for part in task.parts for one in part.group_rewards})
+    if names and samples < SMALLEST_GROUP:
+        told = f"group rewards are left out, which compare samples: {', '.join(names)}"
+        Console().print(f"{told}; add --samples 2 or more", markup=False, highlight=False)
 
 
 def _stored(output: Path, indices: set[int]) -> list[Trace]:

@@ -5,14 +5,33 @@ The run applies it in `late_rewards`. Does not import torch, because it is a CLI
 
 import math
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.load import load_config
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.rows import StoreMissing, Where
 from composer_mesh.services.store.schema import KIND
+
+LONGEST_FILE = 256 * MIB
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A line of a file of rewards."""
+
+    trace_id: str
+    reward: float
+
+
+_POST = TypeAdapter(_Post)
 
 
 class LateRewardError(Exception):
@@ -20,12 +39,34 @@ class LateRewardError(Exception):
 
 
 def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> None:
-    """Post a reward for a rollout of a run; raises LateRewardError where the run takes none.
+    """Post a reward for a rollout of a run, as `post_rewards` does."""
+    post_rewards(run, {trace_id: reward}, source)
 
-    Durable when it returns; the run reads it before its next step. The last one for a rollout wins.
+
+def read_posts(file: Path) -> dict[str, float]:
+    """Read a file of JSON lines with a `trace_id` and a `reward`; raises LateRewardError."""
+    try:
+        lines = read_regular(file, LONGEST_FILE).splitlines()
+        posts = [_POST.validate_json(line) for line in lines]
+    except OSError as error:
+        raise LateRewardError(f"{file} cannot be read ({error.strerror}): correct it") from None
+    except ValueError as error:
+        raise LateRewardError(
+            f"{file} holds a line that is no post ({short_reason(error)}): write lines like "
+            '{"trace_id": "train-000000-000", "reward": 0.5}'
+        ) from None
+    return {one.trace_id: one.reward for one in posts}
+
+
+def post_rewards(run: Path, rewards: Mapping[str, float], source: str = "") -> None:
+    """Post rewards by trace_id: all of them, or none where LateRewardError is raised.
+
+    Durable when it returns; the run reads them before its next step. The last one for a rollout
+    wins.
     """
-    if not math.isfinite(reward):
-        raise LateRewardError(f"the reward is {reward} but must be finite: post a number")
+    for reward in rewards.values():
+        if not math.isfinite(reward):
+            raise LateRewardError(f"the reward is {reward} but must be finite: post a number")
     config = run / "config.toml"
     if not config.is_file():
         raise LateRewardError(f"{run} is no run directory: it has no config.toml")
@@ -34,24 +75,26 @@ def post_reward(run: Path, trace_id: str, reward: float, source: str = "") -> No
             f"{run} takes no late rewards, late_rewards.max_age is 0: start the run with the steps "
             "that a rollout may wait for its reward"
         )
-    if not _stored(run, trace_id):
+    if unknown := _unknown(run, rewards):
         raise LateRewardError(
-            f"{run} has no rollout {trace_id!r}: take a trace_id that composer-mesh traces {run} "
+            f"{run} has no rollout {unknown[0]!r}: take a trace_id that composer-mesh traces {run} "
             "lists"
         )
+    posted = time.time()
     with closing(SqliteFile(run / STORE_FILE, KIND)) as file, file.transaction() as rows:
-        rows.execute(
+        rows.executemany(
             "INSERT INTO rewards (trace_id, reward, source, posted) VALUES (?, ?, ?, ?)",
-            (trace_id, reward, source, time.time()),
+            [(trace_id, reward, source, posted) for trace_id, reward in rewards.items()],
         )
 
 
-def _stored(run: Path, trace_id: str) -> bool:
+def _unknown(run: Path, trace_ids: Iterable[str]) -> list[str]:
+    """Return those trace_ids that are not stored in a run."""
     # Imported here because it loads NumPy, which no other command should wait for.
     from composer_mesh.services.store.reading import RunReader
 
     try:
         with RunReader(run) as reader:
-            return any(reader.rows(Where(trace_id=trace_id)))
+            return [one for one in trace_ids if not any(reader.rows(Where(trace_id=one)))]
     except StoreMissing as error:
         raise LateRewardError(str(error)) from None

@@ -16,7 +16,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
 from composer_mesh.rollouts.episode import Sampling
-from composer_mesh.rollouts.group_rewards import without_left_out
 from composer_mesh.rollouts.traces import Split, Trace, equal_rewards
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
@@ -109,7 +108,7 @@ class Groups:
         """
         traces = before.traces
         if samples is not None:
-            scored = self._comparable(await self._finished(samples))
+            scored = await self._rollouts.comparable(self._task, await self._finished(samples))
             traces = await self._store.add_group(group_id, scored)
         dropped = self._config.schedule.dynamic_sampling and equal_rewards(traces)
         self._query_teachers(group_id, [] if dropped else traces)
@@ -127,12 +126,6 @@ class Groups:
         traces, cancelled = await first_to_finish(samples, self._config.schedule.group_size)
         self._cancelled += cancelled
         return traces
-
-    def _comparable(self, traces: list[Trace]) -> list[Trace]:
-        """Return a group whose rewards are made of the same parts."""
-        if not traces:
-            return traces
-        return without_left_out(traces, self._task.of(traces[0].task).reward_weights)
 
     def _query_teachers(self, group_id: int, traces: list[Trace]) -> None:
         if self._replay is not None and traces:

@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.episode import Played, Sample
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
 from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import Evaluation
 
@@ -19,12 +21,17 @@ class Player(Protocol):
     """Plays samples of episodes, each attempt in an environment session of its own.
 
     Samples are announced together before any of them is played: where batches are closed, one waits
-    for a request of every announced sample whose context is not left yet.
+    for a request of every announced sample whose context is not left yet. `score_group` returns the
+    group rewards of an episode's finished samples.
     """
 
     def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]: ...
 
     async def play(self, sample: Sample, session: str) -> Played: ...
+
+    async def score_group(
+        self, episode: Episode, group: Sequence[FinishedRollout]
+    ) -> GroupScore: ...
 
     async def close(self) -> None: ...
 

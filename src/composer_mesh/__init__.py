@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
     from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
-    from composer_mesh.tasks.reward import Transcript, reward, turn_reward
+    from composer_mesh.tasks.reward import Transcript, group_reward, reward, turn_reward
     from composer_mesh.tasks.rows import Row, read_rows
     from composer_mesh.tasks.session import Reply, Session
     from composer_mesh.tasks.sync_session import SyncSession
@@ -75,6 +75,7 @@ _MODULES = {
     "Trajectory": "tasks.workflow",
     "Transcript": "tasks.reward",
     "Workflow": "tasks.workflow",
+    "group_reward": "tasks.reward",
     "loss_needs": "losses.custom_types",
     "quoted": "tasks.judges",
     "read_rows": "tasks.rows",
@@ -120,6 +121,7 @@ __all__ = [
     "Trajectory",
     "Transcript",
     "Workflow",
+    "group_reward",
     "loss_needs",
     "quoted",
     "read_rows",

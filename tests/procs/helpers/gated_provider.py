@@ -12,9 +12,13 @@ COST = 0.0001
 
 
 class GatedProvider:
-    """Bills each request when it has read it, also those whose client dies. As a context."""
+    """Bills each request when it has read it, also those whose client dies. As a context.
 
-    def __init__(self) -> None:
+    It answers with `text`, or else with what it was asked.
+    """
+
+    def __init__(self, text: str | None = None) -> None:
+        self._text = text
         self.gate, self.arrived = asyncio.Event(), asyncio.Condition()
         self.requests: list[dict[str, Any]] = []
         self.base_url = ""
@@ -46,7 +50,8 @@ class GatedProvider:
                     self.requests.append(body)
                     self.arrived.notify_all()
                 await self.gate.wait()
-                writer.write(_answer(body["messages"][-1]["content"]))
+                asked = body["messages"][-1]["content"]
+                writer.write(_answer(f"Answer: {asked}" if self._text is None else self._text))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client is done, or dead
@@ -60,7 +65,7 @@ def _length(head: bytes) -> int:
 
 
 def _answer(text: str) -> bytes:
-    message = {"role": "assistant", "content": f"Answer: {text}"}
+    message = {"role": "assistant", "content": text}
     content = json.dumps({"choices": [{"message": message}], "usage": {"cost": COST}}).encode()
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
     return head.encode() + b"\r\n\r\n" + content

@@ -38,6 +38,7 @@ def test_the_python_of_the_page_runs_and_each_task_makes_its_tools_and_rewards(
 ) -> None:
     tasks = [names[name].create() for name in ("Sums", "BigSums", "CountTo", "Graded")]
     assert [len(task.tools) for task in tasks] == [0, 0, 1, 1]
+    assert [one.name for one in names["Diverse"].create().group_rewards] == ["different"]
     assert [one.name for one in tasks[-1].rewards] == ["reached", "brief"]
     assert all(task.episode("train", 0).payload for task in tasks)
 
@@ -95,7 +96,15 @@ def test_the_page_imports_public_names_only_and_knows_the_errors_of_tasks() -> N
 
 
 def test_every_name_of_the_page_is_in_the_code() -> None:
-    ours = {"below_zero", "hint_templates", "my_task", "my_package", "my_module", "my_file"}
+    ours = {
+        "below_zero",
+        "hint_templates",
+        "my_task",
+        "my_package",
+        "my_module",
+        "my_file",
+        "judged_offers",
+    }
     assert PAGE.names() - names_in_code() - ours - {"save_to_disk"} == set()
 
 

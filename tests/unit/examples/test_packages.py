@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from composer_mesh import SyncSession, Task
+from composer_mesh import JudgeQuestion, JudgeReply, SyncSession, Task
 from composer_mesh.configs.load import load_config
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task, make_workflow
@@ -66,4 +67,17 @@ def task_of(package: Path, folder: Path) -> Task:
         rows: Any = importlib.import_module(f"{package.name}.make_rows")
         rows.write_rows(folder / "rows.parquet")
         settings = [f"data.path={folder / 'rows.parquet'}"]
-    return make_task(load_config(package / "config.toml", settings))
+    task = make_task(load_config(package / "config.toml", settings))
+    if (package / package.name / "judge.py").exists():
+        task.use_judges(OwnJudge(importlib.import_module(f"{package.name}.judge")))
+    return task
+
+
+class OwnJudge:
+    """The judge of a package, asked without HTTP."""
+
+    def __init__(self, judge: Any) -> None:
+        self._judge = judge
+
+    async def ask(self, question: JudgeQuestion) -> JudgeReply:
+        return JudgeReply(json.dumps(self._judge.graded(question.messages[1]["content"])))

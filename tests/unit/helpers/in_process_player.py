@@ -15,6 +15,8 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
 from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.episodes.lockstep import LockstepRounds
 
 Answer = Callable[[GenerationRequest], Awaitable[GenerationResult]]
@@ -33,6 +35,9 @@ class InProcessPlayer:
 
     async def play(self, sample: Sample, session: str) -> Played:
         return await self._player.play(sample, session)
+
+    async def score_group(self, _episode: Episode, _group: Sequence[FinishedRollout]) -> GroupScore:
+        raise AssertionError("the toolbox has no group rewards")
 
     async def close(self) -> None: ...
 

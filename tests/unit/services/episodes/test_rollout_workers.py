@@ -12,6 +12,7 @@ from fake_host import turns
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.episode import Sample, Sampling
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.pool.errors import NoReplicaLeft
@@ -98,6 +99,8 @@ class Worker:
             if self.errors:
                 raise self.errors.pop(0)
             return None
+        if endpoint == "score_group":
+            return GroupScore({"asked": [float(len(args[1]))]})
         assert endpoint == "play"
         playing = self.playing[args[1]] = asyncio.get_running_loop().create_future()
         return await playing
@@ -163,6 +166,19 @@ async def test_a_group_stays_together_and_groups_go_where_the_fewest_are(world: 
     for end in world.ends.values():
         end.finish()
     await asyncio.gather(*plays)
+    await world.player.close()
+
+
+async def test_a_group_is_scored_by_a_worker_and_waits_until_there_is_one(world: World) -> None:
+    rollout = FinishedRollout([], [], {})
+    world.workers.change()
+    scoring = asyncio.create_task(
+        world.player.score_group(Episode("toolbox", "train", 0), [rollout] * 3)
+    )
+    await turns()
+    assert not scoring.done()
+    world.workers.change("rollouts-2")
+    assert (await scoring).values == {"asked": [3.0]}
     await world.player.close()
 
 

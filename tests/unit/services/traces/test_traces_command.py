@@ -83,6 +83,25 @@ async def test_a_row_says_what_became_of_its_rollout(
     assert (last["state"], last["step"], last["late_reward"]) == ("finished", None, 0.25)
 
 
+async def test_a_file_of_rewards_is_posted_as_a_whole_or_not_at_all(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def post(*lines: dict[str, object]) -> int:
+        file = tmp_path / "posts.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return main(["reward", str(run), "--file", str(file)])
+
+    good = [{"trace_id": f"train-000005-{n:03d}", "reward": n / 2} for n in (0, 1)]
+    assert post(*good, {"trace_id": "train-009999-000", "reward": 1.0}) != 0
+    assert post(*good, {"trace_id": "train-000005-001"}) != 0
+    assert main(["reward", str(run), "train-000005-000"]) != 0
+    assert "give one of both" in capsys.readouterr().err
+    assert not [row for row in printed(capsys, run) if row["late_reward"] is not None]
+    assert post(*good) == 0
+    rows = {row["trace_id"]: row["late_reward"] for row in printed(capsys, run)}
+    assert (rows["train-000005-000"], rows["train-000005-001"]) == (0.0, 0.5)
+
+
 async def test_a_rollout_is_shown_with_all_that_the_store_has(
     run: Path, groups: list[list[Trace]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,1 @@
+"""Short offers that a judge grades at once, and readers later."""
