@@ -78,7 +78,7 @@ test-openenv: $(STAMPS)/dev $(OPENENV)/.installed
 
 # Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
 test-security: $(STAMPS)/dev
-	COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
+	PATH="$$PATH:/usr/sbin:/sbin" COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
 
 # The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
 fuzz: $(STAMPS)/dev

@@ -17,7 +17,7 @@ from composer_mesh.mesh.call_stream import current_caller
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.calls import Calls, in_a_thread
+from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
@@ -51,8 +51,8 @@ class EnvironmentActor(MeshActor):
     async def load(self, config: Config) -> None:
         """Load the task's data."""
         self._limit_s = config.environment.call_s
-        self._calls = Calls(in_a_thread, self._limit_s)
         self._loop = TaskLoop()
+        self._calls = Calls(self._loop.in_a_thread, self._limit_s)
         self._task: Task = await asyncio.to_thread(make_task, config)
 
     @concurrent_endpoint

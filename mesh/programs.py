@@ -9,13 +9,17 @@ import contextlib
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from composer_mesh.mesh import program_group
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
@@ -139,14 +143,19 @@ class AnsweringProgram:
 
 
 class GroupProgram:
-    """A program that leads a process group, with an input and an output, until its end."""
+    """A program with an input and an output, which leads a process group that ends with it.
+
+    The group ends with this process too, however that ends.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
         """Start it; raises `ProgramFailed` if it is not there."""
-        self._command = command
+        if shutil.which(command[0], path=env.get("PATH")) is None:
+            raise ProgramFailed(command, "it is not installed here, or not on PATH")
+        held, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                list(command),
+                [sys.executable, "-I", "-S", program_group.__file__, str(held), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -155,19 +164,22 @@ class GroupProgram:
                 env=dict(env),
                 cwd=folder,
                 process_group=0,
+                pass_fds=[held],
             )
         except OSError as error:
+            os.close(self._lifeline)
             raise ProgramFailed(command, f"it cannot be started: {error.strerror}") from None
+        finally:
+            os.close(held)
 
     def finish(self, text: str) -> Done:
-        """Return its result for an input. Waits for its end."""
+        """Return its result for an input. Waits for its end, and that of its group."""
         said, errors = self._process.communicate(text)
         return Done(self._process.returncode, said, errors)
 
     def kill(self) -> None:
-        """Kill it and all processes of its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill it and all processes of its group; call it once, also after its end."""
+        os.close(self._lifeline)
 
 
 def attached(command: Sequence[str]) -> int:

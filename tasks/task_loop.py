@@ -7,10 +7,11 @@ through no fault of theirs, and the next ones get a new loop.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -20,11 +21,15 @@ T = TypeVar("T")
 MOST_THREADS = 128
 """Plain functions of a task that run at once; further ones wait."""
 
+MOST_ABANDONED = MOST_THREADS // 2
+"""Plain functions that run although nobody waits for them any more, after which a process has to
+end."""
+
 ANSWERS_S = 5.0
 """Least time that a loop is given to run something else; a busy machine takes some of it."""
 
 MOST_BLOCKED = 8
-"""Blocked loops of a process, each of which keeps its threads, after which it has to end."""
+"""Blocked loops of a process, each of which keeps its thread, after which it has to end."""
 
 
 class LoopBlocked(TaskError):
@@ -36,7 +41,7 @@ class LoopLost(Exception):
 
 
 class TooManyBlocked(RuntimeError):
-    """So many loops are blocked that the process has to be replaced."""
+    """So many loops or threads are blocked that the process has to be replaced."""
 
 
 class TaskLoop:
@@ -49,15 +54,37 @@ class TaskLoop:
     def __init__(self, answers_s: float = ANSWERS_S) -> None:
         """A loop that runs nothing else for `answers_s` seconds, or a call's limit, is blocked."""
         self._answers_s = answers_s
-        self._current = _LoopThread()
+        self._threads = ThreadPoolExecutor(MOST_THREADS, "task")
+        self._abandoned: set[Future[Any]] = set()
+        self._current = _LoopThread(self._threads)
         self._blocked = 0
+
+    @property
+    def abandoned(self) -> int:
+        """Plain functions that still run although their calls have ended."""
+        return len(self._abandoned)
+
+    async def in_a_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a plain function in a thread; call it on the task's loop.
+
+        Cancelled, a function that has begun goes on, and is counted until it returns.
+        """
+        context = contextvars.copy_context()
+        running = self._threads.submit(context.run, function)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            if not running.cancel():
+                self._abandoned.add(running)
+                running.add_done_callback(self._abandoned.discard)
+            raise
 
     async def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Run a coroutine there. Waits for it; cancelled, it is cancelled there too.
 
         After `limit_s` seconds the loop is asked whether it runs other things. Raises LoopBlocked
-        where this call prevents that, LoopLost where another one does, and TooManyBlocked after
-        that has happened too often.
+        where this call prevents that, LoopLost where another one does, and TooManyBlocked where
+        that has happened too often, or a call fails when too many functions never returned.
         """
         thread = self._current
         running = thread.start(work)
@@ -71,12 +98,17 @@ class TaskLoop:
             raise
         if running.done():
             lost.cancel()
+            if running.exception() is not None and self.abandoned >= MOST_ABANDONED:
+                raise TooManyBlocked(
+                    f"{self.abandoned} plain functions of the task did not return within "
+                    "their limit and hold their threads: give what they wait for a timeout"
+                ) from running.exception()
             return running.result()
         return self._raise(thread, running)
 
     def _replace(self, thread: _LoopThread) -> None:
         if thread is self._current:
-            self._current = _LoopThread()
+            self._current = _LoopThread(self._threads)
             self._blocked += 1
         thread.lose()
 
@@ -91,9 +123,9 @@ class TaskLoop:
 class _LoopThread:
     """One event loop in a thread, and the calls that are on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, "task"))
+        self._loop.set_default_executor(threads)
         self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
         self._waiting: list[asyncio.Future[None]] = []
         self._is_lost = False

@@ -27,7 +27,7 @@ from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
-from composer_mesh.tasks.calls import Calls, in_a_thread
+from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
 from composer_mesh.tasks.workflow import (
@@ -65,7 +65,7 @@ class WorkflowPlayer:
         limit_s: float,
     ) -> None:
         self._workflow, self._loop = workflow, TaskLoop()
-        self._calls = Calls(in_a_thread, limit_s)
+        self._calls = Calls(self._loop.in_a_thread, limit_s)
         self._agents = Agents(generation, chat)
         self._ports = generation, environments, chat, self._agents
 

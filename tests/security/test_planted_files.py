@@ -24,11 +24,11 @@ from composer_mesh.mesh.environment import set_umask
 from composer_mesh.mesh.monarch_log import open_log
 set_umask()
 from monarch.actor import this_host
-print(open_log("controller"))
+print(open_log("controller"), flush=True)
 this_host().spawn_procs(per_host={"gpus": 1}).initialized.get()
 log = "".join(path.read_text() for path in temporary.glob("*/logs/*"))
 written = [path for path in [*planted.iterdir(), *temporary.iterdir()] if not path.is_symlink()]
-print(len(log) > 1000, [path.name for path in written if path.stat().st_mode & 0o077])
+print(len(log) > 1000, [path.name for path in written if path.stat().st_mode & 0o077], flush=True)
 os._exit(0)
 """
 

@@ -118,9 +118,10 @@ def started(
 def forked(
     arguments: Sequence[str], out: IO[bytes], err: IO[bytes], folder: Path | None = None
 ) -> Process:
-    """A command in a fork of the command server; started where the environment needs another."""
-    server = Path(os.environ[SERVERS]) / f"{import_signature(os.environ)}.sock"
-    if not server.exists():
+    """A command in a fork of the command server; started where none fits the environment."""
+    servers = os.environ.get(SERVERS)  # the tests of attacks have none
+    server = Path(servers or "", f"{import_signature(os.environ)}.sock")
+    if servers is None or not server.exists():
         return started(arguments, out, err, folder)
     return ForkedCommand(server, arguments, folder or Path.cwd(), out, err)
 

@@ -8,7 +8,10 @@ from contextlib import suppress
 
 import pytest
 
+from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.errors import TaskTimeout
 from composer_mesh.tasks.task_loop import (
+    MOST_ABANDONED,
     MOST_BLOCKED,
     LoopBlocked,
     LoopLost,
@@ -99,3 +102,34 @@ async def test_too_many_blocked_loops_are_a_reason_to_end_the_process() -> None:
     with pytest.raises(TooManyBlocked):
         await loop.run(blocks(), SOON)
     released.set()
+
+
+async def test_too_many_functions_that_never_return_are_a_reason_to_end_the_process() -> None:
+    loop, released = TaskLoop(), threading.Event()
+    calls = Calls(loop.in_a_thread, SOON)
+    failures = await asyncio.gather(
+        *(loop.run(calls("waiting", released.wait), 60.0) for _ in range(MOST_ABANDONED)),
+        return_exceptions=True,
+    )
+    assert {type(one) for one in failures} == {TaskTimeout, TooManyBlocked}
+    with pytest.raises(TooManyBlocked, match="64 plain functions of the task did not return"):
+        await loop.run(raises(), 60.0)
+    assert await loop.run(value(1), 60.0) == 1  # what succeeds is not lost
+    released.set()
+
+
+async def test_functions_that_returned_late_are_not_counted() -> None:
+    loop, released = TaskLoop(), threading.Event()
+    returned = asyncio.Event()
+    own = asyncio.get_running_loop()
+
+    def waits() -> None:
+        released.wait()
+        own.call_soon_threadsafe(own.call_later, SOON, returned.set)
+
+    with pytest.raises(TaskTimeout):
+        await loop.run(Calls(loop.in_a_thread, SOON)("waiting", waits), 60.0)
+    assert loop.abandoned == 1
+    released.set()
+    await returned.wait()
+    assert loop.abandoned == 0

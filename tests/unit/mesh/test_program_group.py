@@ -1,0 +1,96 @@
+"""A program that leads a process group: its result, and the end of all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.programs import Done, GroupProgram, ProgramFailed
+
+LEAVES_ONE = "sleep 600 & echo $!"
+STARTER = """
+import os, sys
+from pathlib import Path
+from composer_mesh.mesh.programs import GroupProgram
+program = GroupProgram(["sh", "-c", "sleep 600 & echo $! $$ > pids.new; mv pids.new pids; wait"],
+                       dict(os.environ), Path.cwd())
+program.finish("")
+"""
+
+
+def started(*command: str) -> GroupProgram:
+    return GroupProgram(command, dict(os.environ), Path.cwd())
+
+
+def wait_for_end(pid: int) -> None:
+    while is_alive(pid):
+        time.sleep(0.01)
+
+
+def test_a_program_has_its_input_output_errors_and_status() -> None:
+    program = started("sh", "-c", "cat; echo bad >&2; exit 3")
+    assert program.finish("said") == Done(3, "said", "bad\n")
+    program.kill()
+
+
+def test_a_program_that_a_signal_ends_has_its_negative_number_as_status() -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        program = started("sh", "-c", f"kill -{number:d} $$")
+        assert program.finish("").status == -number
+        program.kill()
+
+
+def test_a_program_is_told_of_a_broken_pipe() -> None:
+    program = started("sh", "-c", "yes | head -n 1")
+    assert program.finish("") == Done(0, "y\n", "")
+    program.kill()
+
+
+def test_a_program_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ProgramFailed, match="not installed here"):
+        started("no-such-program")
+
+
+def test_a_program_that_cannot_run_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "program"
+    file.write_text("neither a script nor a binary")
+    file.chmod(0o755)
+    program = started(str(file))
+    done = program.finish("")
+    program.kill()
+    assert done.status == 127
+    assert "cannot be started: Exec format error" in done.stderr
+
+
+def test_what_a_program_leaves_ends_with_it_although_it_holds_the_output() -> None:
+    program = started("sh", "-c", LEAVES_ONE)
+    done = program.finish("")
+    assert done.status == 0
+    wait_for_end(int(done.stdout))
+    program.kill()
+
+
+def test_a_program_that_is_killed_ends_with_its_group(tmp_path: Path) -> None:
+    program = GroupProgram(["sh", "-c", f"{LEAVES_ONE} > left; wait"], dict(os.environ), tmp_path)
+    while not (tmp_path / "left").exists() or not (tmp_path / "left").read_text():
+        time.sleep(0.01)
+    program.kill()
+    assert program.finish("").status == -signal.SIGKILL
+    wait_for_end(int((tmp_path / "left").read_text()))
+
+
+def test_a_group_ends_with_the_process_that_started_it_however_that_ends(tmp_path: Path) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], cwd=tmp_path)
+    while not (tmp_path / "pids").exists():
+        time.sleep(0.01)
+    starter.kill()
+    starter.wait()
+    for pid in (tmp_path / "pids").read_text().split():
+        wait_for_end(int(pid))
