@@ -17,12 +17,11 @@ from composer_mesh.mesh.call_stream import current_caller
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
+from composer_mesh.tasks.task_loop import LoopLost, TooManyBlocked
+from composer_mesh.tasks.task_runner import TaskRunner
 
 T = TypeVar("T")
 
@@ -50,10 +49,8 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config) -> None:
         """Load the task's data."""
-        self._limit_s = config.environment.call_s
-        self._loop = TaskLoop()
-        self._calls = Calls(self._loop.in_a_thread, self._limit_s)
-        self._task: Task = await asyncio.to_thread(make_task, config)
+        task: Task = await asyncio.to_thread(make_task, config)
+        self._runner = TaskRunner(task, config.environment.call_s)
 
     @concurrent_endpoint
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
@@ -68,7 +65,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
-        session, messages = await self._run(self._begun(episode), session_id)
+        session, messages = await self._run(self._runner.begun(episode), session_id)
         self._sessions[session_id] = session
         self._callers[session_id] = current_caller.get()
         self._count()
@@ -106,35 +103,19 @@ class EnvironmentActor(MeshActor):
     def in_use(self) -> int:
         return len(self._sessions)
 
-    async def _begun(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
-        session = RunningEpisode(self._task, await self._whole(episode), self._calls)
-        try:
-            return session, await session.begin()
-        except BaseException as failed:
-            try:
-                await session.close()
-            except TaskError as error:
-                failed.add_note(f"closing it failed too: {error}")
-            raise
-
     async def _prepared(self, episode: Episode) -> tuple[Episode, str | None]:
-        whole = await self._whole(episode)
-        return whole, await self._calls("verified_answer", self._task.verified_answer, whole)
+        whole = await self._runner.whole(episode)
+        stated = self._runner.task.verified_answer
+        return whole, await self._runner.calls("verified_answer", stated, whole)
 
     async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
-        scored = RunningEpisode(self._task, await self._whole(episode), self._calls)
+        whole = await self._runner.whole(episode)
+        scored = RunningEpisode(self._runner.task, whole, self._runner.calls)
         return await scored.outcome(messages)  # its session was never started
-
-    async def _whole(self, episode: Episode) -> Episode:
-        if episode.payload:
-            return episode
-        what = f"making {episode.split} episode {episode.index} of task {self._task.name!r}"
-        whole: Episode = await self._calls(what, self._task.episode, episode.split, episode.index)
-        return whole
 
     async def _run(self, work: Coroutine[Any, Any, T], session_id: str = "") -> T:
         try:
-            return await self._loop.run(work, self._limit_s)
+            return await self._runner.run(work)
         except LoopLost as lost:
             raise SessionLost(session_id, self.kind, str(lost)) from None
         except TooManyBlocked as blocked:
