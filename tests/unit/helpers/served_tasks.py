@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tasks import Episode
@@ -32,8 +32,8 @@ SYSTEM = {"role": "system", "content": "Count."}
 class Counting(Session):
     """Counts; `closed` are the indices of the episodes that were closed."""
 
-    closed: list[int] = []
-    never = threading.Event()
+    closed: ClassVar[list[int]] = []
+    never: ClassVar[threading.Event] = threading.Event()
 
     def start(self) -> None:
         self.count = 0
@@ -75,7 +75,7 @@ class Count(Task):
     """Count to a goal."""
 
     session_class = Counting
-    hint_templates = {"negative": "Add no {by}."}
+    hint_templates: ClassVar[dict[str, str]] = {"negative": "Add no {by}."}
 
     def generate(self, rng: random.Random) -> dict[str, Any]:
         return {"goal": rng.randint(1, 10**6), "secret": SECRET}
@@ -134,11 +134,13 @@ class ScriptedSocket:
         self._stays = stays
         self.answers: list[dict[str, Any]] = []
         self.closed = False
+        self.waiting = asyncio.Event()
         self.sending: Callable[[], Any] | None = None
 
     async def receive(self) -> str | None:
         if self._frames:
             return self._frames.pop(0)
+        self.waiting.set()
         if self._stays:
             await asyncio.Event().wait()
         return None

@@ -1,4 +1,4 @@
-"""A session without sockets: episodes one after another, error sites, states, faults of the task."""
+"""A session without sockets: episodes one after another, error sites, states, task faults."""
 
 from __future__ import annotations
 
@@ -137,8 +137,10 @@ async def test_neither_a_row_nor_its_answer_nor_the_text_of_a_fault_is_told() ->
 
 @pytest.mark.parametrize(
     "action",
-    [{}, {"type": "jump"}, {"type": 3}, {"message": 3}, {"message": "a", "more": 1}]
-    + [{"type": "call_tool"}, {"type": "call_tool", "tool_name": "add", "arguments": []}],
+    [
+        *({}, {"type": "jump"}, {"type": 3}, {"message": 3}, {"message": "a", "more": 1}),
+        *({"type": "call_tool"}, {"type": "call_tool", "tool_name": "add", "arguments": []}),
+    ],
 )
 async def test_what_is_no_action_is_refused_and_no_turn(action: dict[str, object]) -> None:
     session = session_of()

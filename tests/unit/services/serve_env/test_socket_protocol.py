@@ -1,4 +1,4 @@
-"""The protocol of `/ws`: an answer for each frame, errors by code, bounds of sessions and of time."""
+"""The protocol of `/ws`: an answer for each frame, errors by code, bounds of sessions and time."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ async def test_a_client_that_leaves_in_the_middle_of_an_episode_frees_its_place(
 ) -> None:
     pool = pool_of(tmp_path, most=1)
     serving = asyncio.create_task(serve_socket(socket := ScriptedSocket(RESET, stays=True), pool))
-    while not socket.answers:
-        await asyncio.sleep(0)
+    await socket.waiting.wait()
     serving.cancel()
     await asyncio.wait([serving])
     pool.open()
