@@ -111,7 +111,7 @@ class _Routes:
         return _json({"episode_id": None, "step_count": 0})
 
     async def schema(self, _: Request) -> Response:
-        return _json(describe.schemas())
+        return _json(describe.schemas(self._pool.task))
 
     async def metadata(self, _: Request) -> Response:
         return _json(describe.metadata(self._pool.task))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from composer_mesh.services.serve_env.session import ACTION_SCHEMA
+from composer_mesh.services.serve_env.session import action_schema
 from composer_mesh.tasks.openenv.wire import ObservationData, StateData
 from composer_mesh.tasks.task import Task
 
@@ -39,10 +39,10 @@ def description(task: Task) -> str:
     return written.partition("\n")[0]
 
 
-def schemas() -> dict[str, Any]:
+def schemas(task: Task) -> dict[str, Any]:
     """Return the JSON schemas of actions, observations and states."""
     return {
-        "action": ACTION_SCHEMA,
+        "action": action_schema(task),
         "observation": ObservationData.model_json_schema(),
         "state": StateData.model_json_schema(),
     }

@@ -22,8 +22,6 @@ SERVER = {"name": "composer-mesh", "version": "1"}
 INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, SESSION_FAILED = -32600, -32601, -32602, -32000
 META = "openenv"
 """Prefix of the keys in `_meta`."""
-ANSWER = "answer"
-"""The tool that says a text; it has a `_` more for each tool of the task with that name."""
 
 
 class RpcRequest(BaseModel):
@@ -84,28 +82,11 @@ def handshake(request: RpcRequest, opening: str) -> dict[str, Any]:
 
 
 def tools_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in MCP's format, with the one that says a text."""
-    own = [
+    """Return tools in MCP's format."""
+    return [
         {"name": one["name"], "description": one["description"], "inputSchema": one["input_schema"]}
         for one in tools
     ]
-    schema = {
-        "type": "object",
-        "properties": {"text": {"type": "string", "description": "What you say."}},
-        "required": ["text"],
-        "additionalProperties": False,
-    }
-    about = "Say a text without calling another tool, such as your final answer."
-    return [*own, {"name": answer_name(tools), "description": about, "inputSchema": schema}]
-
-
-def answer_name(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the tool that says a text."""
-    taken = {one["name"] for one in tools}
-    name = ANSWER
-    while name in taken:
-        name += "_"
-    return name
 
 
 def rpc_result(request_id: int | str | None, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +109,7 @@ async def _called(request: RpcRequest, session: EnvSession) -> dict[str, Any]:
         params = CallParams.model_validate(request.params or {})
     except ValidationError:
         return rpc_error(request.id, INVALID_PARAMS, "params need a name and an object arguments")
-    arguments = params.arguments or {}
-    action: dict[str, Any]
-    action = {"type": "call_tool", "tool_name": params.name, "arguments": arguments}
-    if params.name == answer_name(session.tools):
-        action = {"message": arguments.get("text")}
+    action = {"type": "call_tool", "tool_name": params.name, "arguments": params.arguments or {}}
     try:
         return rpc_result(request.id, _result(await session.step(action)))
     except Refused as refused:

@@ -27,8 +27,9 @@ from composer_mesh.services.serve_env.mcp import (
     rpc_result,
     tools_of,
 )
-from composer_mesh.services.serve_env.session import EnvSession, mcp_tool
+from composer_mesh.services.serve_env.session import EnvSession
 from composer_mesh.services.serve_env.session_pool import SessionPool
+from composer_mesh.services.serve_env.tools import listed_tools
 from composer_mesh.services.serve_env.validation import json_object
 
 SESSION_HEADER = "mcp-session-id"
@@ -115,8 +116,8 @@ class McpSessions:
             case "ping":
                 return McpAnswer(200, rpc_result(request.id, {}))
             case "tools/list":
-                tools = [mcp_tool(one["function"]) for one in self._pool.task.tools]
-                return McpAnswer(200, rpc_result(request.id, {"tools": tools_of(tools)}))
+                tools = tools_of(listed_tools(self._pool.task))
+                return McpAnswer(200, rpc_result(request.id, {"tools": tools}))
             case "tools/call":
                 text = f"initialize first, and send the header {SESSION_HEADER}"
                 return McpAnswer(200, rpc_error(request.id, INVALID_REQUEST, text))

@@ -1,6 +1,6 @@
-"""What a client reads after a reset and a step: messages, the result of a call, the metadata.
+"""What a client reads after a reset and a step: a text, the result of a call, the metadata.
 
-A row of a task, and its verified answer, are in none of it.
+The messages with their roles are in the state of a turn. Rows and verified answers are in neither.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def observation(
     about = dict(metadata)
     if outcome is not None:
         about |= {"rewards": dict(outcome.rewards), "success": outcome.success}
-    seen = {"messages": list(messages), "text": text_of(messages), **(more or {})}
+    seen = {"text": text_of(messages), **(more or {})}
     return {
         "observation": {**seen, "metadata": about},
         "reward": None if outcome is None else outcome.reward,

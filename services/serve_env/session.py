@@ -28,6 +28,7 @@ from composer_mesh.services.serve_env.observations import (
     error_metadata,
     observation,
 )
+from composer_mesh.services.serve_env.tools import answer_name, answer_text, listed_tools
 from composer_mesh.services.serve_env.validation import first_error
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskTimeout
 from composer_mesh.tasks.openenv.wire import (
@@ -39,6 +40,7 @@ from composer_mesh.tasks.openenv.wire import (
     ListToolsAction,
 )
 from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import LoopBlocked, LoopLost
 from composer_mesh.tasks.task_runner import TaskRunner
 
@@ -93,7 +95,11 @@ _ACTIONS: Mapping[str, TypeAdapter[Any]] = {
     "finish": TypeAdapter(FinishAction),
     "": TypeAdapter(MessageAction),
 }
-ACTION_SCHEMA: dict[str, Any] = TypeAdapter(Action).json_schema()
+
+
+def action_schema(task: Task) -> dict[str, Any]:
+    """Return the JSON schema of a task's actions; without tools they are messages alone."""
+    return (TypeAdapter(Action) if task.tools else TypeAdapter(MessageAction)).json_schema()
 
 
 class EnvSession:
@@ -111,9 +117,7 @@ class EnvSession:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The tools of the episode's task, or of the whole task before the first reset."""
-        task = self._runner.task
-        own = task if self._episode is None else task.of(self._episode.task)
-        return [mcp_tool(one["function"]) for one in own.tools]
+        return listed_tools(self._task)
 
     async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Begin an episode. Raises Refused."""
@@ -134,7 +138,7 @@ class EnvSession:
         running = self._open_episode()
         if isinstance(action, FinishAction):
             return await self._finished(running)
-        text = _text(action)
+        text = self._text(action)
         result = await self._run(running.step(text))
         self._turn += 1
         more = call_result(action.tool_name, result) if isinstance(action, CallToolAction) else None
@@ -207,6 +211,19 @@ class EnvSession:
         self._fault = public_text(error)
         return Refused(ErrorCode.EXECUTION_ERROR, self._fault)
 
+    @property
+    def _task(self) -> Task:
+        whole = self._runner.task
+        return whole if self._episode is None else whole.of(self._episode.task)
+
+    def _text(self, action: MessageAction | CallToolAction) -> str:
+        """Return the text of an action as a model writes it."""
+        if isinstance(action, MessageAction):
+            return action.message
+        if action.tool_name == answer_name(self._task):
+            return answer_text(action.arguments)
+        return call_text(action.tool_name, action.arguments)
+
     def _metadata(self) -> dict[str, Any]:
         assert self._episode is not None, "set by reset"
         assert self._episode_id is not None, "set by reset"
@@ -231,21 +248,6 @@ def action_of(data: Mapping[str, Any]) -> Action:
         raise invalid(f'the type is {str(kind)[:40]!r}: send {known}, or {{"message": TEXT}}')
     found: Action = _checked(_ACTIONS[kind], data)
     return found
-
-
-def mcp_tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool in OpenEnv's format from that of OpenAI."""
-    return {
-        "name": function["name"],
-        "description": function["description"],
-        "input_schema": function["parameters"],
-    }
-
-
-def _text(action: MessageAction | CallToolAction) -> str:
-    if isinstance(action, MessageAction):
-        return action.message
-    return call_text(action.tool_name, action.arguments)
 
 
 def _checked(kind: TypeAdapter[Any], data: Mapping[str, Any]) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,3 +154,24 @@ class ScriptedSocket:
 
     async def close(self) -> None:
         self.closed = True
+
+
+@contextmanager
+def served_beside(folder: Path, config: Config, **options: Any) -> Iterator[str]:
+    """Serve a config's task on a thread; yields the URL."""
+    from composer_mesh.services.serve_env.worker import Worker
+
+    ports, ended = queue.Queue[int](), threading.Event()
+
+    async def serve() -> None:
+        async with Worker(worker_start(folder, config, **options)).serving() as port:
+            ports.put(port)
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{ports.get(timeout=120)}"
+    finally:
+        ended.set()
+        thread.join()

@@ -25,7 +25,7 @@ async def test_the_same_reset_begins_the_same_episode() -> None:
     assert one == two
     assert ObservationData.model_validate(one).done is False
     assert one["metadata"]["episode_id"] == "mine"
-    assert one["observation"]["messages"][0] == SYSTEM
+    assert one["observation"]["text"].startswith("Count.\nCount to ")
 
 
 async def test_the_last_step_alone_has_a_reward() -> None:
@@ -37,6 +37,17 @@ async def test_the_last_step_alone_has_a_reward() -> None:
     last = await session.step({"message": "done"})
     assert (last["reward"], last["done"]) == (3.0, True)
     assert last["metadata"]["rewards"] == {"counted": 3.0}
+
+
+async def test_a_client_that_knows_tools_alone_can_answer() -> None:
+    session = session_of()
+    assert session.tools[-1]["name"] == "answer"
+    await session.reset({"seed": 1})
+    for wrong in ({}, {"text": 3}, {"text": "a", "more": 1}):
+        with pytest.raises(Refused, match="one text"):
+            await session.step(call("answer", **wrong))
+    last = await session.step(call("answer", text="done"))
+    assert (last["reward"], last["done"]) == (0.0, True)
 
 
 async def test_a_tool_and_a_finish_end_an_episode_with_its_reward() -> None:
@@ -90,7 +101,9 @@ async def test_a_state_is_what_the_agent_had_read_when_it_acted_at_that_turn() -
     opening = await session.reset({"seed": 1})
     await session.step(call("add", by=3))
     await session.step({"message": "done"})
-    assert session.state(0)["messages"] == opening["observation"]["messages"]
+    first = session.state(0)["messages"]
+    assert first[0] == SYSTEM
+    assert opening["observation"]["text"] == "\n".join(one["content"] for one in first)
     second = session.state(1)
     assert [one["role"] for one in second["messages"]] == ["system", "user", "assistant", "tool"]
     assert second["turn"] == 1

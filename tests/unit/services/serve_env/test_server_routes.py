@@ -29,7 +29,7 @@ async def test_an_episode_of_one_request_keeps_no_place(tmp_path: Path) -> None:
     async with client(tmp_path, most=1) as http:
         for _ in range(3):
             begun = (await http.post("/reset", json={"seed": 2})).json()
-            assert begun["observation"]["messages"]
+            assert begun["observation"]["text"]
             step = await http.post("/step", json={"action": {"message": "done"}})
             assert step.json()["done"] is True
         assert (await http.post("/reset")).status_code == 200

@@ -59,7 +59,7 @@ async def test_tools_are_listed_before_a_reset_and_in_the_frames_of_mcp(tmp_path
     socket = ScriptedSocket(listing, {"type": "mcp", "data": rpc})
     await serve_socket(socket, pool_of(tmp_path))
     tools = socket.answers[0]["data"]["observation"]["tools"]
-    assert [one["name"] for one in tools] == ["add", "stop", "fail", "hang"]
+    assert [one["name"] for one in tools] == ["add", "stop", "fail", "hang", "answer"]
     assert tools[0]["input_schema"]["properties"]["by"]["type"] == "integer"
     assert socket.answers[1]["data"]["result"]["tools"][-1]["name"] == "answer"
 
