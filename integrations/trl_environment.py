@@ -22,8 +22,6 @@ from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import TypeAdapter, ValidationError
-from websockets.exceptions import WebSocketException
-from websockets.sync.client import ClientConnection, connect
 
 from composer_mesh.tasks.openenv.wire import (
     MOST_FRAME_BYTES,
@@ -33,6 +31,14 @@ from composer_mesh.tasks.openenv.wire import (
     ObservationFrame,
     Tool,
 )
+
+try:
+    from websockets.exceptions import WebSocketException
+    from websockets.sync.client import ClientConnection, connect
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed: pip install 'composer-mesh[openenv]'", name=error.name
+    ) from None
 
 RESERVED = frozenset({"reset", "get_reward"})
 RESET_ARGUMENTS = ("seed", "split", "index", "episode_id")
@@ -47,6 +53,7 @@ TYPES: Mapping[str, Any] = {
     "object": dict,
     "null": type(None),
 }
+_REQUIRED: Any = inspect.Parameter.empty
 _TOOLS = TypeAdapter(list[Tool])
 
 
@@ -199,8 +206,9 @@ class Environment:
         return text if isinstance(text, str) else json.dumps(text)
 
     def __del__(self) -> None:
-        if getattr(self, "_session", None) is not None:
-            self._session.close()
+        session: ServerSession | None = getattr(self, "_session", None)
+        if session is not None:
+            session.close()
 
 
 @lru_cache(maxsize=32)
@@ -247,7 +255,7 @@ def _parameter(
 ) -> inspect.Parameter:
     if not _is_name(name) or name == "self":
         raise UnusableTools(f"tool {tool!r} has an argument {name!r}, which Python cannot name")
-    kind, default = _type_of(schema), inspect.Parameter.empty
+    kind, default = _type_of(schema), _REQUIRED
     if name not in required:
         default = schema.get("default")
         kind = kind if default is not None else kind | None

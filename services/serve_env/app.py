@@ -11,6 +11,7 @@ POST /{env}/tasks num_tasks task task_range
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,7 +82,8 @@ class AcceptedSocket:
 
     async def close(self) -> None:
         if self._socket.client_state is not WebSocketState.DISCONNECTED:
-            await self._socket.close()
+            with contextlib.suppress(WebSocketDisconnect):  # its client has left meanwhile
+                await self._socket.close()
 
 
 class _Routes:

@@ -144,6 +144,23 @@ async def test_a_page_of_another_host_reaches_nothing(tmp_path: Path) -> None:
         assert (await http.post("/reset", headers=own)).status_code == 200
 
 
+async def test_a_client_that_has_left_is_no_error_of_the_server(tmp_path: Path) -> None:
+    pool = pool_of(tmp_path, most=1)
+    app = Access(make_app(served(tmp_path, pool)), ("localhost",), "")
+    frames = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": "{"}]
+
+    async def receive() -> dict[str, Any]:
+        return frames.pop(0)
+
+    async def send(message: Any) -> None:
+        if message["type"] != "websocket.accept":
+            raise BrokenPipeError
+
+    scope = {"type": "websocket", "path": "/ws", "headers": [(b"host", b"localhost")]}
+    await app(scope, receive, send)
+    pool.open()
+
+
 async def test_a_websocket_of_another_host_is_closed_unaccepted(tmp_path: Path) -> None:
     app = Access(make_app(served(tmp_path, pool_of(tmp_path))), ("localhost",), "")
     sent: list[dict[str, Any]] = []
