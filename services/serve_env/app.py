@@ -81,7 +81,8 @@ class AcceptedSocket:
             raise ConnectionResetError from left
 
     async def close(self) -> None:
-        if self._socket.client_state is not WebSocketState.DISCONNECTED:
+        states = {self._socket.client_state, self._socket.application_state}
+        if states == {WebSocketState.CONNECTED}:
             with contextlib.suppress(WebSocketDisconnect):  # its client has left meanwhile
                 await self._socket.close()
 
@@ -91,7 +92,10 @@ class _Routes:
         self._served, self._pool = served, served.pool
 
     async def socket(self, socket: WebSocket) -> None:
-        await socket.accept()
+        try:
+            await socket.accept()
+        except OSError:
+            return  # its client has left
         await serve_socket(AcceptedSocket(socket), self._pool)
 
     async def reset(self, request: Request) -> Response:
