@@ -124,8 +124,9 @@ async def held(process: psutil.Process, port: int, sessions: int, seconds: float
 async def opened(port: int, sockets: list[ClientConnection], turns: asyncio.Semaphore) -> None:
     async with turns:
         address = f"ws://127.0.0.1:{port}/ws"
-        options = {"open_timeout": OPEN_S, "ping_interval": None, "compression": None}
-        socket = await connect(address, proxy=None, **options)
+        socket = await connect(
+            address, proxy=None, open_timeout=OPEN_S, ping_interval=None, compression=None
+        )
         sockets.append(socket)
         await answered(socket, "reset")
 
