@@ -24,13 +24,12 @@ from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.group_scoring import score_group
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
+from composer_mesh.tasks.task_loop import LoopLost, TooManyBlocked
+from composer_mesh.tasks.task_runner import TaskRunner
 
 T = TypeVar("T")
 
@@ -60,12 +59,10 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def load(self, config: Config, keys: Keys | None = None) -> None:
         """Load the task's data. `keys` are the variables of the MCP servers of the config."""
-        self._limit_s = config.environment.call_s
-        self._loop = TaskLoop()
-        self._calls = Calls(self._loop.in_a_thread, self._limit_s)
-        self._task: Task = await asyncio.to_thread(make_task, config)
+        task: Task = await asyncio.to_thread(make_task, config)
+        self._runner = TaskRunner(task, config.environment.call_s)
         given = {**os.environ, **(keys or {})}
-        await asyncio.to_thread(attached, config, self._task, given)  # it imports the SDK
+        await asyncio.to_thread(attached, config, task, given)  # it imports the SDK
         self._judge_s = config.judges.timeout_s + config.run.deadline_s
 
     @concurrent_endpoint
@@ -76,7 +73,7 @@ class EnvironmentActor(MeshActor):
         if self._judges is None:
             open_stream = partial(CallStream, name, failed=end_this_process)
             self._judges = PeerJudges(open_stream, self._judge_s)
-            self._task.use_judges(self._judges)
+            self._runner.task.use_judges(self._judges)
         self._judges.connect(judges, gone)
 
     @concurrent_endpoint
@@ -97,7 +94,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
-        session, messages = await self._run(self._begun(episode), session_id)
+        session, messages = await self._run(self._runner.begun(episode), session_id)
         self._sessions[session_id] = session
         self._callers[session_id] = current_caller.get()
         self._count()
@@ -135,38 +132,23 @@ class EnvironmentActor(MeshActor):
     def in_use(self) -> int:
         return len(self._sessions)
 
-    async def _begun(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
-        session = RunningEpisode(self._task, await self._whole(episode), self._calls)
-        try:
-            return session, await session.begin()
-        except BaseException as failed:
-            try:
-                await session.close()
-            except TaskError as error:
-                failed.add_note(f"closing it failed too: {error}")
-            raise
-
     async def _prepared(self, episode: Episode) -> tuple[Episode, str | None]:
-        whole = await self._whole(episode)
-        return whole, await self._calls("verified_answer", self._task.verified_answer, whole)
+        whole = await self._runner.whole(episode)
+        stated = self._runner.task.verified_answer
+        return whole, await self._runner.calls("verified_answer", stated, whole)
 
     async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
-        scored = RunningEpisode(self._task, await self._whole(episode), self._calls)
+        whole = await self._runner.whole(episode)
+        scored = RunningEpisode(self._runner.task, whole, self._runner.calls)
         return await scored.outcome(messages)  # its session was never started
 
     async def _group_scored(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
-        return await score_group(self._task, await self._whole(episode), group, self._calls)
-
-    async def _whole(self, episode: Episode) -> Episode:
-        if episode.payload:
-            return episode
-        what = f"making {episode.split} episode {episode.index} of task {self._task.name!r}"
-        whole: Episode = await self._calls(what, self._task.episode, episode.split, episode.index)
-        return whole
+        runner = self._runner
+        return await score_group(runner.task, await runner.whole(episode), group, runner.calls)
 
     async def _run(self, work: Coroutine[Any, Any, T], session_id: str = "") -> T:
         try:
-            return await self._loop.run(work, self._limit_s)
+            return await self._runner.run(work)
         except LoopLost as lost:
             raise SessionLost(session_id, self.kind, str(lost)) from None
         except TooManyBlocked as blocked:

@@ -1,1 +1,1 @@
-"""Other frameworks' extension points, one file each; none exists yet."""
+"""Other frameworks' extension points, one file each."""

@@ -55,6 +55,7 @@ COMMANDS = {
     "tui": inspection.tui,
     "new-task": tasks.new_task,
     "play": tasks.play,
+    "serve-env": tasks.serve_env,
 }
 LONG_COMMANDS = {
     "train": training.train,

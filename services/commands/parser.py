@@ -278,6 +278,49 @@ def _add_play(parser: argparse.ArgumentParser) -> None:
     _add_set(parser)
 
 
+def _add_serve_env(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task",
+        metavar="TASK|CONFIG",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="8000 by default; 0 is a free one"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="that share the port; 1 by default"
+    )
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable with the token that clients send; needed beyond loopback",
+    )
+    parser.add_argument(
+        "--session-timeout",
+        type=_seconds,
+        default=900.0,
+        metavar="S",
+        help="seconds without a request after which a session ends; 900 by default",
+    )
+    parser.add_argument(
+        "--max-sessions", type=int, default=10_000, metavar="N", help="at once; 10000 by default"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host that requests may name beside --host; may be given many times",
+    )
+    parser.add_argument(
+        "--any-address", action="store_true", help="listen on public addresses too, with a token"
+    )
+    _add_set(parser)
+
+
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
@@ -333,6 +376,7 @@ COMMANDS = {
     "train": ("train and evaluate a run", _add_train),
     "new-task": ("write a package with a task of your own, ready to run", _add_new_task),
     "play": ("play an episode of a task in the terminal", _add_play),
+    "serve-env": ("offer a task to others as an OpenEnv and MCP server", _add_serve_env),
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", _add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),

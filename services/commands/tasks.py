@@ -1,10 +1,13 @@
-"""CLI commands about tasks: write a new one, play an episode.
+"""CLI commands about tasks: write a new one, play an episode, serve one to others.
 
 Each imports its implementation when it runs.
 """
 
 import argparse
+import functools
 import sys
+
+from pydantic import ValidationError
 
 from composer_mesh.services.checks.accepting import UsageError
 
@@ -33,4 +36,29 @@ def play(arguments: argparse.Namespace) -> int:
     try:
         return play_command(arguments.task, arguments.set, options)
     except PlayRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
+def serve_env(arguments: argparse.Namespace) -> int:
+    """Serve a task to OpenEnv and MCP clients."""
+    from composer_mesh.services.serve_env import options as serving
+    from composer_mesh.services.serve_env.command import serve_env as serve
+
+    try:
+        options = serving.ServeOptions(
+            host=arguments.host,
+            port=arguments.port,
+            processes=arguments.processes,
+            session_timeout_s=arguments.session_timeout,
+            max_sessions=arguments.max_sessions,
+            allowed_hosts=tuple(arguments.allow_host),
+            any_address=arguments.any_address,
+        )
+        say = functools.partial(print, flush=True)
+        return serve(arguments.task, arguments.set, options, arguments.token_env, say)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).removesuffix("_s").replace("_", "-")
+        raise UsageError(f"--{name} is {first['input']!r}: {first['msg']}") from None
+    except serving.ServeRefused as refused:
         raise UsageError(str(refused)) from refused

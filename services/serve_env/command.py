@@ -1,0 +1,84 @@
+"""The command: offers a task to others until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
+
+from composer_mesh.configs.load import load_config, resolve_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import add_import_paths
+from composer_mesh.mesh.private_folder import own_private_folder
+from composer_mesh.services.serve_env.options import (
+    ServeOptions,
+    ServeRefused,
+    WorkerStart,
+    check_installed,
+    checked_token,
+)
+from composer_mesh.services.serve_env.processes import ServerProcesses
+from composer_mesh.services.serve_env.sockets import reusable_socket
+
+POLL_S = 0.5
+
+
+def serve_env(
+    target: str,
+    overrides: Sequence[str],
+    options: ServeOptions,
+    token_env: str | None,
+    say: Callable[[str], None],
+) -> int:
+    """Serve a task, or a config's task, until a signal ends it; return the exit status.
+
+    Raises ServeRefused before anything starts.
+    """
+    check_installed()
+    token = checked_token(options, token_env)
+    config = config_of(target, overrides)
+    add_import_paths(config.run.import_paths)
+    ended = _ended_by_signals()
+    with (
+        TemporaryDirectory(dir=own_private_folder()) as folder,
+        reusable_socket(options.host, options.port) as held,  # keeps the port among restarts
+    ):
+        served = options.model_copy(update={"port": held.getsockname()[1]})
+        starts = [
+            WorkerStart(options=served, config=config, folder=folder, number=number, token=token)
+            for number in range(options.processes)
+        ]
+        return _serve(ServerProcesses(starts, say), served, say, ended)
+
+
+def config_of(target: str, overrides: Sequence[str]) -> Config:
+    """Return the config at a path that ends in .toml, or one for a task alone."""
+    if target.endswith(".toml"):
+        return load_config(Path(target), overrides, model_later=True)
+    table = {"run": {"name": "serve-env", "steps": 1}, "data": {"task": target}}
+    return resolve_config(table, overrides, target)
+
+
+def _serve(
+    processes: ServerProcesses, options: ServeOptions, say: Callable[[str], None], ended: Event
+) -> int:
+    try:
+        processes.start()
+        name = f"[{options.host}]" if ":" in options.host else options.host
+        say(f"serving http://{name}:{options.port} with {options.processes} processes")
+        while not ended.wait(POLL_S):
+            if processes.gave_up.is_set():
+                raise ServeRefused("a process of the server does not start again: see above")
+    finally:
+        processes.close()
+    say("ended")
+    return 0
+
+
+def _ended_by_signals() -> Event:
+    ended = Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: ended.set())
+    return ended

@@ -1,0 +1,86 @@
+"""Rewards that come after an episode has ended, by its id, in a database of all processes.
+
+The last one that was posted for an episode counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from composer_mesh.tasks.openenv.wire import MOST_EPISODE_ID
+
+MOST_REWARDS = 1_000_000
+"""Rewards that are kept; the oldest go first."""
+LONGEST_WAIT_S = 60.0
+POLL_S = 0.5
+SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS rewards (number INTEGER PRIMARY KEY AUTOINCREMENT, "
+    "episode_id TEXT NOT NULL UNIQUE, reward REAL NOT NULL, source TEXT NOT NULL, "
+    "posted REAL NOT NULL)"
+)
+
+
+class LateReward(BaseModel):
+    """A reward for an episode; `source` says who gives it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    episode_id: str = Field(min_length=1, max_length=MOST_EPISODE_ID)
+    reward: float = Field(allow_inf_nan=False)
+    source: str = Field(default="", max_length=200)
+
+
+class LateRewards:
+    """The rewards in one file; each call opens it anew, on a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with closing(self._opened()) as file, file:
+            file.execute(SCHEMA)
+
+    async def post(self, late: LateReward) -> None:
+        """Keep a reward; durable when it returns."""
+        await asyncio.to_thread(self._post, late)
+
+    async def get(self, episode_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """Return the reward of an episode. Waits up to `wait_s` for it; None without one."""
+        until = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
+        while (found := await asyncio.to_thread(self._get, episode_id)) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            await asyncio.sleep(min(POLL_S, left))
+        return found
+
+    def _post(self, late: LateReward) -> None:
+        values = (late.episode_id, late.reward, late.source, time.time())
+        with closing(self._opened()) as file, file:
+            file.execute(
+                "INSERT OR REPLACE INTO rewards (episode_id, reward, source, posted) "
+                "VALUES (?, ?, ?, ?)",
+                values,
+            )
+            file.execute(
+                "DELETE FROM rewards WHERE number <= (SELECT MAX(number) FROM rewards) - ?",
+                (MOST_REWARDS,),
+            )
+
+    def _get(self, episode_id: str) -> dict[str, Any] | None:
+        with closing(self._opened()) as file:
+            row = file.execute(
+                "SELECT reward, source, posted FROM rewards WHERE episode_id = ?", (episode_id,)
+            ).fetchone()
+        if row is None:
+            return None
+        reward, source, posted = row
+        return {"episode_id": episode_id, "reward": reward, "source": source, "posted": posted}
+
+    def _opened(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=10)

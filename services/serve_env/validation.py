@@ -1,0 +1,52 @@
+"""Reads frames of clients: JSON, bounded, with errors by code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from composer_mesh.mesh.untrusted_json import parsed_json
+from composer_mesh.services.serve_env.errors import Refused
+from composer_mesh.tasks.openenv.wire import CLIENT_FRAME, ClientFrame, ErrorCode
+
+MOST_REQUEST_BYTES = 2**20
+"""Bytes of a client's longest frame or body."""
+MOST_ERRORS = 5
+FRAME_TYPES = frozenset({"reset", "step", "state", "close", "mcp"})
+
+
+def client_frame(text: str) -> ClientFrame:
+    """Return a client's frame; raise Refused with the code that fits."""
+    value = json_object(text)
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in FRAME_TYPES:
+        known = ", ".join(sorted(FRAME_TYPES))
+        raise Refused(
+            ErrorCode.UNKNOWN_TYPE, f"the type is {str(kind)[:40]!r}: send one of {known}"
+        )
+    try:
+        return CLIENT_FRAME.validate_python(value)
+    except ValidationError as error:
+        raise first_error(error) from None
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; raise Refused for any other text."""
+    try:
+        value = parsed_json(text)
+    except ValueError as error:
+        raise Refused(ErrorCode.INVALID_JSON, f"this is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise Refused(ErrorCode.INVALID_JSON, f"this is a {kind}: send a JSON object")
+    return value
+
+
+def first_error(error: ValidationError) -> Refused:
+    """Return a validation error with its first places; what was sent is not repeated."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    places = [{**one, "loc": [str(part)[:40] for part in one["loc"]]} for one in found]
+    where = ".".join(str(part)[:40] for part in found[0]["loc"])
+    text = f"invalid message: {where}: {found[0]['msg']}"
+    return Refused(ErrorCode.VALIDATION_ERROR, text, errors=places[:MOST_ERRORS])
