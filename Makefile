@@ -1,6 +1,7 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
+# `make test-openenv` plays and serves environments with OpenEnv's own package,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -25,6 +26,7 @@ FUZZ_SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
+OPENENV := .venv-openenv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Modules are compiled when they are imported first: most of the 16,000 that are installed never are.
@@ -36,11 +38,11 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm test test-slurm test-security fuzz check types types-of-benchmarks
+.PHONY: help quickstart new-user vllm openenv test test-slurm test-openenv test-security fuzz check types types-of-benchmarks
 .PHONY: imports lock sbom clean
 
 help:
-	@sed -n '1,4p;6,13p' Makefile
+	@sed -n '1,5p;7,14p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -68,6 +70,12 @@ test-slurm: $(STAMPS)/dev
 		apt-get install -q -y --no-install-recommends slurm-wlm munge
 	COMPOSER_MESH_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
 
+# OpenEnv's own package, which asks for another MCP and 110 packages: in an environment of its own.
+openenv: $(OPENENV)/.installed
+
+test-openenv: $(STAMPS)/dev $(OPENENV)/.installed
+	COMPOSER_MESH_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest tests/openenv -rs $(PYTEST_ARGS)
+
 # Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
 test-security: $(STAMPS)/dev
 	COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
@@ -93,7 +101,7 @@ imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
@@ -115,6 +123,12 @@ $(STAMPS)/package: $(STAMPS)/torch pyproject.toml
 
 $(STAMPS)/dev: $(STAMPS)/package requirements/dev.txt
 	if [ "$(LOCKED)" = 1 ]; then $(INSTALL_LOCKED) requirements/dev.txt; else $(INSTALL) -e '.[dev]'; fi
+	@touch $@
+
+$(OPENENV)/.installed:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip --disable-pip-version-check install --no-compile openenv==0.10.0
 	@touch $@
 
 # Writes requirements/ anew, after a change of the dependencies in pyproject.toml.
