@@ -24,6 +24,7 @@ T = TypeVar("T")
 BUILT_IN = {
     "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
     "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
+    "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
 }
 """Import paths of the tasks that ship, by their names in `data.task`."""
 
@@ -77,7 +78,8 @@ def _created(config: Config, source: MixedTask) -> Task:
         tool_error_penalty=config.environment.tool_error_penalty,
         path=source.path,
         heldout_every=source.heldout_every,
-        hint_templates=frozenset(config.sdpo.hints.templates),
+        hint_templates=config.sdpo.hints.templates,
+        call_s=config.environment.call_s,
     )
     try:
         task.load()

@@ -22,7 +22,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -48,7 +48,8 @@ class TaskSettings:
 
     `seed` is the run's. An episode has `max_turns` actions; each failed call costs
     `tool_error_penalty`. `path` is the file of the rows, if there is one, of which each
-    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config.
+    `heldout_every`-th is held out. `hint_templates` are those in the config. A call of the task's
+    code may take `call_s` seconds.
     """
 
     seed: int = 0
@@ -56,7 +57,8 @@ class TaskSettings:
     tool_error_penalty: float = 0.0
     path: Path | None = None
     heldout_every: int = 5
-    hint_templates: frozenset[str] = frozenset()
+    hint_templates: Mapping[str, str] = field(default_factory=dict)
+    call_s: float = 60.0
 
 
 class Task:
@@ -143,6 +145,10 @@ class Task:
     def success(self, transcript: Transcript, reward: float) -> bool:
         """Whether an episode succeeded; `reward` is its sum before penalties."""
         return reward >= self.success_at
+
+    def remarks(self) -> Sequence[str]:
+        """Return lines that `composer-mesh check` adds, after a dry episode."""
+        return ()
 
     # What the service calls.
 
