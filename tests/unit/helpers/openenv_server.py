@@ -269,9 +269,7 @@ class OpenEnvServer:
             for text in _texts(socket.protocol.events_received()):
                 message = json.loads(text)
                 if message["type"] == "close":
-                    socket.protocol.send_close(1000)
-                    socket.flush()
-                    return
+                    return  # the socket is closed with the session
                 await self._frame(socket, message)
             if socket.protocol.close_expected():
                 return
