@@ -172,8 +172,12 @@ class OpenEnvServer:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """End all connections at once, and listen no more."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
