@@ -107,7 +107,8 @@ class SchemaToolSpec(ToolSpec):
             wanted = _wanted(error.validator_value)
             text = f"{argument} must be {wanted}"
             return ToolError("wrong_type", text, {**facts, "wanted": wanted})
-        return ToolError("bad_value", f"{argument} is refused by {keyword}", facts)
+        wanted = shown(error.validator_value) if keyword not in BRANCHES else "one of its forms"
+        return ToolError("bad_value", f"{argument} must have {keyword} {wanted}", facts)
 
     def _offending(self, arguments: Mapping[str, Any], keyword: str) -> str:
         """Return the first argument that is missing, or unknown."""

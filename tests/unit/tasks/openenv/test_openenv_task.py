@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openenv_server import CALLS, TEXT, OpenEnvServer, Socket
 
+from composer_mesh.configs.load import resolve_config
 from composer_mesh.rollouts.hints import HintTemplates, render_hint
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.openenv.errors import ConnectionLost, EnvironmentRaised, ServerFull
 from composer_mesh.tasks.openenv.task import OpenEnvTask
+from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
@@ -270,3 +275,47 @@ def test_calls_of_tools_are_recognized_by_the_actions_schema():
         assert made(server).kind == "tools"
     with OpenEnvServer(action=TEXT) as server:
         assert made(server).kind == "schema"
+
+
+def test_an_environment_is_part_of_a_mixture():
+    with OpenEnvServer() as server, OpenEnvServer(splits={"train": 5}) as other:
+        table = [
+            {"task": "openenv", "options": {"url": server.url}},
+            {"task": "openenv", "options": {"url": other.url, "name": "counted"}},
+            {"task": "toolbox"},
+        ]
+        config = resolve_config(
+            {"run": {"name": "mixed", "steps": 1}, "data": {"mixture": table}}, [], "mixed"
+        )
+        mixture = make_task(config)
+        names = [mixture.pick("train", index).task for index in range(3)]
+        episode = mixture.episode("train", names.index("counted"))
+        with SyncSession(mixture, episode) as session:
+            assert session.step(call_text("finish", {})).done
+            assert session.outcome().reward == 0.0
+    assert sorted(names) == ["counted", "openenv", "toolbox"]
+    assert other.resets[0]["split"] == "train"
+
+
+def test_a_session_of_a_lost_event_loop_is_lost_and_not_waited_for():
+    with OpenEnvServer() as server:
+        task = made(server)
+        running = RunningEpisode(task, task.episode("train", 0))
+        with asyncio.Runner() as runner:
+            runner.run(running.begin())
+            with asyncio.Runner() as other, pytest.raises(ConnectionLost, match="event loop"):
+                other.run(running.step(call_text("finish", {})))
+            runner.run(running.close())
+
+
+def test_a_conversation_without_a_session_has_no_reward_of_an_environment():
+    with OpenEnvServer() as server:
+        task = made(server)
+        scored = RunningEpisode(task, task.episode("train", 0)).outcome([])
+        with pytest.raises(UnusableTask, match="scores its own episodes alone"):
+            asyncio.run(scored)
+
+
+def test_an_environment_takes_no_file_of_rows(tmp_path: Path):
+    with pytest.raises(UnusableTask, match=r"data\.path is set"):
+        OpenEnvTask.create(TaskSettings(path=tmp_path), url="http://127.0.0.1:1")
