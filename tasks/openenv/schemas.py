@@ -31,6 +31,7 @@ LONGEST_TEXT = 2_000
 """Characters of a description."""
 
 MOST_LISTED = 200
+MOST_NUMBER = 1e300
 NAMES = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 CHECKED = (
@@ -70,7 +71,7 @@ class SchemaToolSpec(ToolSpec):
             raise UnusableTask(
                 f"a tool is called {shown(name)!r}: names have 1 to 64 letters, digits and _ . -"
             )
-        self.name, self.description = name, description[:LONGEST_TEXT]
+        self.name, self.description = name, _storable(description)
         self.function, self.is_method, self.errors = function, True, {}
         self.parameters, self._nodes = bounded_schema(name, schema)
         self._validator = _Validator(self.parameters)
@@ -168,10 +169,11 @@ class _Bounded:
     def _value(self, key: str, value: Any, depth: int) -> Any:
         """Return the value of a keyword; None if it has another form than it must have."""
         if key in TEXTS:
-            return value[:LONGEST_TEXT] if isinstance(value, str) else None
+            return _storable(value) if isinstance(value, str) else None
         if key in NUMBERS | COUNTS:
             kinds = int | float if key in NUMBERS else int
-            return value if isinstance(value, kinds) and not isinstance(value, bool) else None
+            is_number = isinstance(value, kinds) and not isinstance(value, bool)
+            return value if is_number and abs(value) <= MOST_NUMBER else None
         if key in ("const", "default"):
             return value if _is_small(value) else None
         if key in ("items", "additionalProperties"):
@@ -218,6 +220,11 @@ class _Bounded:
         return UnusableTask(f"the schema of tool {self._tool!r} {problem}")
 
 
+def _storable(text: str) -> str:
+    """Return a description that is bounded, and has no lone surrogates."""
+    return text[:LONGEST_TEXT].encode(errors="replace").decode()
+
+
 def _count(value: Any) -> int:
     """Return the number of values in a JSON value, which its parser kept from being deep."""
     if isinstance(value, Mapping):
@@ -228,7 +235,8 @@ def _count(value: Any) -> int:
 def _is_small(value: Any) -> bool:
     """Whether a value of an enumeration is bounded."""
     try:
-        return len(json.dumps(value)) <= LONGEST_TEXT
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        return len(text.encode()) <= LONGEST_TEXT
     except (TypeError, ValueError, RecursionError):
         return False
 

@@ -15,6 +15,7 @@ from openenv_server import TOOLS, Hook, Json, OpenEnvServer, Socket, page
 
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.services.checks.example_arguments import example_arguments
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.openenv import errors
@@ -26,6 +27,7 @@ from composer_mesh.tasks.openenv.errors import (
     ServerFull,
     ServerTimeout,
 )
+from composer_mesh.tasks.openenv.schemas import bounded_schema
 from composer_mesh.tasks.openenv.task import OpenEnvTask
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
@@ -472,6 +474,18 @@ async def test_a_pattern_of_a_server_cannot_hold_up_the_others():
         task = await asyncio.to_thread(made, server)
         checked = task.tool_specs["go"].checked({"x": "a" * 40 + "b"})
     assert checked["arguments"]["x"].endswith("b")
+
+
+def test_what_no_prompt_or_check_could_hold_is_left_out_of_a_schema():
+    schema = {
+        "properties": {
+            "x": {"type": "integer", "minimum": 10**400, "maximum": float("nan")},
+            "y": {"enum": ["\ud800"], "description": "\ud800"},
+        }
+    }
+    bounded, _ = bounded_schema("go", schema)
+    assert bounded["properties"] == {"x": {"type": "integer"}, "y": {"description": "?"}}
+    assert example_arguments({**bounded, "required": ["x"]}) == {"x": 1}
 
 
 async def test_arguments_too_many_to_check_are_the_agents_error():
