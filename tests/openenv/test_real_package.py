@@ -180,7 +180,7 @@ def counter(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def made(url: str, **options: Any) -> OpenEnvTask:
-    return OpenEnvTask.create(TaskSettings(call_s=30.0), url=url, **options)
+    return OpenEnvTask.create(TaskSettings(max_turns=20, call_s=30.0), url=url, **options)
 
 
 def test_the_packages_own_echo_is_played_by_texts(echo: str):
