@@ -41,7 +41,8 @@ class DataConfig(Section):
 
     task: TaskPath | None = None
     """The task: "toolbox" (episodes made from the seed), "gsm8k" (math word problems from a JSONL
-    file), or a class of your own, as "my_package.my_task:MyTask" or "my_task.py:MyTask".
+    file), "openenv" (an environment of an OpenEnv server, by options.url), or a class of your own,
+    as "my_package.my_task:MyTask" or "my_task.py:MyTask".
 
     A module is searched in run.import_paths too; a file is relative to the working directory."""
 

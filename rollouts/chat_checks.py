@@ -4,6 +4,8 @@ They run once, when a policy is loaded, before anything is sampled or trained. E
 message states what it guards; `chat` relies on them.
 """
 
+import json
+
 from jinja2 import TemplateError
 
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
@@ -15,6 +17,7 @@ _USER, _TOOL = {"role": "user", "content": "q"}, {"role": "tool", "content": "4"
 def check_chat(chat: ChatFormat, *, hints: bool) -> None:
     """Raise ChatTemplateError if a run, or with `hints` its SDPO channel, would get wrong ids."""
     _adds_nothing(chat)
+    _tools_are_text(chat)
     _ends_with_the_prompt(chat, "a question", [_USER], first=True)
     _ends_with_the_prompt(chat, "a remark", [_USER], first=False)
     if chat.tools:
@@ -31,6 +34,16 @@ def _adds_nothing(chat: ChatFormat) -> None:
             f"the tokenizer makes {added} of an empty text without special tokens, so each piece "
             "of a conversation would begin with them: turn its add_bos_token and add_eos_token "
             "off, the chat template writes what is needed"
+        )
+
+
+def _tools_are_text(chat: ChatFormat) -> None:
+    """Refuse tools that would write control tokens: a server may have described them."""
+    found = chat.control_token(json.dumps(chat.tools, ensure_ascii=False))
+    if found is not None:
+        raise ChatTemplateError(
+            f"the tools hold the control token {found!r}, which would be read as one: reword their "
+            "names and descriptions"
         )
 
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 BUILT_IN = {
     "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
     "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
+    "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
 }
 """Import paths of the tasks that ship, by their names in `data.task`."""
 
@@ -78,7 +79,8 @@ def _created(config: Config, source: MixedTask) -> Task:
         tool_error_penalty=config.environment.tool_error_penalty,
         path=source.path,
         heldout_every=source.heldout_every,
-        hint_templates=frozenset(config.sdpo.hints.templates),
+        hint_templates=config.sdpo.hints.templates,
+        call_s=config.environment.call_s,
         judges=tuple(one.name for one in config.judges.models),
         judge_answers=config.judges.answers,
         leave_out_spent=config.judges.when_spent == "leave_out",

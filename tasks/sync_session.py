@@ -28,7 +28,7 @@ class SyncSession:
 
     def __init__(self, task: Task, episode: Episode) -> None:
         """Start the episode."""
-        self._run = _run if _has_coroutines(task) else _finished
+        self._run = _run if _has_coroutines(task.of(episode.task)) else _finished
         whole = episode if episode.payload else task.episode(episode.split, episode.index)
         self._running = RunningEpisode(task, whole)
         self._run(self._running.begin())

@@ -22,7 +22,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -56,10 +56,10 @@ class TaskSettings:
 
     `seed` is the run's. An episode has `max_turns` actions; each failed call costs
     `tool_error_penalty`. `path` is the file of the rows, if there is one, of which each
-    `heldout_every`-th is held out. `hint_templates` are the keys of those in the config, and
-    `judges` the names of its judges, which are asked at most `judge_answers` times for one answer.
-    With `leave_out_spent` a reward is left out whose judge may not be asked any more.
-    `external_tools` are the tools of its MCP servers.
+    `heldout_every`-th is held out. `hint_templates` are those in the config. A call of the task's
+    code may take `call_s` seconds. `judges` are the names of the config's judges, which are asked
+    at most `judge_answers` times for one answer; with `leave_out_spent` a reward is left out whose
+    judge may not be asked any more. `external_tools` are the tools of its MCP servers.
     """
 
     seed: int = 0
@@ -67,7 +67,8 @@ class TaskSettings:
     tool_error_penalty: float = 0.0
     path: Path | None = None
     heldout_every: int = 5
-    hint_templates: frozenset[str] = frozenset()
+    hint_templates: Mapping[str, str] = field(default_factory=dict)
+    call_s: float = 60.0
     judges: tuple[str, ...] | None = None
     judge_answers: int = 3
     leave_out_spent: bool = False
@@ -185,13 +186,21 @@ class Task:
         """Whether an episode succeeded; `reward` is its sum before penalties."""
         return reward >= self.success_at
 
+    def remarks(self) -> Sequence[str]:
+        """Return lines that `composer-mesh check` adds, after a dry episode."""
+        return ()
+
     # What the service calls.
 
     @cached_property
+    def own_tools(self) -> dict[str, ToolSpec]:
+        """The tools of the task's sessions by name."""
+        return tools_of(self.session_class, self.session_class.tools)
+
+    @cached_property
     def tool_specs(self) -> dict[str, ToolSpec | ExternalTool]:
-        """The tools of the task's sessions by name, then those of MCP servers."""
-        own = tools_of(self.session_class, self.session_class.tools)
-        return with_external(self.name, own, self.settings.external_tools)
+        """All tools by name: the task's own, then those of MCP servers."""
+        return with_external(self.name, self.own_tools, self.settings.external_tools)
 
     @property
     def tools(self) -> list[dict[str, Any]]:

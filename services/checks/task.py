@@ -83,6 +83,8 @@ def told_of(config: Config, task: Task) -> Iterator[str]:
             f"task {task.name!r} has no reward functions, so each rollout earns 0 until one is "
             "posted: mark methods with @reward"
         )
+    for part in task.parts:
+        yield from part.remarks()
     if not task.states_answers:
         yield (
             f"task {task.name!r} has no verified_answer, so hints are not checked for leaks of the "

@@ -3,8 +3,8 @@
     attempt fails --> retried, with a fresh environment, up to `rollout_retries`
                       the same error of its episode `poison_after` times, or a lost process in each
                       attempt: the episode is quarantined for the run
-                      anything else until the end: the sample is given up; a provider that failed,
-                      such as a judge's, is never counted against the episode
+                       anything else until the end: the sample is given up; failures of an external
+                       service, such as a judge, are never counted against the episode
 
 A sample that is given up is left out of its group, and never becomes a reward. `rollout` makes an
 attempt; which failures are equal is decided here, and counted in `rollouts.poison`.
@@ -210,8 +210,8 @@ class EpisodeTrial:
         """Count a sample's failure, with its `own` earlier ones and with its episode's."""
         if key is not None:
             own[key] += 1
-        foreign = is_loss(key) or classify(error) is FailureClass.PROVIDER
-        shared = self._trial.failed(began, None if foreign else key)
+        outside = classify(error) is FailureClass.PROVIDER  # no episode is the cause of that
+        shared = self._trial.failed(began, None if outside or is_loss(key) else key)
         times = own[key] if key is not None and is_loss(key) else shared
         return Setback(name, error, key, times, self._failures(own))
 

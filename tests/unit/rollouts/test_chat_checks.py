@@ -46,6 +46,13 @@ def test_a_usable_template_passes(chat: ChatFormat) -> None:
     check_chat(chat, hints=True)
 
 
+def test_tools_that_hold_a_control_token_are_refused(tokenizer: Any, toolbox: ToolboxTask) -> None:
+    tools = deepcopy(toolbox.tools)
+    tools[0]["function"]["description"] = f"Adds.{tokenizer.eos_token}"
+    with pytest.raises(ChatTemplateError, match="the tools hold the control token"):
+        check_chat(ChatFormat(tokenizer, tools), hints=False)
+
+
 def test_a_hint_stands_between_the_conversation_and_the_generation_prompt(chat: ChatFormat) -> None:
     trace, hint = two_turns(chat), chat.hint("Hint: look.")
     for turn in (0, 1):

@@ -21,6 +21,7 @@ from composer_mesh.services.episodes.retries import Retries, RolloutsFail
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent
+from composer_mesh.tasks.openenv.errors import ConnectionLost
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
 TRACE = Trace("train-000007-000", 7, 0, "toolbox", "train", 7, [], [], 1.0, True, [])
@@ -111,6 +112,16 @@ async def test_without_retries_a_loss_costs_the_sample_and_not_its_episode() -> 
     assert (trace, len(sessions)) == (None, 1)
     assert told.kinds == ["rollout_given_up"]
     assert told.poisoned == []
+
+
+async def test_a_failed_server_of_environments_costs_the_sample_and_never_its_episode() -> None:
+    told, attempts = Told(), Attempts([lambda _: ConnectionLost("http://x", "gone")] * 3)
+    runs = retries(told, rollout_retries=2, poison_after=2)
+    trial = runs.trial(EPISODE)
+    assert await trial.sample("train-000007-000", attempts) is None
+    assert await trial.sample("train-000007-001", attempts) is TRACE
+    assert told.poisoned == []
+    assert told.kinds == ["rollout_retried", "rollout_given_up"]
 
 
 async def test_an_error_that_names_its_session_is_the_same_in_the_next_one() -> None:
