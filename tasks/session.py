@@ -12,6 +12,7 @@ from composer_mesh.tasks.errors import ToolError
 
 if TYPE_CHECKING:
     from composer_mesh.tasks.task import Task
+    from composer_mesh.tasks.tool import ToolSpec
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Session:
     def row(self) -> Mapping[str, Any]:
         """The row that the episode was made from."""
         return self.episode.payload
+
+    @property
+    def tool_specs(self) -> Mapping[str, ToolSpec]:
+        """The tools that may be called now, by name; those of the task."""
+        return self.task.tool_specs
 
     def start(self) -> Any:
         """Prepare the session before the agent acts."""

@@ -64,7 +64,7 @@ class Task:
 
     Keyword arguments of the subclass are set by `data.options`. Optional parts: `verified_answer`
     lets hints be checked for leaks; `expert` and `corrupted` allow warm starts and builtin
-    teachers.
+    teachers; `gold` lets the task itself be checked.
     """
 
     name: ClassVar[str] = ""
@@ -140,6 +140,13 @@ class Task:
             "corrupted(self, messages, rng)"
         )
 
+    def gold(self, row: Row) -> Sequence[str]:
+        """Return the texts of the actions that solve an episode, in order, from its row."""
+        raise UnusableTask(
+            f"task {self.name!r} states no gold actions: define gold(self, row), or evaluate a "
+            "model in place of --policy gold"
+        )
+
     def success(self, transcript: Transcript, reward: float) -> bool:
         """Whether an episode succeeded; `reward` is its sum before penalties."""
         return reward >= self.success_at
@@ -175,6 +182,11 @@ class Task:
     def has_expert(self) -> bool:
         """Whether the task has an expert."""
         return type(self).expert is not Task.expert
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether the task states the actions that solve its episodes."""
+        return type(self).gold is not Task.gold
 
     def of(self, name: str) -> Task:
         """Return the task of an episode: this one, or one of a mixture."""

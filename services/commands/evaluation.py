@@ -32,25 +32,34 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     target = target_of(arguments.target, arguments.task, arguments.set)
     config = target.config
     _refuse_unfit(arguments, target)
-    if target.url is None:
+    if target.url is None and arguments.policy is None:
         accept(config)
         startable(config)
     add_import_paths(config.run.import_paths)
     use_umask(config)
     task = make_task(config)
+    if arguments.policy == "gold" and not task.has_gold:
+        raise EvalRefused(
+            f"--policy is gold but task {task.name!r} states no gold actions: define "
+            "gold(self, row), or leave --policy out"
+        )
     indices = heldout_of(task, config.eval.episodes)
     output: Path = arguments.output or RUNS / f"{config.run.name}-eval"
     if not arguments.resume:
         make_room(output, named=arguments.output is not None)
     with claimed(output):
-        told = about(target, arguments.model or "", arguments.samples, arguments.max_tokens)
+        who = arguments.model or arguments.policy or ""
+        told = about(target, who, arguments.samples, arguments.max_tokens)
         open_output(output, told, arguments.resume)
         prepare(output, signals)
         from composer_mesh.services.evaluation import command
 
         left = command.left_of(output, indices)
         code = 0
-        if left and target.url is None:
+        if left and arguments.policy is not None:
+            policy = arguments.policy
+            code = command.evaluate_script(config, task, output, left, policy, signals)
+        elif left and target.url is None:
             code = command.evaluate_by_mesh(config, output, left, arguments.samples, signals)
         elif left:
             code = command.evaluate_endpoint(
@@ -85,6 +94,8 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
         if (value := getattr(arguments, name)) < 1:
             option = name.replace("_", "-")
             raise EvalRefused(f"--{option} is {value} but must be at least 1: raise it")
+    if arguments.policy is not None:
+        _refuse_beside_policy(arguments, target)
     if arguments.samples > 1 and not target.config.eval.temperature:
         raise EvalRefused(
             f"--samples is {arguments.samples} but eval.temperature is 0, so all samples of an "
@@ -97,3 +108,15 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
                 raise EvalRefused(f"--{option} is for URLs and {target.name} is none: remove it")
     elif arguments.model is None:
         raise EvalRefused(f"{target.url} serves models by name: add --model NAME")
+
+
+def _refuse_beside_policy(arguments: argparse.Namespace, target: Target) -> None:
+    if target.url is not None:
+        raise EvalRefused(
+            f"--policy is {arguments.policy} but {target.url} is asked for actions: name a config"
+        )
+    if arguments.samples > 1:
+        raise EvalRefused(
+            f"--samples is {arguments.samples} but the policy {arguments.policy} always acts the "
+            "same: remove one of both"
+        )

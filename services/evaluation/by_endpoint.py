@@ -1,13 +1,6 @@
-"""Evaluates an OpenAI-compatible endpoint: episodes run in this process, actions come by HTTP.
-
-What is stored are traces without tokens: the conversations and how they were scored.
-"""
+"""Evaluates an OpenAI-compatible endpoint: episodes run in this process, actions come by HTTP."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
 
 from composer_mesh.actors.provider.client import ProviderClient
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
@@ -17,23 +10,19 @@ from composer_mesh.actors.provider.errors import (
     ProviderPaymentError,
 )
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import seed_of
-from composer_mesh.rollouts.traces import ErrorSite, Trace
-from composer_mesh.services.checks.timed_episode import in_a_daemon_thread
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.evaluation.in_process import InProcessEvaluation, Policy
 from composer_mesh.services.steps.ports import Store
-from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import TaskLoop
 
-T = TypeVar("T")
 SEEDS = 2**31
 """Seeds are below this: some servers take 32 bits."""
 
 
-class EndpointEvaluation:
+class EndpointEvaluation(InProcessEvaluation):
     """Plays held-out episodes against one endpoint, on one event loop."""
 
     def __init__(
@@ -45,89 +34,31 @@ class EndpointEvaluation:
         endpoint: TeacherEndpoint,
         samples: int,
     ) -> None:
-        self._config, self._task, self._store = config, task, store
-        self._client, self._endpoint, self._samples = client, endpoint, samples
-        self._limit_s = config.environment.call_s
-        self._loop, self._calls = TaskLoop(), Calls(in_a_daemon_thread, self._limit_s)
-        self._slots = asyncio.Semaphore(endpoint.concurrency)
-        self.failures: list[str] = []
-        """What each sample without a result failed with."""
+        super().__init__(config, task, store, samples, endpoint.concurrency)
+        self._client, self._endpoint = client, endpoint
         self.usd = 0.0
         """Dollars that the endpoint has stated."""
 
-    async def run(self, indices: Sequence[int]) -> None:
-        """Play and store these episodes. Waits for all.
-
-        Raises where the key is refused, no credit is left, or the task blocks its event loop.
-        """
-        groups = [asyncio.create_task(self._group(index)) for index in indices]
-        try:
-            await asyncio.gather(*groups)
-        finally:
-            await cancel_and_wait(groups)
-
-    async def _group(self, index: int) -> None:
-        """Play the samples of an episode; it is stored if any of them has a result."""
-        self._store.enter(index, 0)
-        found = await asyncio.gather(*(self._sample(index, n) for n in range(self._samples)))
-        if traces := [trace for trace in found if trace is not None]:
-            await self._store.add_group(index, traces)
-
     async def _sample(self, index: int, number: int) -> Trace | None:
-        async with self._slots:
-            try:
-                return await self._play(index, number)
-            except (ProviderAuthError, ProviderPaymentError):
-                raise
-            except ProviderError as error:
-                self.failures.append(worded(self._endpoint, error))
-            except TaskError as error:
-                self.failures.append(str(error))
+        """Play one sample; None if it failed. Raises where the key or a payment is refused."""
+        try:
+            return await super()._sample(index, number)
+        except (ProviderAuthError, ProviderPaymentError):
+            raise
+        except ProviderError as error:
+            self.failures.append(worded(self._endpoint, error))
         return None
 
-    async def _play(self, index: int, number: int) -> Trace:
-        name = f"heldout-{index:06d}-{number:03d}"
-        running = await self._run(self._begun(index))
-        sites: list[ErrorSite] = []
-        try:
-            done, turn = False, 0
-            while not done:
-                seed = seed_of(self._config.run.seed, f"{name}-{turn:02d}") % SEEDS
-                answer = await self._client.complete(
-                    self._endpoint, running.messages, self._task.tools, seed=seed
-                )
-                self.usd += answer.usd
-                step = await self._run(running.step(answer.action_text))
-                sites += [step.error] if step.error is not None else []
-                done, turn = step.done, turn + 1
-            outcome = await self._run(running.outcome())
-        finally:
-            await self._run(running.close())
-        return Trace(
-            name,
-            index,
-            number,
-            self._task.name,
-            "heldout",
-            index,
-            [],
-            outcome.messages,
-            outcome.reward,
-            outcome.success,
-            sites,
-            dict(outcome.rewards),
-            outcome.answer,
-        )
+    async def _policy(self, _episode: Episode, name: str) -> Policy:
+        async def ask(running: RunningEpisode, turn: int) -> str:
+            seed = seed_of(self._config.run.seed, f"{name}-{turn:02d}") % SEEDS
+            answer = await self._client.complete(
+                self._endpoint, running.messages, self._task.tools, seed=seed
+            )
+            self.usd += answer.usd
+            return answer.action_text
 
-    async def _begun(self, index: int) -> RunningEpisode:
-        what = f"making heldout episode {index} of task {self._task.name!r}"
-        episode = await self._calls(what, self._task.episode, "heldout", index)
-        running = RunningEpisode(self._task, episode, self._calls)
-        await running.begin()
-        return running
-
-    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return await self._loop.run(work, self._limit_s)
+        return ask
 
 
 def worded(endpoint: TeacherEndpoint, error: ProviderError) -> str:

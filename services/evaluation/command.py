@@ -23,7 +23,9 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, worded
+from composer_mesh.services.evaluation.by_script import Script, ScriptedEvaluation
 from composer_mesh.services.evaluation.figures import figures_by_task
+from composer_mesh.services.evaluation.in_process import InProcessEvaluation
 from composer_mesh.services.evaluation.report import (
     evaluation_json,
     evaluation_table,
@@ -107,13 +109,37 @@ def evaluate_endpoint(
         return asyncio.run(until_interrupted(play(), signals))
 
 
-def _told(evaluation: EndpointEvaluation, code: int) -> int:
+def evaluate_script(
+    config: Config,
+    task: Task,
+    output: Path,
+    left: Sequence[int],
+    script: Script,
+    signals: CommandSignals,
+) -> int:
+    """Play episodes by a scripted policy; the exit status is 1 where none could be played."""
+    signals.hold()
+
+    async def play() -> int:
+        evaluation = ScriptedEvaluation(config, task, store, script)
+        try:
+            await evaluation.run(left)
+        except LoopBlocked as error:
+            evaluation.failures.append(str(error))
+            return _told(evaluation, FAILED)
+        return _told(evaluation, FAILED if len(evaluation.failures) == len(left) > 0 else 0)
+
+    with RunStore(output, config) as store:
+        return asyncio.run(until_interrupted(play(), signals))
+
+
+def _told(evaluation: InProcessEvaluation, code: int) -> int:
     """Print what failed and what it cost; return the exit status."""
     if evaluation.failures:
         last = plain_text(evaluation.failures[-1])
         failed = f"{len(evaluation.failures):,} samples failed"
         sys.stderr.write(f"composer-mesh: {failed}, the last one: {last}\n")
-    if evaluation.usd:
+    if isinstance(evaluation, EndpointEvaluation) and evaluation.usd:
         Console().print(f"${evaluation.usd:.4f} by the figures of the endpoint", highlight=False)
     return code
 

@@ -1,0 +1,1 @@
+"""Multi-turn function calling of the Berkeley Function Calling Leaderboard, without its executor."""
