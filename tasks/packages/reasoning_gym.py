@@ -29,8 +29,8 @@ REASONING_GYM = Requirement(
     ("0.1.25",),
     "pip install 'composer-mesh[reasoning-gym]'",
 )
-PROBLEMS = 2**30
-"""Number of problems of a family; each is made when it is asked for."""
+SEEDS = 2**31
+"""Each problem has a seed of its own: some families prepare all that they may be asked for."""
 
 LONGEST_ANSWER = 10_000
 MOST_LEVEL = 100
@@ -115,18 +115,15 @@ class ReasoningGym(Task):
                 f"options.config holds {', '.join(unknown)}, but {self._family} takes "
                 f"{', '.join(sorted(fields)) or 'nothing'}: correct it"
             )
+        self._config = {**self._of_level(), **self._given}
         try:
-            config = {**self._of_level(), **self._given}
-            seed = self.settings.seed
-            self._data = self.library.create_dataset(
-                self._family, **config, seed=seed, size=PROBLEMS
-            )
+            self._data(0)
         except (AssertionError, ValueError, TypeError) as error:
             raise UnusableTask(f"{self._family} refuses options.config: {error}") from error
 
     def generate(self, rng: random.Random) -> Row:
-        index = rng.randrange(PROBLEMS)
-        return {"index": index, "question": str(self._data[index]["question"])}
+        seed = rng.randrange(SEEDS)
+        return {"seed": seed, "question": str(self._data(seed)[0]["question"])}
 
     def identity(self, row: Row) -> str:
         return str(row["question"])
@@ -140,7 +137,7 @@ class ReasoningGym(Task):
         answer = cast(PuzzleSession, transcript.session).answer
         if not answer or not self._is_safe(answer):
             return 0.0
-        score = self._score(answer, self._data[transcript.row["index"]])
+        score = self._score(answer, self._data(transcript.row["seed"]))
         return score if self._partial else float(score >= 1.0)
 
     def gold(self, row: Row) -> list[str]:
@@ -149,7 +146,7 @@ class ReasoningGym(Task):
                 f"{self._family} stores no solution that its verifier accepts, so there are no "
                 "gold actions: evaluate a model, or another family"
             )
-        return [f"<answer>{self._data[row['index']]['answer']}</answer>"]
+        return [f"<answer>{self._data(row['seed'])[0]['answer']}</answer>"]
 
     def _of_level(self) -> dict[str, Any]:
         """Return the parameters at a level of the family's curriculum."""
@@ -165,9 +162,12 @@ class ReasoningGym(Task):
         found = vars(curriculum.generate_configuration())
         return {key: value for key, value in found.items() if key not in ("seed", "size")}
 
-    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
+    def _data(self, seed: int) -> Any:
+        return self.library.create_dataset(self._family, **self._config, seed=seed, size=1)
+
+    def _score(self, answer: str, data: Any) -> float:
         try:
-            score = float(self._data.score_answer(answer, entry))
+            score = float(data.score_answer(answer, data[0]))
         except Exception:  # noqa: BLE001  verifiers raise for answers that they cannot read
             return 0.0
         if not math.isfinite(score):
