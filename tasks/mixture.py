@@ -62,10 +62,6 @@ class TaskMixture(Task):
     def has_expert(self) -> bool:
         return all(task.has_expert for task in self.parts)
 
-    @property
-    def has_gold(self) -> bool:
-        return all(task.has_gold for task in self.parts)
-
     def pick(self, split: Split, index: int) -> Episode:
         name, _ = self._place(split, index)
         return Episode(name, split, index)

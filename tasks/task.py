@@ -183,11 +183,6 @@ class Task:
         """Whether the task has an expert."""
         return type(self).expert is not Task.expert
 
-    @property
-    def has_gold(self) -> bool:
-        """Whether the task states the actions that solve its episodes."""
-        return type(self).gold is not Task.gold
-
     def of(self, name: str) -> Task:
         """Return the task of an episode: this one, or one of a mixture."""
         return self

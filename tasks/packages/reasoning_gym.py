@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.packages.requirement import Requirement
@@ -81,7 +81,7 @@ class ReasoningGym(Task):
 
     name = "reasoning_gym"
     session_class = PuzzleSession
-    hint_templates: Mapping[str, str] = {"answer_format": "{format}"}  # noqa: RUF012
+    hint_templates: ClassVar[Mapping[str, str]] = {"answer_format": "{format}"}
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ReasoningGym(Task):
             raise UnusableTask(f"options.level is {level} but goes from 0 to {MOST_LEVEL}")
         self._family, self._level, self._partial = name, level, partial
         self._given = dict(config or {})
-        self.name = f"reasoning_gym.{name}"
+        self.name = f"reasoning_gym.{name}"  # type: ignore[misc]
 
     @cached_property
     def library(self) -> Any:

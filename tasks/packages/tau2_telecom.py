@@ -1,4 +1,4 @@
-"""The telecom domain of tau2 without a simulated user: a ticket, the operator's and the phone's tools.
+"""The telecom domain of tau2 without a simulated user: tickets, and all tools.
 
 An episode succeeds if the assertions about the final state hold. Each session has its own copies of
 the two data bases.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict, create_model
 
@@ -100,7 +100,7 @@ class TelecomSession(Session):
         self.calls.append((name, arguments))
         try:
             result = self.environment.make_tool_call(name, "assistant", **arguments)
-        except Exception as error:  # noqa: BLE001  the package raises for calls that are wrong
+        except Exception as error:
             facts = {"tool": name, "text": str(error)[:200]}
             raise ToolError("refused_call", str(error)[:2_000], facts) from error
         self.environment.sync_tools()
@@ -124,7 +124,7 @@ class Tau2Telecom(Task):
 
     name = "tau2_telecom"
     session_class = TelecomSession
-    hint_templates: Mapping[str, str] = {  # noqa: RUF012
+    hint_templates: ClassVar[Mapping[str, str]] = {
         "refused_call": "{tool} refused this call: {text}"
     }
 

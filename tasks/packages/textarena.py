@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.packages.requirement import Requirement
@@ -143,7 +143,7 @@ class TextArena(Task):
 
     name = "textarena"
     session_class = GameSession
-    hint_templates: Mapping[str, str] = {  # noqa: RUF012
+    hint_templates: ClassVar[Mapping[str, str]] = {
         "action_format": "An action is written in square brackets, as the rules of the game say.",
         "invalid_move": "The game refused this action: {text}",
     }
@@ -156,7 +156,7 @@ class TextArena(Task):
                 f"{', '.join(sorted(NAMES))}"
             )
         self._game = name
-        self.name = f"textarena.{name}"
+        self.name = f"textarena.{name}"  # type: ignore[misc]
 
     @cached_property
     def library(self) -> Any:

@@ -1,1 +1,1 @@
-"""Multi-turn function calling of the Berkeley Function Calling Leaderboard, without its executor."""
+"""Multi-turn tasks of the Berkeley Function Calling Leaderboard, without its executor."""

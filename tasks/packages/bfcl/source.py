@@ -7,7 +7,6 @@ imported, least of all its executor, which evaluates text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol

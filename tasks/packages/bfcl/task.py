@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Split
@@ -78,7 +78,7 @@ class BfclSession(Session):
             raise ToolError("function_error", error, {"tool": name, "text": error[:200]})
         return text
 
-    def reply(self, text: str) -> Reply:
+    def reply(self, _text: str) -> Reply:
         """Judge the turn, and go on with the next one if it was right."""
         error = self._judged()
         if error is not None:
@@ -148,7 +148,7 @@ class BfclMultiTurn(Task):
 
     name = "bfcl"
     session_class = BfclSession
-    hint_templates = {
+    hint_templates: ClassVar[Mapping[str, str]] = {
         "function_error": "{tool} refused this call: {text}",
         "no_call": "The request of turn {turn} needs at least one function call.",
         "wrong_state": "After turn {turn} something was changed that was not asked for, or left.",
