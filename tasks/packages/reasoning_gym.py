@@ -90,9 +90,8 @@ class ReasoningGym(Task):
         config: Mapping[str, Any] | None = None,
         partial: bool = False,
     ) -> None:
-        if not isinstance(name, str) or name in REFUSED:
-            reason = REFUSED.get(str(name), "write the name of a family")
-            raise UnusableTask(f"options.name is {str(name)[:60]!r}: {reason}")
+        if name in REFUSED:
+            raise UnusableTask(f"options.name is {name!r}: {REFUSED[name]}")
         if level is not None and not 0 <= level <= MOST_LEVEL:
             raise UnusableTask(f"options.level is {level} but goes from 0 to {MOST_LEVEL}")
         self._family, self._level, self._partial = name, level, partial

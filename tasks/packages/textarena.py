@@ -43,9 +43,7 @@ GAMES = {
     "Mastermind": " hard extreme",
     "Secretary": " long",
     "Set": "",
-    "Sokoban": " medium",
-    "Sudoku": "very-easy easy  medium hard",
-    "ThreeCardMonte": "",
+    "Sudoku": "very-easy easy  medium",
 }
 """Games with their variants; an empty word stands for the game itself."""
 

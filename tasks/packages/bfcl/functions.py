@@ -54,8 +54,8 @@ def _model(name: str, parameters: Mapping[str, Any]) -> type[BaseModel]:
 def _type(name: str, key: str, one: Mapping[str, Any]) -> Any:
     kind = one.get("type")
     if kind == "array":
-        items = _type(name, key, one.get("items", {}))
-        return Annotated[list[items], Field(max_length=LONGEST_LIST)]
+        items: Any = _type(name, key, one.get("items", {}))
+        return Annotated[list.__class_getitem__(items), Field(max_length=LONGEST_LIST)]
     if kind == "dict":
         return _model(f"{name}_{key}", one) if one.get("properties") else dict[str, Any]
     types: dict[Any, Any] = {
