@@ -20,6 +20,7 @@ FOLDERS = (
     "losses",
     "rollouts",
     "mesh",
+    "tasks",
     "actors",
     "services",
     "examples",
