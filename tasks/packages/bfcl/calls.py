@@ -7,6 +7,7 @@ calls are Python expressions as text: they are parsed, and only literals are tak
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import threading
@@ -37,6 +38,7 @@ class Instances:
         long_context = "long_context" in row["id"]
         self._instances: dict[str, Any] = {}
         self._methods: dict[str, Callable[..., Any]] = {}
+        self._math: set[str] = set()
         for name in row["involved_classes"]:
             instance = self._instances[name] = source.api(name)()
             if name not in WITHOUT_STATE:
@@ -44,11 +46,13 @@ class Instances:
                 instance._load_scenario(scenario, long_context=long_context)
             for document in source.documents(name):
                 self._methods[document["name"]] = getattr(instance, document["name"])
+            if name in WITHOUT_STATE:
+                self._math |= {document["name"] for document in source.documents(name)}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
         """Call a function; return its result as text, and the error that it tells, if any."""
         try:
-            with _precision:
+            with _precision if name in self._math else contextlib.nullcontext():
                 result = self._methods[name](**arguments)
             text = _text(result)
         except Exception as error:  # noqa: BLE001  functions of the package raise for wrong calls
