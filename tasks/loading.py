@@ -26,6 +26,10 @@ BUILT_IN = {
     "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
     "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
     "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
+    "bfcl": "composer_mesh.tasks.packages.bfcl.task:BfclMultiTurn",
+    "reasoning_gym": "composer_mesh.tasks.packages.reasoning_gym:ReasoningGym",
+    "tau2_telecom": "composer_mesh.tasks.packages.tau2_telecom:Tau2Telecom",
+    "textarena": "composer_mesh.tasks.packages.textarena:TextArena",
 }
 """Import paths of the tasks that ship, by their names in `data.task`."""
 

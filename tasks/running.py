@@ -159,9 +159,10 @@ class RunningEpisode:
         return [{**role, "content": content}], error
 
     async def _execute(self, action: ToolCall) -> Any:
-        spec = self._task.tool_specs.get(action.name)
+        specs = self._task.beside_servers(self._session.own_tools)
+        spec = specs.get(action.name)
         if spec is None:
-            raise unknown_tool(action.name, list(self._task.tool_specs))
+            raise unknown_tool(action.name, list(specs))
         arguments = spec.checked(action.arguments)
         return await self._call_tool(spec, arguments)
 

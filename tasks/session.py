@@ -15,6 +15,7 @@ from composer_mesh.tasks.external_tools import ExternalTool
 
 if TYPE_CHECKING:
     from composer_mesh.tasks.task import Task
+    from composer_mesh.tasks.tool import ToolSpec
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Session:
     def row(self) -> Mapping[str, Any]:
         """The row that the episode was made from."""
         return self.episode.payload
+
+    @property
+    def own_tools(self) -> Mapping[str, ToolSpec]:
+        """The tools that may be called now, by name, without those of MCP servers."""
+        return self.task.own_tools
 
     def start(self) -> Any:
         """Prepare the session before the agent acts."""

@@ -65,7 +65,7 @@ def _has_coroutines(task: Task) -> bool:
     """Whether any function of a task may have to wait."""
     session = task.session_class
     methods = [session.start, session.opening, session.reply, session.close]
-    methods += [spec.function for spec in task.tool_specs.values()]
+    methods += [spec.function for spec in task.own_tools.values()]
     methods += [one.function for one in (*task.rewards, *task.turn_rewards)]
     methods += [task.success, task.verified_answer]
     return any(map(inspect.iscoroutinefunction, methods))

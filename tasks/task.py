@@ -80,7 +80,7 @@ class Task:
 
     Keyword arguments of the subclass are set by `data.options`. Optional parts: `verified_answer`
     lets hints be checked for leaks; `expert` and `corrupted` allow warm starts and builtin
-    teachers.
+    teachers; `gold` lets the task itself be checked.
     """
 
     name: ClassVar[str] = ""
@@ -182,6 +182,13 @@ class Task:
             "corrupted(self, messages, rng)"
         )
 
+    def gold(self, row: Row) -> Sequence[str]:
+        """Return the texts of the actions that solve an episode, in order, from its row."""
+        raise UnusableTask(
+            f"task {self.name!r} states no gold actions: define gold(self, row), or evaluate a "
+            "model in place of --policy gold"
+        )
+
     def success(self, transcript: Transcript, reward: float) -> bool:
         """Whether an episode succeeded; `reward` is its sum before penalties."""
         return reward >= self.success_at
@@ -200,7 +207,11 @@ class Task:
     @cached_property
     def tool_specs(self) -> dict[str, ToolSpec | ExternalTool]:
         """All tools by name: the task's own, then those of MCP servers."""
-        return with_external(self.name, self.own_tools, self.settings.external_tools)
+        return self.beside_servers(self.own_tools)
+
+    def beside_servers(self, own: Mapping[str, ToolSpec]) -> dict[str, ToolSpec | ExternalTool]:
+        """Return tools with those of MCP servers; raises UnusableTask where two have one name."""
+        return with_external(self.name, own, self.settings.external_tools)
 
     @property
     def tools(self) -> list[dict[str, Any]]:

@@ -42,17 +42,21 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     _refuse_unfit(arguments, target)
     config = listed(target.config)
     target = replace(target, config=config)
-    if target.url is None:
+    if target.url is None and arguments.policy is None:
         accept(config)
         startable(config)
     use_umask(config)
     task = make_task(config)
     indices = heldout_of(task, config.eval.episodes)
+    if arguments.policy == "gold":
+        for part in task.parts:  # one that states none says so before anything is stored
+            part.gold(part.episode("heldout", 0).payload)
     output: Path = arguments.output or RUNS / f"{config.run.name}-eval"
     if not arguments.resume:
         make_room(output, named=arguments.output is not None)
     with claimed(output):
-        told = about(target, arguments.model or "", arguments.samples, arguments.max_tokens)
+        who = arguments.model or arguments.policy or ""
+        told = about(target, who, arguments.samples, arguments.max_tokens)
         open_output(output, told, arguments.resume)
         prepare(output, signals)
         from composer_mesh.services.evaluation import command
@@ -60,7 +64,11 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         left = command.left_of(output, indices)
         command.tell_of_groups(task, arguments.samples)
         code = 0
-        if left and target.url is None:
+        if left and arguments.policy is not None:
+            policy = arguments.policy
+            with serving(config, task):
+                code = command.evaluate_script(config, task, output, left, policy, signals)
+        elif left and target.url is None:
             code = command.evaluate_by_mesh(config, output, left, arguments.samples, signals)
         elif left:
             with serving(config, task):
@@ -110,6 +118,8 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
         if (value := getattr(arguments, name)) < 1:
             option = name.replace("_", "-")
             raise EvalRefused(f"--{option} is {value} but must be at least 1: raise it")
+    if arguments.policy is not None:
+        _refuse_beside_policy(arguments, target)
     if arguments.samples > 1 and not target.config.eval.temperature:
         raise EvalRefused(
             f"--samples is {arguments.samples} but eval.temperature is 0, so all samples of an "
@@ -125,3 +135,16 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
     else:
         _prices(arguments)
         check_judge_keys(target.config)
+
+
+def _refuse_beside_policy(arguments: argparse.Namespace, target: Target) -> None:
+    if target.url is not None:
+        raise EvalRefused(
+            f"--policy is {arguments.policy} but {target.url} is asked for actions: name a config"
+        )
+    if arguments.samples > 1:
+        raise EvalRefused(
+            f"--samples is {arguments.samples} but the policy {arguments.policy} always acts the "
+            "same: remove one of both"
+        )
+    check_judge_keys(target.config)

@@ -345,6 +345,11 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="play only what is not stored in that directory"
     )
+    parser.add_argument(
+        "--policy",
+        choices=("gold", "empty"),
+        help="play the task's own gold actions, or empty answers, in place of a config's model",
+    )
     parser.add_argument("--model", metavar="NAME", help="of the model that a URL serves")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the key of a URL"

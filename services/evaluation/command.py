@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, worded
+from composer_mesh.services.evaluation.by_script import Script, ScriptedEvaluation
 from composer_mesh.services.evaluation.figures import figures_by_task
+from composer_mesh.services.evaluation.in_process import InProcessEvaluation
 from composer_mesh.services.evaluation.report import (
     evaluation_json,
     evaluation_table,
@@ -115,13 +117,8 @@ def evaluate_endpoint(
             played = len(left) * samples
             return _told(evaluation, FAILED if len(evaluation.failures) == played > 0 else 0)
 
-    try:
-        with RunStore(output, config) as store, local_judges(config, output, transport) as judges:
-            if judges is not None:
-                task.use_judges(judges)
-            return asyncio.run(until_interrupted(play(), signals))
-    except ProviderError as error:
-        raise EvalRefused(error.worded("judge", "judges")) from None
+    with _judged(config, task, output, transport) as store:
+        return asyncio.run(until_interrupted(play(), signals))
 
 
 @asynccontextmanager
@@ -139,13 +136,51 @@ async def _meter(
         yield meter
 
 
-def _told(evaluation: EndpointEvaluation, code: int) -> int:
+def evaluate_script(
+    config: Config,
+    task: Task,
+    output: Path,
+    left: Sequence[int],
+    script: Script,
+    signals: CommandSignals,
+) -> int:
+    """Play episodes by a scripted policy; the exit status is 1 where none could be played."""
+    signals.hold()
+
+    async def play() -> int:
+        evaluation = ScriptedEvaluation(config, task, store, script)
+        try:
+            await evaluation.run(left)
+        except (JudgesSpent, LoopBlocked) as error:
+            evaluation.failures.append(str(error))
+            return _told(evaluation, FAILED)
+        return _told(evaluation, FAILED if len(evaluation.failures) == len(left) > 0 else 0)
+
+    with _judged(config, task, output) as store:
+        return asyncio.run(until_interrupted(play(), signals))
+
+
+@contextmanager
+def _judged(
+    config: Config, task: Task, output: Path, transport: httpx.AsyncBaseTransport | None = None
+) -> Iterator[RunStore]:
+    """Open the store of an evaluation, with judges for the task where the config has any."""
+    try:
+        with RunStore(output, config) as store, local_judges(config, output, transport) as judges:
+            if judges is not None:
+                task.use_judges(judges)
+            yield store
+    except ProviderError as error:
+        raise EvalRefused(error.worded("judge", "judges")) from None
+
+
+def _told(evaluation: InProcessEvaluation, code: int) -> int:
     """Print what failed and what it cost; return the exit status."""
     if evaluation.failures:
         last = plain_text(evaluation.failures[-1])
         failed = f"{len(evaluation.failures):,} samples failed"
         sys.stderr.write(f"composer-mesh: {failed}, the last one: {last}\n")
-    if evaluation.usd:
+    if isinstance(evaluation, EndpointEvaluation) and evaluation.usd:
         Console().print(f"${evaluation.usd:.4f} by the figures of the endpoint", highlight=False)
     return code
 

@@ -21,6 +21,7 @@ FOLDERS = (
     "rollouts",
     "tasks",
     "mesh",
+    "tasks",
     "actors",
     "services",
     "examples",

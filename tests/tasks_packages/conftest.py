@@ -1,0 +1,15 @@
+"""Tasks of packages with the packages themselves: `make test-tasks`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+ASKED_FOR = "COMPOSER_MESH_TEST_TASKS"
+
+
+@pytest.fixture(autouse=True)
+def _asked_for() -> None:
+    if not os.environ.get(ASKED_FOR):
+        pytest.skip(f"needs the packages: run `make test-tasks`, or set {ASKED_FOR}=1")
