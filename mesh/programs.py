@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from composer_mesh.mesh import program_group
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
+LAST_LINES, LONGEST_LINE = 20, 4096
 
 
 class ProgramFailed(RuntimeError):
@@ -143,9 +146,9 @@ class AnsweringProgram:
 
 
 class GroupProgram:
-    """A program with an input and an output, which leads a process group that ends with it.
+    """A program with an input and an output; what it starts ends with it, in whatever group.
 
-    The group ends with this process too, however that ends.
+    It ends with this process too, however that ends.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
@@ -178,8 +181,60 @@ class GroupProgram:
         return Done(self._process.returncode, said, errors)
 
     def kill(self) -> None:
-        """Kill it and all processes of its group; call it once, also after its end."""
+        """Kill it and all that it started; call it once, also after its end."""
         os.close(self._lifeline)
+
+
+class LineProgram(GroupProgram):
+    """A program that is told lines, and says lines whenever it has some.
+
+    What it writes to its error stream goes to the stream of this process too; the end of it is in
+    `last_words`.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        """Start it; raises `ProgramFailed` if it is not there."""
+        super().__init__(command, env, folder)
+        self._said: deque[str] = deque(maxlen=LAST_LINES)
+        self._sending = threading.Lock()
+        self._listening = threading.Thread(target=self._listen, name=command[0], daemon=True)
+        self._listening.start()
+
+    def send(self, line: str) -> None:
+        """Tell it a line. Waits while it does not read; raises BrokenPipeError after its end."""
+        assert self._process.stdin is not None
+        with self._sending:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def lines(self) -> Iterator[str]:
+        """Yield its lines until it ends, or says one that is too long."""
+        assert self._process.stdout is not None
+        with self._process.stdout as said:
+            while (line := said.readline(MOST_ANSWER_BYTES)).endswith("\n"):
+                yield line
+
+    def last_words(self) -> str:
+        """Return the end of its error stream; call it after its end."""
+        self._listening.join()
+        return "".join(self._said)[-2000:].strip()
+
+    def close(self, grace_s: float) -> int:
+        """End its input, kill it after so many seconds, and return its status."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        self.kill()
+        return self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as errors:
+            while line := errors.readline(LONGEST_LINE):
+                self._said.append(line)
+                sys.stderr.write(line)
 
 
 def attached(command: Sequence[str]) -> int:
