@@ -196,7 +196,7 @@ class LineProgram(GroupProgram):
         """Start it; raises `ProgramFailed` if it is not there."""
         super().__init__(command, env, folder)
         self._said: deque[str] = deque(maxlen=LAST_LINES)
-        self._sending = threading.Lock()
+        self._sending, self._closing, self._closed = threading.Lock(), threading.Lock(), False
         self._listening = threading.Thread(target=self._listen, name=command[0], daemon=True)
         self._listening.start()
 
@@ -220,14 +220,24 @@ class LineProgram(GroupProgram):
         return "".join(self._said)[-2000:].strip()
 
     def close(self, grace_s: float) -> int:
-        """End its input, kill it after so many seconds, and return its status."""
+        """End its input, kill it after so many seconds, and return its status. May be repeated."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                if self._sending.acquire(timeout=grace_s):
+                    self._end_input()
+                    self._sending.release()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(grace_s)
+                self.kill()
+            status = self._process.wait()
+            self._end_input()
+            return status
+
+    def _end_input(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended before
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
-        self.kill()
-        return self._process.wait()
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
