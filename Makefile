@@ -1,7 +1,8 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
-# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
+# `make test-security` attacks a run as another user, `make verifiers` makes an environment with verifiers
+# (docs/verifiers.md) and `make test-verifiers` trains with it, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -30,17 +31,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Modules are compiled when they are imported first: most of the 16,000 that are installed never are.
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
+VERIFIERS := .venv-verifiers
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm test test-slurm test-security fuzz check types types-of-benchmarks
+.PHONY: help quickstart new-user vllm verifiers test test-slurm test-security test-verifiers fuzz check types types-of-benchmarks
 .PHONY: imports lock sbom clean
 
 help:
-	@sed -n '1,4p;6,13p' Makefile
+	@sed -n '1,5p;7,14p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -51,6 +53,8 @@ new-user: $(STAMPS)/package
 
 vllm: $(STAMPS)/vllm
 	$(BIN)/composer-mesh train configs/quickstart.toml --set generator.engine=vllm --set run.name=quickstart-vllm
+
+verifiers: $(VERIFIERS)/.stamps/verifiers
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
@@ -71,6 +75,10 @@ test-slurm: $(STAMPS)/dev
 # Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
 test-security: $(STAMPS)/dev
 	PATH="$$PATH:/usr/sbin:/sbin" COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
+
+# Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
+test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
+	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
 
 # The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
 fuzz: $(STAMPS)/dev
@@ -93,7 +101,7 @@ imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
@@ -130,6 +138,13 @@ sbom: $(STAMPS)/package
 	@mkdir -p build
 	$(STAMPS)/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml \
 		--output-reproducible --of JSON -o build/sbom.cdx.json $(BIN)/python
+
+# verifiers and its 95 packages, which never enter the environment of the service. It runs the programs
+# of its harnesses by uv. Modules are compiled here: each run would do it again otherwise.
+$(VERIFIERS)/.stamps/verifiers: | $(STAMPS)/venv
+	$(BIN)/python -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install 'verifiers==0.4.0' 'uv>=0.9,<1'
+	@mkdir -p $(@D) && touch $@
 
 # vLLM for the CPU asks for torchvision, torchaudio and torchcodec, for which the index has CUDA
 # builds. It cannot be imported beside those, and needs none of them, nor triton.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import shlex
 import sys
 from collections.abc import Callable
@@ -108,16 +109,24 @@ async def test_each_agent_has_its_own_reward_and_role_and_those_that_are_not_tra
         (("TimeoutError", None), EpisodeFailed),
     ],
 )
-async def test_an_episode_that_failed_has_no_reward_but_the_class_of_its_error(
-    ports: Ports, made: Making, error: tuple[str, int | None], kind: type[Exception]
+def test_an_error_has_the_class_that_verifiers_gave_it(
+    error: tuple[str, int | None], kind: type[Exception]
 ) -> None:
-    told = {"type": error[0], "message": "it broke", "status_code": error[1]}
-    with pytest.raises(kind, match=f"{error[0]}.*it broke") as raised:
-        await played(ports, made(complete=False, errors=[told]))
+    found = failure([DriverError(type=error[0], message="it broke", status_code=error[1])])
+    assert type(found) is kind
     expected = FailureClass.INFRASTRUCTURE if kind is EpisodeLost else FailureClass.DATA
-    assert classify(raised.value) is expected
-    with pytest.raises(kind, match="it broke"):
-        await played(ports, made(error=told))
+    assert classify(found) is expected
+    assert repr(pickle.loads(pickle.dumps(found))) == repr(found)
+
+
+async def test_an_episode_that_failed_has_no_reward_but_the_class_of_its_error(
+    ports: Ports, made: Making
+) -> None:
+    told = {"type": "SandboxError", "message": "it broke", "status_code": None}
+    with pytest.raises(EpisodeLost, match="SandboxError: it broke"):
+        await played(ports, made(complete=False, errors=[told]))
+    with pytest.raises(EpisodeFailed, match="KeyError: it broke"):
+        await played(ports, made(error={**told, "type": "KeyError"}))
 
 
 def test_one_error_of_infrastructure_makes_an_episode_that() -> None:

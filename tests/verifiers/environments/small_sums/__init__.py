@@ -40,10 +40,11 @@ class SumTask(vf.Task[SumData]):
 
 
 class SmallSumsConfig(vf.TasksetConfig):
-    """How many sums, and which fault the last one has."""
+    """How many sums, and which fault one of them has."""
 
     sums: int = 24
     fault: str = ""
+    fault_at: int = 2
 
 
 class SmallSums(vf.Taskset[SumTask, SmallSumsConfig]):
@@ -55,6 +56,6 @@ class SmallSums(vf.Taskset[SumTask, SmallSumsConfig]):
             data = SumData(
                 prompt=f"{a} plus {b}?",
                 answer=str(a + b),
-                fault=self.config.fault if index == self.config.sums - 1 else "",
+                fault=self.config.fault if index == self.config.fault_at else "",
             )
             yield SumTask(data, self.config.task)
