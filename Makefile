@@ -141,8 +141,8 @@ sbom: $(STAMPS)/package
 
 # verifiers and its 95 packages, which never enter the environment of the service. It runs the programs
 # of its harnesses by uv. Modules are compiled here: each run would do it again otherwise.
-$(VERIFIERS)/.stamps/verifiers: | $(STAMPS)/venv
-	$(BIN)/python -m venv $(VERIFIERS)
+$(VERIFIERS)/.stamps/verifiers:
+	$(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install 'verifiers==0.4.0' 'uv>=0.9,<1'
 	@mkdir -p $(@D) && touch $@
 

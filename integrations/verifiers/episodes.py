@@ -6,8 +6,6 @@ verifiers gave it.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from composer_mesh.tasks.errors import TaskError
@@ -27,7 +25,7 @@ class EpisodeFailed(TaskError):
 class EpisodeLost(TaskError):
     """An episode of verifiers failed by a process, a sandbox or a connection."""
 
-    failure_class: ClassVar[str] = "infrastructure"
+    failure_class = "infrastructure"
 
 
 class _Said(BaseModel):

@@ -29,7 +29,7 @@ class Forwarder:
     """Environment variable of this process; verifiers hands no name with API_KEY to programs."""
 
     def __init__(self) -> None:
-        self._key = secrets.token_urlsafe(32)
+        self.key = secrets.token_urlsafe(32)
         self._targets: dict[str, tuple[str, str]] = {}
         self.base_url = ""
 
@@ -42,7 +42,7 @@ class Forwarder:
         del self._targets[session]
 
     async def __aenter__(self) -> Self:
-        os.environ[self.KEY_VARIABLE] = self._key
+        os.environ[self.KEY_VARIABLE] = self.key
         endless = aiohttp.ClientTimeout(total=None, sock_connect=30)
         unlimited = aiohttp.TCPConnector(limit=0)
         self._client = aiohttp.ClientSession(timeout=endless, connector=unlimited)
@@ -62,7 +62,7 @@ class Forwarder:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             return _refusal(401, "send the key of the forwarder")
         target = self._target(request)
         if target is None:
