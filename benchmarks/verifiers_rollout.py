@@ -4,7 +4,7 @@
 
 One question and one answer, which is there at once, by the harness `null` of verifiers and by
 `in_process_chat` of ours. Needs `make verifiers`. CPU seconds are those of the driver and of all
-that it started, without its start. `--quick` plays fewer rollouts.
+that it started, without its start and its first rollout. `--quick` plays fewer rollouts.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ def main() -> int:
 
 
 def cost(python: Path, harness: str, rounds: int) -> Cost:
-    """Start a driver twice, once for nothing, and play rounds of rollouts in the second one."""
-    idle = cpu_of(lambda: driver(python, harness).close())
+    """Start a driver twice, once for one rollout, and play rounds more in the second one."""
+    idle = cpu_of(lambda: asyncio.run(timed(driver(python, harness), 0)))
     walls: list[float] = []
     cpu = cpu_of(lambda: walls.extend(asyncio.run(timed(driver(python, harness), rounds))))
     played = rounds * 2 * AT_ONCE
@@ -91,7 +91,7 @@ def driver(python: Path, harness: str) -> DriverProcess:
 
 
 async def timed(playing: DriverProcess, rounds: int) -> list[float]:
-    """Seconds for a rollout, one after another and side by side."""
+    """Seconds for a rollout, one after another and side by side, after one that is not timed."""
     tokenizer = build_tokenizer(["1 plus 2? it is 2"] * 40, 320)
     chat = ChatFormat(tokenizer, [])
     async with AgentEndpoint(Instant(chat), chat, len(tokenizer)) as endpoint:
@@ -102,6 +102,7 @@ async def timed(playing: DriverProcess, rounds: int) -> list[float]:
                 played = await playing.play(index % 24, opened.base_url, opened.api_key)
             assert played.scored()[0].reward > 0, played
 
+        await one(0)
         starts = [time.perf_counter()]
         for index in range(rounds * AT_ONCE):
             await one(index)
@@ -110,7 +111,7 @@ async def timed(playing: DriverProcess, rounds: int) -> list[float]:
             await asyncio.gather(*(one(index) for index in range(AT_ONCE)))
         starts.append(time.perf_counter())
     playing.close()
-    return [(b - a) / rounds / AT_ONCE for a, b in pairwise(starts)]
+    return [(b - a) / max(rounds, 1) / AT_ONCE for a, b in pairwise(starts)]
 
 
 def filled(costs: dict[str, Cost]) -> Report:

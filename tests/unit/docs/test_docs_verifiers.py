@@ -21,7 +21,7 @@ MOST_TOKENS = 4000
 def test_its_config_is_one_and_names_options_that_exist() -> None:
     (text,) = PAGE.blocks("toml")
     table = tomllib.loads(text)
-    config = Config.model_validate({"run": {"name": "page"}, **table})
+    config = Config.model_validate({"run": {"name": "page", "steps": 1}, **table})
     inspect.signature(VerifiersEnvironment).bind(**config.rollouts.options)
     assert config.rollouts.options["env"]["agent"]["max_total_tokens"] < MOST_TOKENS
 
