@@ -10,11 +10,8 @@ import pytest
 from agent_clients import OpenedAgent, opened_agent
 from scripted_generation import a_sample
 
-from composer_mesh.rollouts.chat import ChatFormat
-
-pytest.importorskip("aiohttp", reason="the driver's environment has it; here datasets brings it")
-
 from composer_mesh.integrations.verifiers.forwarder import Forwarder
+from composer_mesh.rollouts.chat import ChatFormat
 
 QUESTION = {"messages": [{"role": "user", "content": "q"}]}
 
