@@ -13,7 +13,6 @@ for folder in (HERE, HERE.parent / "unit" / "helpers", HERE.parent / "procs" / "
     sys.path.insert(0, str(folder))
 
 ASKED_FOR = "COMPOSER_MESH_TEST_VERIFIERS"
-ENVIRONMENTS = HERE / "environments"
 
 
 @pytest.fixture(scope="session")

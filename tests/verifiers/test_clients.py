@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from agent_clients import OpenedAgent, opened_agent
-from conftest import ENVIRONMENTS
 from recorder import recorder
 
 from composer_mesh.actors.models.policy import build_tokenizer
@@ -23,6 +22,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 
 UNIT = Path(__file__).parents[1] / "unit" / "actors" / "rollout_workers"
 RECORDED = json.loads((UNIT / "verifiers_requests.json").read_text())
+ENVIRONMENTS = Path(__file__).with_name("environments")
 PLAY_ONCE = Path(__file__).with_name("play_once.py")
 PLUGINS = "composer_mesh/integrations/verifiers/plugins"
 

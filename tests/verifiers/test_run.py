@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from commands import finished, started
-from conftest import ENVIRONMENTS
 from live_run import LiveRun
 
+ENVIRONMENTS = Path(__file__).with_name("environments")
 CONFIG = Path(__file__).with_name("run.toml")
 RUN_S = 900.0
 
