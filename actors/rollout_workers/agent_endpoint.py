@@ -1,6 +1,7 @@
-"""The OpenAI-compatible endpoint that captures agents, one base URL for each episode.
+"""The endpoint that captures agents, one base URL for each episode.
 
     agent -- /e/TOKEN/v1/chat/completions | completions | responses | models --> AgentEpisode
+    agent -- /e/TOKEN/inference/v1/generate --> AgentEpisode
 
 It listens on 127.0.0.1 only. The base URL and the API key of an episode cannot be guessed, and both
 are needed. Requests are read and answers written on threads; sampling is on the event loop that
@@ -16,7 +17,7 @@ import hmac
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer
 from composer_mesh.actors.rollout_workers.openai_completions import CompletionAnswer
 from composer_mesh.actors.rollout_workers.openai_responses import ResponsesAnswer
 from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
+from composer_mesh.actors.rollout_workers.vllm_generate import GenerateAnswer
 from composer_mesh.mesh.json_server import LOOPBACK, JsonHandler, JsonServer, Refusal
 from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CaptureFormat
@@ -49,11 +51,14 @@ LARGEST_REQUEST = 8 * 2**20
 MOST_ENDED = 4096
 """Ended episodes whose requests are answered as such."""
 APIS: dict[str, ReadRequest] = {
-    "POST chat/completions": ChatAnswer.read,
-    "POST completions": CompletionAnswer.read,
-    "POST responses": ResponsesAnswer.read,
+    "POST v1/chat/completions": ChatAnswer.read,
+    "POST v1/completions": CompletionAnswer.read,
+    "POST v1/responses": ResponsesAnswer.read,
+    "POST inference/v1/generate": GenerateAnswer.read,
 }
 RETRY_HEADER = "x-stainless-retry-count"
+SESSION_HEADER = "x-session-id"
+LONGEST_SESSION = 256
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,12 @@ class OpenedEpisode:
     api_key: str = field(repr=False)
     _episode: AgentEpisode = field(repr=False)
 
-    def trajectories(self) -> list[CapturedTrajectory]:
-        """Return what the agent sampled and received, also after the episode has ended."""
-        return self._episode.trajectories()
+    def trajectories(self, session: str | None = None) -> list[CapturedTrajectory]:
+        """Return what the agent sampled and received, also after the episode has ended.
+
+        With `session`, only what was asked for with that header X-Session-ID.
+        """
+        return self._episode.trajectories(session)
 
     def failures(self) -> list[Exception]:
         """Return the errors of generation at requests that no retry has answered."""
@@ -168,13 +176,13 @@ class _Handler(JsonHandler):
     def respond(self, route: str, body: bytes) -> dict[str, Any] | None:
         method, _, path = route.partition(" ")
         name = f"{method} {self._token_and_route(path)[1]}"
-        if name == "GET models":
-            return _models(self.server.model)
+        if name == "GET v1/models":
+            return _models(self.server.model, self.episode.max_context)
         if name not in APIS:
             raise Refusal(HTTPStatus.NOT_FOUND, f"no route {name!r}: one of {', '.join(APIS)}")
         answer = APIS[name](body, self.episode, self.server.model)
-        retry = self.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        exchange = self._sampled(answer, hashlib.sha256(f"{name} ".encode() + body).digest(), retry)
+        key, retry = hashlib.sha256(f"{name} ".encode() + body).digest(), self._is_retry()
+        exchange = self._sampled(answer, key, retry, self._session())
         sent = False
         try:
             if answer.stream:
@@ -187,13 +195,23 @@ class _Handler(JsonHandler):
         return None
 
     def _token_and_route(self, path: str) -> tuple[str, str]:
-        """Return the token and the rest of `/e/TOKEN/v1/REST`."""
-        head, _, rest = path.partition("?")[0].removeprefix("/e/").partition("/v1/")
+        """Return the token and the rest of `/e/TOKEN/REST`."""
+        head, _, rest = path.partition("?")[0].removeprefix("/e/").partition("/")
         return (head, rest) if path.startswith("/e/") else ("", "")
 
-    def _sampled(self, answer: WireAnswer, key: bytes, retry: bool) -> Exchange:
+    def _is_retry(self) -> bool:
+        return self.headers.get(RETRY_HEADER, "0") not in ("", "0")
+
+    def _session(self) -> str:
+        session = str(self.headers.get(SESSION_HEADER, ""))
+        if len(session) > LONGEST_SESSION:
+            raise bad_request(f"{SESSION_HEADER} has more than {LONGEST_SESSION} characters")
+        return session
+
+    def _sampled(self, answer: WireAnswer, key: bytes, retry: bool, session: str) -> Exchange:
         """Return the answers. Waits for the last token; a lost connection is a ConnectionError."""
-        asking = _while_connected(self.connection, self.episode, answer, key, retry)
+        answering = self.episode.answer(answer.ask, key, retry, session)
+        asking = _while_connected(self.connection, answering)
         try:
             return asyncio.run_coroutine_threadsafe(asking, self.server.loop).result()
         except CancelledError:
@@ -224,7 +242,7 @@ class _Handler(JsonHandler):
 
 
 async def _while_connected(
-    connection: socket.socket, episode: AgentEpisode, answer: WireAnswer, key: bytes, retry: bool
+    connection: socket.socket, answering: Coroutine[Any, Any, Exchange]
 ) -> Exchange:
     """Return the answers; cancelled when the client closes its connection before."""
     loop, asking = asyncio.get_running_loop(), asyncio.current_task()
@@ -237,7 +255,7 @@ async def _while_connected(
 
     loop.add_reader(connection, readable)
     try:
-        return await episode.answer(answer.ask, key, retry)
+        return await answering
     finally:
         loop.remove_reader(connection)
 
@@ -256,9 +274,9 @@ def _ended() -> Refusal:
     return Refusal(HTTPStatus.GONE, "the episode has ended", "episode_ended")
 
 
-def _models(model: str) -> dict[str, Any]:
+def _models(model: str, max_context: int) -> dict[str, Any]:
     served = {"id": model, "object": "model", "created": 0, "owned_by": "composer-mesh"}
-    return {"object": "list", "data": [served]}
+    return {"object": "list", "data": [{**served, "max_model_len": max_context}]}
 
 
 def _digest(token: str) -> bytes:

@@ -22,6 +22,8 @@ from composer_mesh.rollouts.episode_ports import Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Message
 
+SessionKey = tuple[str, bytes]
+"""A session, and the key that its equal requests share."""
 MOST_TURNS = 4096
 """Answers that are sampled in one episode at most."""
 
@@ -61,6 +63,7 @@ class Ask:
     n: int = 1
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -68,6 +71,7 @@ class Exchange:
     """A request and its answers, which several connections may wait for after a retry."""
 
     sampling: asyncio.Task[list[CapturedTurn]]
+    captured: CapturedEpisode
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     listeners: int = 0
@@ -101,9 +105,10 @@ class AgentEpisode:
         """A request whose connection is lost is cancelled after `retry_wait_s` without a retry."""
         self._generation, self._sample, self._sampling = generation, sample, sampling
         self._chat, self._retry_wait_s = format.chat, retry_wait_s
-        self._captured = CapturedEpisode(format)
-        self._exchanges: defaultdict[bytes, list[Exchange]] = defaultdict(list)
-        self._failures: dict[bytes, Exception] = {}
+        self._format = format
+        self._captured: dict[str, CapturedEpisode] = {}
+        self._exchanges: defaultdict[SessionKey, list[Exchange]] = defaultdict(list)
+        self._failures: dict[SessionKey, Exception] = {}
         self._asked = 0
         self._ended = False
         self.responses: dict[str, list[Message]] = {}
@@ -113,24 +118,32 @@ class AgentEpisode:
         """Return the text of one token id."""
         return self._chat.tokenizer.decode([token], skip_special_tokens=False)
 
-    def trajectories(self) -> list[CapturedTrajectory]:
-        """Return what the agent sampled and received, as paths through the tree of its requests."""
-        return self._captured.trajectories()
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+        return self._sampling.max_context
+
+    def trajectories(self, session: str | None = None) -> list[CapturedTrajectory]:
+        """Return what the agent, or one session of it, sampled and received, as paths through the
+        tree of its requests."""
+        asked = self._captured if session is None else {session} & self._captured.keys()
+        return [path for name in asked for path in self._captured[name].trajectories()]
 
     def failures(self) -> list[Exception]:
         """Return the errors of generation at requests that no retry has answered."""
         return list(self._failures.values())
 
-    async def answer(self, ask: Ask, key: bytes, retry: bool) -> Exchange:
+    async def answer(self, ask: Ask, key: bytes, retry: bool, session: str = "") -> Exchange:
         """Return the answers to a request; `release` must be called when they were sent.
 
-        Requests with equal keys are equal. One of them that is a `retry`, or follows one that lost
-        its connection, gets the earlier answers. Waits for the last token; raises UnusableMessages,
-        ContextFull, TooManyTurns, EpisodeEnded, or the error of the generation.
+        Sessions share no conversation. In a session requests with equal keys are equal. One of them
+        that is a `retry`, or follows one that lost its connection, gets the earlier answers. Waits
+        for the last token; raises UnusableMessages, ContextFull, TooManyTurns, EpisodeEnded, or the
+        error of the generation.
         """
         if self._ended:
             raise EpisodeEnded
-        exchange = self._earlier(key, retry) or self._started(ask, key)
+        exchange = self._earlier((session, key), retry) or self._started(ask, key, session)
         exchange.listeners += 1
         if exchange.timer is not None:
             exchange.timer.cancel()
@@ -155,7 +168,7 @@ class AgentEpisode:
             return
         if exchange.sampling.done():
             for turn in exchange.turns:
-                self._captured.withdraw(turn)
+                exchange.captured.withdraw(turn)
         else:
             loop = asyncio.get_running_loop()
             exchange.timer = loop.call_later(self._retry_wait_s, self._give_up, exchange)
@@ -169,25 +182,23 @@ class AgentEpisode:
                 exchange.timer.cancel()
         await cancel_and_wait([one.sampling for one in exchanges])
 
-    def _earlier(self, key: bytes, retry: bool) -> Exchange | None:
+    def _earlier(self, key: SessionKey, retry: bool) -> Exchange | None:
         """Return the exchange that a request repeats: one that nobody got, or for a retry any."""
         usable = [one for one in self._exchanges.get(key, []) if not one.failed]
         lost = [one for one in usable if not one.listeners and not one.delivered]
         return next(iter(lost or (usable[::-1] if retry else [])), None)
 
-    def _started(self, ask: Ask, key: bytes) -> Exchange:
-        prompts = [self._prompt(question, ask.stops) for question in ask.questions]
+    def _started(self, ask: Ask, key: bytes, session: str) -> Exchange:
+        captured = self._captured.get(session) or CapturedEpisode(self._format)
+        prompts = [_prompt(captured, question, ask.stops) for question in ask.questions]
         self._check_turns(len(prompts) * ask.n)
         requests = [self._request(prompt, ask) for prompt in prompts for _ in range(ask.n)]
-        exchange = Exchange(asyncio.create_task(self._sampled(ask, key, prompts, requests)))
+        self._captured[session] = captured
+        sampling = self._sampled(ask, (session, key), captured, prompts, requests)
+        exchange = Exchange(asyncio.create_task(sampling), captured)
         exchange.sampling.add_done_callback(_retrieve)
-        self._exchanges[key].append(exchange)
+        self._exchanges[session, key].append(exchange)
         return exchange
-
-    def _prompt(self, question: ChatQuestion | TextQuestion, stops: Sequence[str]) -> Prompt:
-        if isinstance(question, ChatQuestion):
-            return self._captured.chat_prompt(question.messages, question.tools, stops)
-        return self._captured.text_prompt(question.given)
 
     def _request(self, prompt: Prompt, ask: Ask) -> GenerationRequest:
         sampling = self._sampling
@@ -206,7 +217,7 @@ class AgentEpisode:
             most if ask.max_tokens is None else min(most, ask.max_tokens),
             sampling.temperature,
             seed_of(sampling.seed, request_id),
-            [self._chat.stop_id],
+            list(dict.fromkeys([self._chat.stop_id, *ask.stop_ids])),
             sampling.deadline_s,
         )
 
@@ -218,7 +229,12 @@ class AgentEpisode:
             )
 
     async def _sampled(
-        self, ask: Ask, key: bytes, prompts: list[Prompt], requests: list[GenerationRequest]
+        self,
+        ask: Ask,
+        key: SessionKey,
+        captured: CapturedEpisode,
+        prompts: list[Prompt],
+        requests: list[GenerationRequest],
     ) -> list[CapturedTurn]:
         group = self._sample.group
         try:
@@ -232,25 +248,34 @@ class AgentEpisode:
         self._failures.pop(key, None)
         asked = [(q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)]
         return [
-            self._record(question, prompt, result, ask.stops)
+            _record(captured, question, prompt, result, ask.stops)
             for (question, prompt), result in zip(asked, results, strict=True)
         ]
-
-    def _record(
-        self,
-        question: ChatQuestion | TextQuestion,
-        prompt: Prompt,
-        result: GenerationResult,
-        stops: Sequence[str],
-    ) -> CapturedTurn:
-        if isinstance(question, ChatQuestion):
-            return self._captured.record_chat(prompt, result, stops)
-        return self._captured.record_text(prompt, question.given, result, stops)
 
     def _give_up(self, exchange: Exchange) -> None:
         if not exchange.sampling.done():
             exchange.given_up = True
             exchange.sampling.cancel()
+
+
+def _prompt(
+    captured: CapturedEpisode, question: ChatQuestion | TextQuestion, stops: Sequence[str]
+) -> Prompt:
+    if isinstance(question, ChatQuestion):
+        return captured.chat_prompt(question.messages, question.tools, stops)
+    return captured.text_prompt(question.given)
+
+
+def _record(
+    captured: CapturedEpisode,
+    question: ChatQuestion | TextQuestion,
+    prompt: Prompt,
+    result: GenerationResult,
+    stops: Sequence[str],
+) -> CapturedTurn:
+    if isinstance(question, ChatQuestion):
+        return captured.record_chat(prompt, result, stops)
+    return captured.record_text(prompt, question.given, result, stops)
 
 
 def _retrieve(sampling: asyncio.Task[list[CapturedTurn]]) -> None:

@@ -64,14 +64,19 @@ class CapturedAgent:
         success: bool | None = None,
         role: str = "",
         rewards: Mapping[str, float] | None = None,
+        session: str | None = None,
     ) -> list[Trajectory]:
-        """Return every path of the agent's requests, the longest first, with one reward for all."""
+        """Return every path of the agent's requests, the longest first, with one reward for all.
+
+        With `session`, only those of requests with that header X-Session-ID, of which there may be
+        none.
+        """
         if self._opened is None:
             raise RuntimeError("the agent was not opened: use it in `async with`")
         if failures := self._opened.failures():
             raise failures[0]
-        captured = [one for one in self._opened.trajectories() if one.turns]
-        if not captured:
+        captured = [one for one in self._opened.trajectories(session) if one.turns]
+        if not captured and session is None:
             raise UnusableTask(
                 "the agent has not asked its endpoint for anything: give it base_url"
             )

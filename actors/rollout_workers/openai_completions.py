@@ -19,6 +19,7 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     DONE,
     MOST_ANSWERS,
     Count,
+    Ids,
     Stops,
     StreamOptions,
     Usage,
@@ -30,8 +31,6 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     stop_strings,
 )
 from composer_mesh.rollouts.captured_turns import CapturedTurn
-
-Ids = list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]]
 
 
 class CompletionRequest(WireRequest):

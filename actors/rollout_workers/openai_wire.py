@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible APIs of the agent endpoint have in common.
+"""What the APIs of the agent endpoint have in common.
 
 Parameters are used, ignored because a run decides them, or refused; none is left unread.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Protocol, TypeVar
@@ -25,6 +25,7 @@ PIECE_CHARS = 24
 TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Ids = list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]]
 Stops = str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None
 
 SAMPLING_OF_THE_RUN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
@@ -61,7 +62,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 class WireRequest(BaseModel):
-    """The parameters of all three APIs."""
+    """The parameters of all APIs."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -116,7 +117,12 @@ class Usage:
         return {prompt: self.prompt, answers: self.answers, "total_tokens": total}
 
 
-def read_as(kind: type[R], body: bytes) -> R:
+def read_as(
+    kind: type[R],
+    body: bytes,
+    ignored: Collection[str] = IGNORED,
+    refused: Mapping[str, tuple[Any, ...]] = REFUSED,
+) -> R:
     """Return a body as a request of a kind; raises Refusal."""
     try:
         request = kind.model_validate(parsed_json(body))
@@ -125,18 +131,21 @@ def read_as(kind: type[R], body: bytes) -> R:
         raise bad_request(short_reason(error), str(where[0]) if where else None) from None
     except ValueError:
         raise bad_request("the body is not JSON: send an object") from None
-    for name, value in (request.model_extra or {}).items():
-        _check_parameter(name, value)
+    check_parameters(request.model_extra or {}, ignored, refused)
     return request
 
 
-def _check_parameter(name: str, value: Any) -> None:
-    if value is None or name in IGNORED:
-        return
-    if name not in REFUSED:
-        raise bad_request(f"unknown parameter {name[:80]!r}: leave it out", name[:80])
-    if value not in REFUSED[name]:
-        raise bad_request(f"{name} is not supported here: leave it out", name)
+def check_parameters(
+    extra: Mapping[str, Any], ignored: Collection[str], refused: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raise Refusal for parameters that are neither ignored nor have an accepted value."""
+    for name, value in extra.items():
+        if value is None or name in ignored:
+            continue
+        if name not in refused:
+            raise bad_request(f"unknown parameter {name[:80]!r}: leave it out", name[:80])
+        if value not in refused[name]:
+            raise bad_request(f"{name} is not supported here: leave it out", name)
 
 
 def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Composer Mesh: a training service for agentic language models on Monarch.
 
-The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md), losses
-and advantages (docs/losses.md), the trainer's backend (docs/trainer.md). Each is imported when it
-is first used, so that reading a config never loads torch or Monarch. Everything else may change.
+The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md,
+docs/verifiers.md), losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md).
+Each is imported when it is first used, so that reading a config never loads torch or Monarch.
+Everything else may change.
 """
 
 import importlib
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+    from composer_mesh.integrations.verifiers.workflow import VerifiersEnvironment, VerifiersTask
     from composer_mesh.losses.custom_types import (
         AdvantageInputs,
         AdvantageOutputs,
@@ -74,6 +76,8 @@ _MODULES = {
     "TrainerBackend": "actors.models.backend",
     "Trajectory": "tasks.workflow",
     "Transcript": "tasks.reward",
+    "VerifiersEnvironment": "integrations.verifiers.workflow",
+    "VerifiersTask": "integrations.verifiers.workflow",
     "Workflow": "tasks.workflow",
     "group_reward": "tasks.reward",
     "loss_needs": "losses.custom_types",
@@ -120,6 +124,8 @@ __all__ = [
     "TrainerBackend",
     "Trajectory",
     "Transcript",
+    "VerifiersEnvironment",
+    "VerifiersTask",
     "Workflow",
     "group_reward",
     "loss_needs",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from agent_templates import FAMILIES
 from chat_templates import with_template
-from fuzzed_agents import MARKS, FuzzedAgent, RandomGeneration
+from fuzzed_agents import MARKS, PARTS, FuzzedAgent, RandomGeneration
 
 from composer_mesh.actors.models.policy import build_tokenizer
 from composer_mesh.rollouts.captured_episode import CaptureFormat
@@ -38,7 +38,7 @@ async def test_no_sequence_of_requests_mixes_sessions_or_trains_what_was_not_sam
         await asyncio.gather(*(agent.play() for agent in agents))
         for session, agent in enumerate(agents):
             seen += check(seed, format, generation, session, agent)
-    for what in ("branches", "shared turns", "continued", "not received", "cut"):
+    for what in ("branches", "shared turns", "continued", "not received", "cut", "other"):
         assert seen[what] > 100, seen
 
 
@@ -52,8 +52,9 @@ def check(
     """Compare what was captured with what was sampled and received."""
     trained: Counter[int] = Counter()
     seen: Counter[str] = Counter()
-    found = agent.episode.trajectories()
-    for trajectory in found:
+    found = [(part, one) for part in set(PARTS) for one in agent.episode.trajectories(part)]
+    assert len(found) == len(agent.episode.trajectories()), seed
+    for part, trajectory in found:
         ids: list[int] = []
         for turn, counts in zip(trajectory.turns, trajectory.trained, strict=True):
             number = int(-turn.logprobs[0])
@@ -65,12 +66,14 @@ def check(
             assert int(request.request_id.split("-")[1]) == session, (seed, number)
             ids += turn.action_ids
             trained[number] += counts
+            assert agent.got[number] == part, (seed, number)
             seen["shared turns"] += not counts
             seen["cut"] += len(turn.action_ids) < len(result.token_ids)
         said = format.chat.tokenizer.decode(ids)
         assert MARKS[1 - session] not in said, seed
         seen["continued"] += len(trajectory.turns) > 1
-    assert trained == Counter(agent.got), seed
+        seen["other"] += part == "other"
+    assert trained == Counter(list(agent.got)), seed
     mine = [r for r in generation.requests if int(r.request_id.split("-")[1]) == session]
     seen["not received"] += len(mine) - len(agent.got)
     seen["branches"] += len(found) > 1

@@ -29,6 +29,8 @@ from composer_mesh.rollouts.traces import Message
 
 MARKS = ("red", "blue")
 """A word in everything that a session says and samples."""
+PARTS = ("", "", "", "", "other")
+"""Headers X-Session-ID: its agents quote each other, and must not continue each other."""
 
 
 def spoken(rng: random.Random, mark: str) -> str:
@@ -69,6 +71,7 @@ class Asked:
     """What an agent sends, and all of it as one key."""
 
     ask: Ask
+    part: str = ""
 
     @property
     def key(self) -> bytes:
@@ -92,8 +95,8 @@ class FuzzedAgent:
         self._known: list[list[Message]] = [[self._user()]]
         self._texts = [f"{self._mark} text"]
         self._sent: list[Asked] = []
-        self.got: set[int] = set()
-        """Numbers of the requests whose answers were received."""
+        self.got: dict[int, str] = {}
+        """Numbers of the requests whose answers were received, with their header X-Session-ID."""
 
     async def play(self) -> None:
         for _ in range(self._rng.randrange(1, 6)):
@@ -104,13 +107,14 @@ class FuzzedAgent:
     async def _request(self) -> None:
         repeats = self._sent and self._rng.random() < 0.25
         asked = self._rng.choice(self._sent) if repeats else self._next()
+        asked = replace(asked, part=self._rng.choice(PARTS))
         self._sent.append(asked)
         if self._rng.random() < 0.2:
             await self._lose(asked)
             if self._rng.random() < 0.5:
                 return
         retry = bool(repeats) and self._rng.random() < 0.5
-        exchange = await self.episode.answer(asked.ask, asked.key, retry)
+        exchange = await self.episode.answer(asked.ask, asked.key, retry, asked.part)
         for _ in range(self._rng.randrange(3)):
             await asyncio.sleep(0)
         sent = self._rng.random() < 0.9
@@ -120,7 +124,8 @@ class FuzzedAgent:
 
     async def _lose(self, asked: Asked) -> None:
         """Send a request whose connection is lost sooner or later."""
-        asking = asyncio.create_task(self.episode.answer(asked.ask, asked.key, False))
+        answering = self.episode.answer(asked.ask, asked.key, False, asked.part)
+        asking = asyncio.create_task(answering)
         for _ in range(self._rng.randrange(6)):
             await asyncio.sleep(0)
         asking.cancel()
@@ -131,7 +136,7 @@ class FuzzedAgent:
     def _receive(self, asked: Asked, exchange: Exchange) -> None:
         question = asked.ask.questions[0]
         for turn in exchange.turns:
-            self.got.add(int(-turn.turn.logprobs[0]))
+            self.got[int(-turn.turn.logprobs[0])] = asked.part
             if isinstance(question, ChatQuestion):
                 self._known.append([*question.messages, self._echo(turn.answer)])
             elif isinstance(question.given, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from guides import ROOT, Guide
 
+from composer_mesh.actors.rollout_workers import vllm_generate
 from composer_mesh.actors.rollout_workers.agent_endpoint import (
     APIS,
     LARGEST_REQUEST,
@@ -23,9 +24,13 @@ def test_every_ignored_and_refused_parameter_is_on_the_page() -> None:
     assert named >= set(REFUSED) - REFUSED_BY_KIND
 
 
+def test_every_ignored_and_refused_parameter_of_ids_is_on_the_page() -> None:
+    assert set(PAGE.inline()) >= vllm_generate.IGNORED | set(vllm_generate.REFUSED)
+
+
 def test_what_the_page_says_about_requests_is_true() -> None:
     for api in APIS:
-        assert f"`{api.replace(' ', ' /v1/')}`" in PAGE.text
+        assert f"`{api.replace(' ', ' /')}`" in PAGE.text
     assert f"`{RETRY_HEADER}`" in PAGE.text
     assert f"within {RETRY_WAIT_S:.0f} seconds" in " ".join(PAGE.text.split())
     assert f"above {LARGEST_REQUEST >> 20} MiB" in PAGE.text

@@ -40,10 +40,16 @@ def test_every_module_says_what_it_is() -> None:
     assert [path for path in SOURCES if not ast.get_docstring(parsed(path))] == []
 
 
-def test_only_four_places_start_processes() -> None:
-    """Actors of a run, their forks, the agent of each of its hosts, programs that are no actors."""
+def test_only_five_places_start_processes() -> None:
+    """Actors of a run, their forks, the agent of each of its hosts, programs and their guards."""
     starters = [path for path in SOURCES if starts_processes(parsed(path))]
-    places = ("fork_server/server.py", "hosts/remote.py", "programs.py", "spawn.py")
+    places = (
+        "fork_server/server.py",
+        "hosts/guard.py",
+        "hosts/remote.py",
+        "programs.py",
+        "spawn.py",
+    )
     assert starters == [ROOT / "mesh" / place for place in places]
 
 

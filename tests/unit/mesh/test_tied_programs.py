@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from composer_mesh.mesh.line_program import LineProgram
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.programs import Done, ProgramFailed, TiedProgram
 
 LEAVES_ONE = "sleep 600 & echo $!"
+ENVIRON = dict(os.environ)
 STARTER = """
 import os, sys
 from pathlib import Path
@@ -75,6 +77,33 @@ def test_what_a_program_leaves_ends_with_it_although_it_holds_the_output() -> No
     assert done.status == 0
     wait_for_end(int(done.stdout))
     program.close()
+
+
+def test_what_a_program_moves_into_sessions_of_its_own_ends_with_it_too() -> None:
+    program = started("sh", "-c", f"setsid sh -c '{LEAVES_ONE}' & wait; sleep 0")
+    done = program.finish("")
+    assert done.status == 0
+    wait_for_end(int(done.stdout))
+    program.close()
+
+
+def test_a_program_is_told_lines_and_says_lines_until_its_input_ends() -> None:
+    program = LineProgram(["sh", "-c", "sed -u s/a/b/; echo bad >&2; exit 4"], ENVIRON, Path.cwd())
+    lines = program.lines()
+    for word in ("ab", "ca"):
+        program.send(word)
+        assert next(lines) == word.replace("a", "b", 1) + "\n"
+    assert program.close(60.0) == 4
+    assert program.last_words() == "bad"
+
+
+def test_a_program_that_ignores_the_end_of_its_input_is_killed() -> None:
+    program = LineProgram(["sh", "-c", "setsid sleep 600 & echo $!; wait"], ENVIRON, Path.cwd())
+    pid = int(next(program.lines()))
+    assert program.close(0.0) == -signal.SIGKILL
+    wait_for_end(pid)
+    with pytest.raises((BrokenPipeError, ValueError)):
+        program.send("x")
 
 
 def test_a_program_that_is_closed_ends_with_all_that_it_started(tmp_path: Path) -> None:

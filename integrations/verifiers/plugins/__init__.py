@@ -1,0 +1,1 @@
+"""Plugins of verifiers, which finds them by the names of their modules."""
