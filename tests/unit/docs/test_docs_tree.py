@@ -32,6 +32,7 @@ def test_every_command_of_the_page_is_one() -> None:
     named = {typed(command)[0] for command in shown}
     others = {
         "new-task",
+        "serve-env",
         "play",
         "eval",
         "check",
