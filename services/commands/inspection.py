@@ -71,8 +71,15 @@ def traces(arguments: argparse.Namespace) -> int:
 def reward(arguments: argparse.Namespace) -> int:
     """Post a reward for a stored rollout of a run, also after it was trained on."""
     one = [value for value in (arguments.trace, arguments.reward) if value is not None]
-    if len(one) != (2 if arguments.file is None else 0):
-        raise UsageError("reward takes TRACE and REWARD, or --file FILE: give one of both")
+    files = [file for file in (arguments.file, arguments.follow) if file is not None]
+    if (len(one), len(files)) not in ((2, 0), (0, 1)):
+        raise UsageError(
+            "reward takes TRACE and REWARD, --file FILE or --follow FILE: give one of them"
+        )
+    if arguments.follow is not None:
+        from composer_mesh.services.replay.reward_queue import follow_rewards
+
+        return follow_rewards(arguments.run, arguments.follow, arguments.source)
     posts = read_posts(arguments.file) if arguments.file else {one[0]: one[1]}
     post_rewards(arguments.run, posts, arguments.source)
     return 0

@@ -198,6 +198,9 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file", type=Path, metavar="FILE", help="JSON lines with trace_id and reward, for many"
     )
+    parser.add_argument(
+        "--follow", type=Path, metavar="FILE", help="the same, and what is added until the run ends"
+    )
     parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.load import load_config
@@ -24,14 +25,14 @@ LONGEST_FILE = 256 * MIB
 
 
 @dataclass(frozen=True)
-class _Post:
+class Post:
     """A line of a file of rewards."""
 
     trace_id: str
-    reward: float
+    reward: Annotated[float, Field(allow_inf_nan=False)]
 
 
-_POST = TypeAdapter(_Post)
+POST = TypeAdapter(Post)
 
 
 class LateRewardError(Exception):
@@ -47,7 +48,7 @@ def read_posts(file: Path) -> dict[str, float]:
     """Read a file of JSON lines with a `trace_id` and a `reward`; raises LateRewardError."""
     try:
         lines = read_regular(file, LONGEST_FILE).splitlines()
-        posts = [_POST.validate_json(line) for line in lines]
+        posts = [POST.validate_json(line) for line in lines]
     except OSError as error:
         raise LateRewardError(f"{file} cannot be read ({error.strerror}): correct it") from None
     except ValueError as error:
@@ -67,15 +68,8 @@ def post_rewards(run: Path, rewards: Mapping[str, float], source: str = "") -> N
     for reward in rewards.values():
         if not math.isfinite(reward):
             raise LateRewardError(f"the reward is {reward} but must be finite: post a number")
-    config = run / "config.toml"
-    if not config.is_file():
-        raise LateRewardError(f"{run} is no run directory: it has no config.toml")
-    if not load_config(config, []).late_rewards.on:
-        raise LateRewardError(
-            f"{run} takes no late rewards, late_rewards.max_age is 0: start the run with the steps "
-            "that a rollout may wait for its reward"
-        )
-    if unknown := _unknown(run, rewards):
+    check_takes_rewards(run)
+    if unknown := unknown_rollouts(run, rewards):
         raise LateRewardError(
             f"{run} has no rollout {unknown[0]!r}: take a trace_id that composer-mesh traces {run} "
             "lists"
@@ -88,7 +82,19 @@ def post_rewards(run: Path, rewards: Mapping[str, float], source: str = "") -> N
         )
 
 
-def _unknown(run: Path, trace_ids: Iterable[str]) -> list[str]:
+def check_takes_rewards(run: Path) -> None:
+    """Raise LateRewardError unless a directory is that of a run that takes late rewards."""
+    config = run / "config.toml"
+    if not config.is_file():
+        raise LateRewardError(f"{run} is no run directory: it has no config.toml")
+    if not load_config(config, []).late_rewards.on:
+        raise LateRewardError(
+            f"{run} takes no late rewards, late_rewards.max_age is 0: start the run with the steps "
+            "that a rollout may wait for its reward"
+        )
+
+
+def unknown_rollouts(run: Path, trace_ids: Iterable[str]) -> list[str]:
     """Return those trace_ids that are not stored in a run."""
     # Imported here because it loads NumPy, which no other command should wait for.
     from composer_mesh.services.store.reading import RunReader

@@ -16,6 +16,7 @@ from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_from_jso
 from composer_mesh.services.cli import main
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.services.replay.post_reward import post_reward
+from composer_mesh.services.replay.reward_queue import follow_rewards
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -95,7 +96,7 @@ async def test_a_file_of_rewards_is_posted_as_a_whole_or_not_at_all(
     assert post(*good, {"trace_id": "train-009999-000", "reward": 1.0}) != 0
     assert post(*good, {"trace_id": "train-000005-001"}) != 0
     assert main(["reward", str(run), "train-000005-000"]) != 0
-    assert "give one of both" in capsys.readouterr().err
+    assert "give one of them" in capsys.readouterr().err
     assert not [row for row in printed(capsys, run) if row["late_reward"] is not None]
     assert post(*good) == 0
     rows = {row["trace_id"]: row["late_reward"] for row in printed(capsys, run)}
@@ -237,3 +238,44 @@ async def test_no_export_is_overwritten(
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "pairs.jsonl").read_text() == "mine"
     assert not (tmp_path / "traces.jsonl").exists()
+
+
+async def test_a_file_that_is_followed_is_posted_as_it_grows_and_as_rollouts_are_stored(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, said = tmp_path / "queue.jsonl", list[str]()
+    early, late = "train-000005-000", "train-009999-000"
+    additions = [
+        f'{{"trace_id": "{late}", "reward": 1.0}}\n{{"trace_id": "{early}", "rew',
+        'ard": 0.75}\nno post\n{"trace_id": "train-000005-001", "reward": NaN}\n',
+    ]
+
+    def add() -> None:
+        with file.open("a") as queue:
+            queue.write(additions.pop(0))
+
+    code = follow_rewards(
+        *(run, file, "a reviewer"), more=lambda: bool(additions), wait=add, report=said.append
+    )
+    rows = {row["trace_id"]: row for row in printed(capsys, run)}
+    assert rows[early]["late_reward"] == 0.75
+    assert rows["train-000005-001"]["late_reward"] is None
+    assert code == 1
+    assert [line.partition(":")[0] for line in said[:2]] == [
+        "line 3 is no post and left out",
+        "line 4 is no post and left out",
+    ]
+    assert said[2].startswith("1 rewards are for rollouts that")
+    assert late in said[2]
+
+
+async def test_a_file_can_be_followed_again(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "queue.jsonl"
+    file.write_text('{"trace_id": "train-000005-000", "reward": 0.75}\n')
+    for _ in range(2):
+        assert main(["reward", str(run), "--follow", str(file)]) == 0
+    rows = {row["trace_id"]: row for row in printed(capsys, run)}
+    assert rows["train-000005-000"]["late_reward"] == 0.75
+    assert main(["reward", str(run), "--follow", str(file), "--file", str(file)]) == 2
