@@ -154,6 +154,9 @@ class World:
         rollouts = (self._rollout(episode.split, group, number) for number in range(size))
         return [asyncio.create_task(rollout) for rollout in rollouts]
 
+    async def comparable(self, _: Any, traces: list[Trace]) -> list[Trace]:
+        return traces
+
     async def _rollout(self, split: Any, group: int, number: int) -> Trace:
         rng = random.Random(f"{self.seed} {group} {number}")
         took = self.durations.median * math.exp(self.durations.sigma * rng.gauss(0, 1))

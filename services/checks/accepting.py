@@ -34,7 +34,8 @@ def accepted(arguments: argparse.Namespace) -> Config:
 
 def listed(config: Config) -> Config:
     """Return the config with the tools of its MCP servers, which are started to be asked."""
-    add_import_paths(config.run.import_paths)
+    if config.run.import_paths:
+        add_import_paths(config.run.import_paths)
     return with_tools(config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from repository import ROOT
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.mesh.environment import IMPORT_PATHS
+from composer_mesh.mesh.environment import IMPORT_PATHS, SAFE_PATH
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.services.cli import main
 from composer_mesh.services.new_task.command import TEMPLATE, template_files
@@ -62,7 +63,10 @@ def test_the_template_is_installed_with_the_package() -> None:
 
 def test_the_tests_of_a_new_task_pass(project: Path) -> None:
     command = [sys.executable, "-m", "unittest", "tests/test_task.py"]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    environ = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
+    done = subprocess.run(
+        command, cwd=project, env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Ran 4 tests" in done.stderr
 
