@@ -5,8 +5,14 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from composer_mesh.rollouts.money import LARGEST_USD
 from composer_mesh.services.ablation.plan import CHANNELS_OF
+from composer_mesh.services.commands.arguments import add_set, seconds
+from composer_mesh.services.commands.task_arguments import (
+    add_eval,
+    add_new_task,
+    add_play,
+    add_serve_env,
+)
 from composer_mesh.services.directory.claim import output_path
 from composer_mesh.services.offline.options import add_options
 from composer_mesh.services.traces.options import add_options as add_traces_options
@@ -29,17 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
-    _add_set(parser)
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override one key; V is a TOML value or bare text; may be given many times",
-    )
+    add_set(parser)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -110,14 +106,14 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lease",
-        type=_seconds,
+        type=seconds,
         default=15.0,
         metavar="S",
         help="seconds without the controller after which all of the run here ends; 15 by default",
     )
     parser.add_argument(
         "--wait",
-        type=_seconds,
+        type=seconds,
         default=600.0,
         metavar="S",
         help="seconds to wait for the controller to come; 600 by default",
@@ -138,20 +134,6 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="listen on public addresses too, where whoever gets through may run any code",
     )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return value
-
-
-def _dollars(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= LARGEST_USD:
-        raise argparse.ArgumentTypeError(f"{text} is no number of dollars from 0 on")
-    return value
 
 
 def _add_stop(parser: argparse.ArgumentParser) -> None:
@@ -246,135 +228,6 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print each row as one object")
 
 
-def _add_new_task(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of the package, such as my_task")
-    parser.add_argument(
-        "--folder",
-        type=output_path,
-        metavar="DIR",
-        help="where it is written; ./NAME when not given; must be new or empty",
-    )
-
-
-def _add_play(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "task",
-        metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
-    )
-    parser.add_argument(
-        "--episode",
-        type=int,
-        default=0,
-        metavar="N",
-        help="which one, from 0; the first by default",
-    )
-    parser.add_argument(
-        "--split", choices=("train", "heldout"), default="train", help="train by default"
-    )
-    parser.add_argument(
-        "--scripted",
-        default="",
-        metavar="expert|FILE",
-        help="the task's expert acts, or a file with an action a line, in place of a person",
-    )
-    _add_set(parser)
-
-
-def _add_serve_env(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "task",
-        metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="8000 by default; 0 is a free one"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that share the port; 1 by default"
-    )
-    parser.add_argument(
-        "--token-env",
-        metavar="NAME",
-        help="environment variable with the token that clients send; needed beyond loopback",
-    )
-    parser.add_argument(
-        "--session-timeout",
-        type=_seconds,
-        default=900.0,
-        metavar="S",
-        help="seconds without a request after which a session ends; 900 by default",
-    )
-    parser.add_argument(
-        "--max-sessions", type=int, default=10_000, metavar="N", help="at once; 10000 by default"
-    )
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="host that requests may name beside --host; may be given many times",
-    )
-    parser.add_argument(
-        "--any-address", action="store_true", help="listen on public addresses too, with a token"
-    )
-    _add_set(parser)
-
-
-def _add_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        metavar="CONFIG|RUN|CHECKPOINT|URL",
-        help="a TOML file, the directory of a run, a model folder, or an OpenAI-compatible URL",
-    )
-    parser.add_argument(
-        "--task",
-        metavar="TASK|CONFIG",
-        help="as in data.task, or a TOML file; for URLs, and model folders outside of a run",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"
-    )
-    parser.add_argument("--json", type=output_path, metavar="FILE", help="write the figures there")
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="where traces are stored; runs/NAME-eval when not given, an earlier one moves aside",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="play only what is not stored in that directory"
-    )
-    parser.add_argument(
-        "--policy",
-        choices=("gold", "empty"),
-        help="play the task's own gold actions, or empty answers, in place of a config's model",
-    )
-    parser.add_argument("--model", metavar="NAME", help="of the model that a URL serves")
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the key of a URL"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=1024, metavar="N", help="of a URL's answer; 1024"
-    )
-    parser.add_argument(
-        "--max-usd", type=_dollars, metavar="USD", help="ceiling of what a URL may cost in all"
-    )
-    for name, tokens in (("--prompt-usd", "prompt"), ("--completion-usd", "answer")):
-        about = f"a URL's price of a million {tokens} tokens, which --max-usd needs"
-        parser.add_argument(name, type=_dollars, metavar="USD", help=about)
-    parser.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="requests to a URL at once; 16"
-    )
-    parser.add_argument(
-        "--timeout", type=_seconds, default=120.0, metavar="S", help="of a URL's answer; 120"
-    )
-    _add_set(parser)
-
-
 COMMANDS = {
     "check": (
         "print the resolved run and its mesh; plays a dry episode, starts nothing",
@@ -382,10 +235,10 @@ COMMANDS = {
     ),
     "verify": ("find what is damaged or missing in a run directory", _add_verify),
     "train": ("train and evaluate a run", _add_train),
-    "new-task": ("write a package with a task of your own, ready to run", _add_new_task),
-    "play": ("play an episode of a task in the terminal", _add_play),
-    "serve-env": ("offer a task to others as an OpenEnv and MCP server", _add_serve_env),
-    "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", _add_eval),
+    "new-task": ("write a package with a task of your own, ready to run", add_new_task),
+    "play": ("play an episode of a task in the terminal", add_play),
+    "serve-env": ("offer a task to others as an OpenEnv and MCP server", add_serve_env),
+    "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),
