@@ -18,7 +18,7 @@ from composer_mesh.configs.schema import Config
 
 PACKAGES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.toml"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
-CONFIGS = sorted((ROOT / "examples").rglob("*.toml"))
+CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if "runs" not in path.parts)
 IMPORTED = (
     "import sys, json, os, composer_mesh; names = dir(composer_mesh); "
     "print(json.dumps([names, sorted(sys.modules), os.environ['MONARCH_LOG_SUFFIX']]))"
