@@ -18,6 +18,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 LONGEST = 500
+ERROR_PREFIX = "error: "
+"""What the agent reads before the text of an error."""
 
 
 class TaskError(Exception):

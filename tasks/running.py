@@ -24,6 +24,7 @@ from composer_mesh.rollouts.tool_calls import (
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import (
+    ERROR_PREFIX,
     JudgesSpent,
     TaskCodeError,
     TaskTimeout,
@@ -135,7 +136,8 @@ class RunningEpisode:
             reply = _reply(await self._call("reply", self._session.reply, text))
         except ToolError as failure:
             self._failures += 1
-            return [{"role": "user", "content": f"error: {failure.text}"}], self._site(failure)
+            said = f"{ERROR_PREFIX}{failure.text}"
+            return [{"role": "user", "content": said}], self._site(failure)
         if reply.done:
             self._ended = "answer"
         error = self._site(reply.error) if reply.error is not None else None
@@ -153,7 +155,7 @@ class RunningEpisode:
             content = _shown(await self._execute(action))
         except ToolError as failure:
             self._failures += 1
-            content, error = f"error: {failure.text}", self._site(failure)
+            content, error = f"{ERROR_PREFIX}{failure.text}", self._site(failure)
         if self._session.ended:
             self._ended = "tool"
         return [{**role, "content": content}], error

@@ -14,7 +14,7 @@ import logging
 import random
 import uuid
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -32,6 +32,9 @@ from composer_mesh.services.serve_env.tools import answer_name, answer_text, lis
 from composer_mesh.services.serve_env.validation import first_error
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskTimeout
 from composer_mesh.tasks.openenv.wire import (
+    ACCEPTED_ACTIONS,
+    FINISH,
+    MESSAGE,
     MESSAGES,
     MOST_EPISODE_ID,
     TURN,
@@ -84,7 +87,7 @@ class FinishAction(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: str = Field(default="finish", pattern="^finish$")
+    type: Literal["finish"] = "finish"
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -92,7 +95,7 @@ Action = MessageAction | CallToolAction | ListToolsAction | FinishAction
 _ACTIONS: Mapping[str, TypeAdapter[Any]] = {
     "call_tool": TypeAdapter(CallToolAction),
     "list_tools": TypeAdapter(ListToolsAction),
-    "finish": TypeAdapter(FinishAction),
+    FINISH: TypeAdapter(FinishAction),
     "": TypeAdapter(MessageAction),
 }
 
@@ -128,7 +131,7 @@ class EnvSession:
         self._turn, self._is_done, self._fault = 0, False, ""
         self._episode = chosen
         self._running, messages = await self._run(self._runner.begun(chosen))
-        return observation(messages, self._metadata())
+        return observation(messages, {**self._metadata(), ACCEPTED_ACTIONS: [MESSAGE, FINISH]})
 
     async def step(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Act. Raises Refused, also after the end of the episode."""

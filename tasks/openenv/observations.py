@@ -16,9 +16,12 @@ from pydantic import ValidationError
 
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.openenv.wire import (
+    ACCEPTED_ACTIONS,
     ERROR_FACTS,
     ERROR_KIND,
+    FINISH,
     HINT_TEMPLATE_KEY,
+    MESSAGE,
     NO_ERROR,
     CallToolObservation,
     ObservationData,
@@ -47,8 +50,8 @@ def text_of(data: ObservationData, field: str | None) -> str:
     return json.dumps(said, ensure_ascii=False) if said else ""
 
 
-def tool_result(data: ObservationData) -> str:
-    """Return the result of a call as text; raises ToolError where the call failed.
+def tool_result(data: ObservationData) -> tuple[str, ToolError | None]:
+    """Return the result of a call as text, and the agent's error where the result is one.
 
     Raises UnreadableObservation for one that is no result of a call.
     """
@@ -57,14 +60,14 @@ def tool_result(data: ObservationData) -> str:
     except ValidationError:
         raise UnreadableObservation("a call was answered by no result of a call") from None
     if called.error is not None:
-        raise _failed_call(called.tool_name, called.error.error_type, called.error.message)
+        failed = _failed_call(called.tool_name, called.error.error_type, called.error.message)
+        return failed.text, failed
     result = called.result
     if isinstance(result, Mapping) and "content" in result:
         text = _content(result)
-        if result.get("is_error") is True or result.get("isError") is True:
-            raise ToolError("tool_failed", text)
-        return text
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        is_error = result.get("is_error") is True or result.get("isError") is True
+        return text, ToolError("tool_failed", text) if is_error else None
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), None
 
 
 def told_error(data: ObservationData, templates: Mapping[str, str]) -> ToolError | None:
@@ -92,8 +95,17 @@ def has_error_kind(data: ObservationData) -> bool:
     return isinstance(metadata, Mapping) and ERROR_KIND in metadata
 
 
-def _failed_call(tool: str, error: str, message: str) -> Exception:
-    """Return the error of a call that the environment did not carry out."""
+def accepted_actions(data: ObservationData) -> frozenset[str]:
+    """Return what an environment says at a reset that it takes besides calls, by our extension."""
+    told = (data.metadata or {}).get(ACCEPTED_ACTIONS)
+    return frozenset(one for one in (MESSAGE, FINISH) if isinstance(told, list) and one in told)
+
+
+def _failed_call(tool: str, error: str, message: str) -> ToolError:
+    """Return the error of a call that the environment did not carry out.
+
+    Raises UnreadableObservation where that was no error of the agent.
+    """
     if error == ToolErrorType.TIMEOUT:
         return ToolError("tool_timeout", message or f"{tool} took too long", {"tool": tool})
     agents = (
@@ -103,7 +115,7 @@ def _failed_call(tool: str, error: str, message: str) -> Exception:
     )
     if error in agents:
         return ToolError(f"remote_{error}", message or error)
-    return UnreadableObservation(f"a call failed with {error[:LONGEST_FACT]!r}: {message}")
+    raise UnreadableObservation(f"a call failed with {error[:LONGEST_FACT]!r}: {message}")
 
 
 def _content(result: Mapping[str, Any]) -> str:

@@ -99,10 +99,12 @@ class Server:
             raise self._violation("lists splits of another form")
         return name, [_split(one) for one in body]
 
-    def num_tasks(self, env: str, split: str) -> int:
-        """Return the number of tasks of a split."""
+    def num_tasks(self, env: str, split: str) -> int | None:
+        """Return the number of tasks of a split; None where they are made and not counted."""
         path = NUM_TASKS_PATH.format(env=quote(env, safe=""))
-        body = self._required(path, {"split": split})
+        body = self._get(path, {"split": split})
+        if body is None:
+            return None
         count = body.get("num_tasks") if isinstance(body, dict) else None
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_TASKS:
             raise self._violation(f"says that split {split!r} has {shown(count)} tasks")

@@ -7,11 +7,12 @@ answer is left over and that the episode is the one that was begun.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.errors import ToolError
+from composer_mesh.tasks.errors import ERROR_PREFIX, ToolError
 from composer_mesh.tasks.openenv.errors import (
     EnvironmentRaised,
     ProtocolViolation,
@@ -19,12 +20,15 @@ from composer_mesh.tasks.openenv.errors import (
 )
 from composer_mesh.tasks.openenv.observations import (
     UnreadableObservation,
+    accepted_actions,
     has_error_kind,
     text_of,
     told_error,
     tool_result,
 )
 from composer_mesh.tasks.openenv.wire import (
+    FINISH,
+    MESSAGE,
     TURN,
     CallToolAction,
     ErrorCode,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.openenv.connection import Connection
     from composer_mesh.tasks.openenv.task import OpenEnvTask
 
+T = TypeVar("T")
 READY = "The environment is ready."
 STATELESS = frozenset(
     {ErrorCode.UNKNOWN_TYPE, ErrorCode.VALIDATION_ERROR, ErrorCode.EXECUTION_ERROR}
@@ -57,6 +62,7 @@ class OpenEnvSession(Session):
     _connection: Connection | None = None
     _steps, _total, _last = 0, 0.0, 0.0
     _finished = False
+    _accepted: frozenset[str] = frozenset()
     _state: StateData | None = None
     _first: ObservationData
 
@@ -78,21 +84,22 @@ class OpenEnvSession(Session):
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool of the environment, or take its action; return the result as text."""
         if self.task.kind == "schema":
-            data = await self._step(arguments)
+            data, failed = await self._step(arguments), None
             text = self._read(lambda: text_of(data, self.task.options.observation))
         else:
             action = CallToolAction(tool_name=name, arguments=arguments)
             data = await self._step(action.model_dump(exclude={"metadata"}))
-            text = self._read(lambda: tool_result(data))
-        if (error := self._told(data, text)) is not None:
+            text, failed = self._read(lambda: tool_result(data))
+        if (error := self._told(data, text) or failed) is not None:
             raise error
         return text
 
     async def reply(self, text: str) -> Reply | None:
-        """Take a text as the action, where the environment's action is one; else end."""
-        if self.task.text_field is None:
+        """Take a text as the action, where the environment takes one; else end."""
+        field = self.task.text_field or (MESSAGE if MESSAGE in self._accepted else None)
+        if field is None:
             return None
-        data = await self._step({self.task.text_field: text})
+        data = await self._step({field: text})
         said = self._read(lambda: text_of(data, self.task.options.observation))
         error = self._told(data, said)
         if data.done:
@@ -103,7 +110,12 @@ class OpenEnvSession(Session):
         return Reply(messages, done=False)
 
     async def reward(self) -> float:
-        """Return the episode's reward, once the server has confirmed the episode."""
+        """Return the episode's reward, once the server has confirmed the episode.
+
+        One that is not over is ended where it is, where the environment takes that.
+        """
+        if not self._finished and FINISH in self._accepted:
+            await self._finish()
         if not self._finished:
             await self._confirm(self._until(self.task.limits.step_s))
         summed = self.task.options.reward == "summed"
@@ -123,23 +135,38 @@ class OpenEnvSession(Session):
         if data.done:
             raise self._violation("said at the reset that the episode is over")
         await self._confirm(until)
+        self._accepted = accepted_actions(data)
         return data
 
     async def _step(self, action: dict[str, Any]) -> ObservationData:
-        """Act; the answer to the last action is confirmed before anything is taken from it."""
+        """Act, which is a turn."""
+        data = await self._answer(action, self._steps + 1, "step")
+        self._steps += 1
+        self.task.seen_error_kind |= has_error_kind(data)
+        return data
+
+    async def _finish(self) -> None:
+        """Have the environment score the episode where it is."""
+        data = await self._answer({"type": FINISH}, self._steps, FINISH)
+        if not data.done:
+            raise self._violation(f"goes on after {FINISH!r}, which it says that it takes")
+
+    async def _answer(self, action: dict[str, Any], turn: int, what: str) -> ObservationData:
+        """Return what the environment says to an action after which it has counted `turn` turns.
+
+        The answer to the last action is confirmed before anything is taken from it.
+        """
         if self._finished:
             raise RuntimeError("the environment's episode is over: start a new session")
         until = self._until(self.task.limits.step_s)
-        frame = await self._connected.ask(StepFrame(data=action), until, "step")
-        data = self._observed(frame, "step")
-        self._steps += 1
-        self._check_turn(data)
+        frame = await self._connected.ask(StepFrame(data=action), until, what)
+        data = self._observed(frame, what)
+        self._check_turn(data, turn)
         self._count(data)
         if data.done:
             await self._confirm(until)
             self._finished = True
             self.end()
-        self.task.seen_error_kind |= has_error_kind(data)
         return data
 
     def _observed(self, frame: Any, what: str) -> ObservationData:
@@ -160,11 +187,12 @@ class OpenEnvSession(Session):
             return failure
         if what == "step" and code == ErrorCode.VALIDATION_ERROR:
             return ToolError("invalid_action", reason)
-        if what == "step" and code == ErrorCode.EXECUTION_ERROR:
-            if self.task.options.step_errors == "tell":
-                return ToolError("step_failed", reason)
-            return EnvironmentRaised(url, code, reason)
-        if what == "reset" and code in (ErrorCode.EXECUTION_ERROR, ErrorCode.VALIDATION_ERROR):
+        tells = what == "step" and self.task.options.step_errors == "tell"
+        if code == ErrorCode.EXECUTION_ERROR:
+            return (
+                ToolError("step_failed", reason) if tells else EnvironmentRaised(url, code, reason)
+            )
+        if what == "reset" and code == ErrorCode.VALIDATION_ERROR:
             return EnvironmentRaised(url, code, reason)
         return self._violation(f"answered a {what} with the error {code[:40]!r}: {reason}")
 
@@ -184,11 +212,11 @@ class OpenEnvSession(Session):
         if before.episode_id != frame.data.episode_id or frame.data.step_count < before.step_count:
             raise self._violation("has reset the environment during the episode")
 
-    def _check_turn(self, data: ObservationData) -> None:
+    def _check_turn(self, data: ObservationData, turn: int) -> None:
         """Refuse the answer to another action, where the environment counts them."""
-        turn = (data.metadata or {}).get(TURN)
-        if isinstance(turn, int) and turn != self._steps:
-            raise self._violation(f"answered action {self._steps} as if it were action {turn}")
+        told = (data.metadata or {}).get(TURN)
+        if isinstance(told, int) and told != turn:
+            raise self._violation(f"answered action {turn} as if it were action {told}")
 
     def _count(self, data: ObservationData) -> None:
         reward = data.reward
@@ -209,12 +237,12 @@ class OpenEnvSession(Session):
         error = told_error(data, self.task.templates)
         if error is None:
             return None
-        facts = {**error.facts, "text": text[:1000] or error.kind}
-        return ToolError(error.kind, text or error.kind, facts, error.hint)
+        said = text.removeprefix(ERROR_PREFIX) or error.kind  # the agent's messages get their own
+        return ToolError(error.kind, said, {**error.facts, "text": said[:1000]}, error.hint)
 
-    def _read(self, read: Any) -> str:
+    def _read(self, read: Callable[[], T]) -> T:
         try:
-            return str(read())
+            return read()
         except UnreadableObservation as problem:
             raise self._violation(str(problem)) from None
 

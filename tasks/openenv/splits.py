@@ -11,6 +11,9 @@ from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.openenv.options import OpenEnvOptions
 from composer_mesh.tasks.rows import Row
 
+UNCOUNTED = 2**31
+"""Indices that are used of a split whose tasks are made and not counted."""
+
 
 @dataclass(frozen=True)
 class TaskSplit:
@@ -50,6 +53,10 @@ class TaskRows(Sequence[Row]):
             raise IndexError(f"task {index} of {len(self)}")
         return {"split": self.split, "index": self._place(index % len(self))}
 
+    def told(self) -> str:
+        """Return how many there are, in words."""
+        return "uncounted" if self.tasks == UNCOUNTED else f"{len(self):,}"
+
     def _place(self, index: int) -> int:
         if not self.every:
             return index
@@ -62,7 +69,7 @@ class TaskRows(Sequence[Row]):
 class Counting(Protocol):
     """Counts the tasks of a split."""
 
-    def num_tasks(self, env: str, split: str) -> int: ...
+    def num_tasks(self, env: str, split: str) -> int | None: ...
 
 
 def rows_of(
@@ -78,7 +85,7 @@ def rows_of(
     """
     train = _chosen(options.train_split, "train_split", listed, lambda one: one.kind == "train")
     others = [one for one in listed if one.name != train]
-    count = server.num_tasks(env, train)
+    count = _counted(server, env, train)
     if options.heldout_split is None and not others:
         return {
             "train": TaskRows(train, count, heldout_every),
@@ -87,8 +94,13 @@ def rows_of(
     heldout = _chosen(options.heldout_split, "heldout_split", others, lambda _: True)
     return {
         "train": TaskRows(train, count),
-        "heldout": TaskRows(heldout, server.num_tasks(env, heldout)),
+        "heldout": TaskRows(heldout, _counted(server, env, heldout)),
     }
+
+
+def _counted(server: Counting, env: str, split: str) -> int:
+    count = server.num_tasks(env, split)
+    return UNCOUNTED if count is None else count
 
 
 def _chosen(named: str | None, key: str, listed: Sequence[TaskSplit], fits: Any) -> str:

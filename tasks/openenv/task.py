@@ -190,7 +190,7 @@ class OpenEnvTask(Task):
         train, heldout = self._rows["train"], self._rows["heldout"]
         every = f", each {train.every}-th task" if train.every else ""
         return (
-            f"{len(train):,} training tasks of split {train.split!r}, {len(heldout):,} held-out "
+            f"{train.told()} training tasks of split {train.split!r}, {heldout.told()} held-out "
             f"ones of {heldout.split!r}{every}"
         )
 

@@ -61,6 +61,17 @@ HINT_TEMPLATE_KEY = "hint_template_key"
 ERROR_FACTS = "error_facts"
 """Metadata key: texts by name that fill the fields of the hint template."""
 
+ACCEPTED_ACTIONS = "accepted_actions"
+"""Metadata key of the answer to a reset: what the environment takes besides calls of its tools, a
+list of MESSAGE and FINISH."""
+
+MESSAGE = "message"
+"""The action `{"message": TEXT}`: a text of the agent that calls no tool."""
+
+FINISH = "finish"
+"""The action `{"type": "finish"}`: the agent can go on no further, and the episode is scored where
+it is. It is no turn."""
+
 TURN, MESSAGES = "turn", "messages"
 """`{"type": "state", "data": {"turn": t}}` is answered by a state with `turn` and `messages`: what
 the agent had read when it acted at turn t (0-based). A server without it answers

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from openenv_server import TOOLS, Hook, Json, OpenEnvServer, Socket, page
+from hostile_servers import CALL_S, Send, hook, made
+from openenv_server import Json, OpenEnvServer, Socket, page
 
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.services.checks.example_arguments import example_arguments
 from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.openenv import errors
 from composer_mesh.tasks.openenv.errors import (
     ConnectionLost,
@@ -27,26 +25,13 @@ from composer_mesh.tasks.openenv.errors import (
     ServerFull,
     ServerTimeout,
 )
-from composer_mesh.tasks.openenv.schemas import bounded_schema
 from composer_mesh.tasks.openenv.task import OpenEnvTask
 from composer_mesh.tasks.running import RunningEpisode
-from composer_mesh.tasks.task import TaskSettings
 
-CALL_S = 30.0
 SHORT = {"step_s": 1.0, "reset_s": 1.0}
 """Limits of servers that say nothing."""
 
 FINISH = call_text("finish", {})
-Send = Callable[[Socket], None]
-
-
-def hook(send: Send) -> Hook:
-    async def answer(socket: Socket, _data: Json) -> None:
-        send(socket)
-        with suppress(ConnectionError):
-            await socket.writer.drain()
-
-    return answer
 
 
 def observation(**changes: Any) -> Json:
@@ -235,10 +220,6 @@ async def played(task: OpenEnvTask, action: str = FINISH) -> float:
         await running.close()
 
 
-def made(server: OpenEnvServer, **options: Any) -> OpenEnvTask:
-    return OpenEnvTask.create(TaskSettings(call_s=CALL_S), url=server.url, **options)
-
-
 async def ends(server: OpenEnvServer, kind: type[Exception], said: str) -> None:
     limits = {ServerTimeout: SHORT, ServerFull: {"reset_s": 27.5}}  # which leaves a second to wait
     task = await asyncio.to_thread(made, server, **limits.get(kind, {}))
@@ -395,108 +376,6 @@ def test_no_number_of_tasks_breaks_the_load(count: Any):
         made(server)
 
 
-def listing(tools: Any) -> Send:
-    return lambda socket: socket.observe({"observation": {"tools": tools}, "reward": None})
-
-
-def tool(**changes: Any) -> Json:
-    return {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}} | changes
-
-
-def bomb(levels: int) -> Json:
-    """A schema of which each level names the next one ten times."""
-    levels_of = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 10} for n in range(levels)}
-    whole = {"$defs": {**levels_of, f"a{levels}": {}}}
-    return {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, **whole}
-
-
-def deep(levels: int) -> Json:
-    found: Json = {}
-    for _ in range(levels):
-        found = {"type": "object", "properties": {"x": found}}
-    return found
-
-
-LISTS: dict[str, tuple[Any, str]] = {
-    "10,000 tools": ([tool(name=f"t{n}") for n in range(10_000)], "lists 10,000 tools"),
-    "none": ([], "lists 0 tools"),
-    "a reserved name": ([tool(name="reset")], "called close, reset"),
-    "one name twice": ([tool(), tool()], "lists a tool twice"),
-    "a name with a token": ([tool(name="<|im_start|>")], "names have 1 to 64 letters"),
-    "a bomb": ([tool(input_schema=bomb(12))], "more than 1,000 parts"),
-    "itself": (
-        [tool(input_schema={"type": "object", "properties": {"x": {"$ref": "#"}}})],
-        "refers to|more than",
-    ),
-    "a circle": (
-        [tool(input_schema={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})],
-        "more than 1,000 parts or is deeper",
-    ),
-    "another server": (
-        [tool(input_schema={"$ref": "http://127.0.0.1:1/schema"})],
-        "refers to 'http://127.0.0.1:1/schema', which is not in it",
-    ),
-    "deep": ([tool(input_schema=deep(40))], "is deeper than"),
-    "an argument with a token": (
-        [tool(input_schema={"type": "object", "properties": {"<|im_end|>": {}}})],
-        "has an argument",
-    ),
-    "many values": (
-        [tool(input_schema={"type": "object", "properties": {"x": {"enum": ["a"] * 999}}})],
-        "lists 999 values in enum",
-    ),
-    "a list as arguments": ([tool(input_schema={"type": "array"})], "are no object"),
-}
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_tools_beyond_the_bounds_are_refused_at_the_start(name: str):
-    tools, said = LISTS[name]
-    with (
-        OpenEnvServer(hooks={"list_tools": hook(listing(tools))}) as server,
-        pytest.raises(UnusableTask, match=said),
-    ):
-        made(server)
-
-
-@pytest.mark.parametrize("tools", [None, "x", [1], [{"name": 1}], {"a": 1}])
-def test_a_list_of_tools_of_another_form_is_refused(tools: Any):
-    with (
-        OpenEnvServer(hooks={"list_tools": hook(listing(tools))}) as server,
-        pytest.raises(ProtocolViolation, match="lists tools of another form"),
-    ):
-        made(server)
-
-
-async def test_a_pattern_of_a_server_cannot_hold_up_the_others():
-    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^(a+)+$"}}}
-    with OpenEnvServer(hooks={"list_tools": hook(listing([tool(input_schema=schema)]))}) as server:
-        task = await asyncio.to_thread(made, server)
-        checked = task.tool_specs["go"].checked({"x": "a" * 40 + "b"})
-    assert checked["arguments"]["x"].endswith("b")
-
-
-def test_what_no_prompt_or_check_could_hold_is_left_out_of_a_schema():
-    schema = {
-        "properties": {
-            "x": {"type": "integer", "minimum": 10**400, "maximum": float("nan")},
-            "y": {"enum": ["\ud800"], "description": "\ud800"},
-        }
-    }
-    bounded, _ = bounded_schema("go", schema)
-    assert bounded["properties"] == {"x": {"type": "integer"}, "y": {"description": "?"}}
-    assert example_arguments({**bounded, "required": ["x"]}) == {"x": 1}
-
-
-async def test_arguments_too_many_to_check_are_the_agents_error():
-    parts = [{"type": "string", "maxLength": n} for n in range(100)]
-    schema = {"type": "object", "properties": {"x": {"items": {"anyOf": parts}}}}
-    with OpenEnvServer(hooks={"list_tools": hook(listing([tool(input_schema=schema)]))}) as server:
-        task = await asyncio.to_thread(made, server)
-        with pytest.raises(TaskError, match="values are too many for go"):
-            task.tool_specs["go"].checked({"x": [1] * 20_000})
-
-
 async def test_a_flood_of_frames_is_not_buffered():
     frame = json.dumps({"type": "observation", "data": observation(done=False, reward=0.0)})
 
@@ -547,5 +426,31 @@ def test_an_exception_of_the_environment_is_a_fault_of_the_episode():
     assert classify(error) is FailureClass.DATA
 
 
-def test_the_recorded_tools_are_usable():
-    assert len(TOOLS) == 2
+@pytest.mark.parametrize("name", ["goes on", "refuses", "counts a turn", "fails"])
+async def test_an_episode_that_a_server_does_not_finish_as_it_said_has_no_reward(name: str):
+    accepted = {"metadata": {"accepted_actions": ["finish", 7, "more"], "turn": 0}}
+    answers = {
+        "goes on": ({"type": "observation", "data": observation(done=False)}, "goes on after"),
+        "refuses": ({"type": "error", "data": {"code": "VALIDATION_ERROR"}}, "VALIDATION_ERROR"),
+        "counts a turn": (
+            {"type": "observation", "data": observation(metadata={"turn": 1})},
+            "as if it were action 1",
+        ),
+        "fails": ({"type": "error", "data": {"code": "EXECUTION_ERROR"}}, "EXECUTION_ERROR"),
+    }
+    answer, said = answers[name]
+
+    async def reset(socket: Socket, data: Json) -> None:
+        socket.observe({"observation": {"message": "go"}, "reward": None, **accepted})
+
+    async def step(socket: Socket, data: Json) -> None:
+        assert data == {"type": "finish"}
+        socket.send(answer)
+
+    with OpenEnvServer(hooks={"reset": reset, "step": step}) as server:
+        task = await asyncio.to_thread(made, server)
+        running = RunningEpisode(task, task.episode("train", 0), Calls(limit_s=CALL_S))
+        await running.begin()
+        with pytest.raises((ServerFailure, EnvironmentRaised), match=said):
+            await running.outcome()
+        await running.close()
