@@ -3,8 +3,8 @@
     attempt fails --> retried, with a fresh environment, up to `rollout_retries`
                       the same error of its episode `poison_after` times, or a lost process in each
                       attempt: the episode is quarantined for the run
-                       anything else until the end: the sample is given up; failures of an external
-                       service, such as a judge, are never counted against the episode
+                      anything else until the end: the sample is given up; failures of an external
+                      service, such as a judge, are never counted against the episode
 
 A sample that is given up is left out of its group, and never becomes a reward. `rollout` makes an
 attempt; which failures are equal is decided here, and counted in `rollouts.poison`.
