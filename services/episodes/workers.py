@@ -13,12 +13,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from composer_mesh.actors.rollout_workers.lockstep import Round
-from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer
+from composer_mesh.actors.rollout_workers.peers import Neighbours
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
@@ -29,6 +29,7 @@ from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.episodes.lockstep import LockstepRounds
 from composer_mesh.services.pool.errors import ServiceClosed
+from composer_mesh.services.pool.peers import PoolPeers
 from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
 
@@ -71,8 +72,9 @@ class RolloutWorkers:
         self._playing: Counter[str] = Counter()
         self._groups: dict[str, str] = {}
         self._members: Counter[str] = Counter()
+        self._generators = PoolPeers(pools.generators)
+        self._environments = PoolPeers(pools.environments)
         self._known: Neighbours | None = None
-        self._gone: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._closed = False
         self._died: ActorDied | None = None
@@ -202,23 +204,14 @@ class RolloutWorkers:
             await _on_all(self._pools.generators, "close_round", self._rounds.number)
 
     def _tell_workers(self) -> None:
-        generators, environments = self._pools.generators, self._pools.environments
-        before = self._known
-        known = Neighbours(_peers(generators), _peers(environments), {})
-        if before is not None and _names(before) == _names(known):
+        changed = [peers.refresh() for peers in (self._generators, self._environments)]
+        if self._known is not None and not any(changed):
             return
-        if before is not None:
-            self._note_gone(generators, before.generators)
-            self._note_gone(environments, before.environments)
-        self._known = known = replace(known, gone=dict(self._gone))
+        gone = {**self._generators.gone, **self._environments.gone}
+        known = Neighbours(self._generators.peers, self._environments.peers, gone)
+        self._known = known
         for worker in self._calls:
             self._connect(worker, known)
-
-    def _note_gone(self, pool: Service, before: Sequence[Peer]) -> None:
-        serving = {peer.name for peer in _peers(pool)}
-        for peer in before:
-            if peer.name not in serving:
-                self._gone[peer.name] = pool.reason(peer.name)
 
     def _connect(self, worker: str, known: Neighbours) -> None:
         self._tasks.start(f"connecting {worker}", self._until_connected(worker, known))
@@ -278,18 +271,6 @@ def _open_stream(
     longest_wait_s: float, worker: str, ref: Any, broken: Callable[[BaseException], None]
 ) -> Calls:
     return CallStream("controller", worker, ref, longest_wait_s, broken)
-
-
-def _peers(pool: Service) -> tuple[Peer, ...]:
-    return tuple(
-        Peer(one.name, one.actor.ref, one.open)
-        for one in pool.members()
-        if one.serving and one.actor is not None
-    )
-
-
-def _names(known: Neighbours) -> list[tuple[str, bool]]:
-    return [(peer.name, peer.open) for peer in (*known.generators, *known.environments)]
 
 
 async def _on_all(pool: Service, endpoint: str, *args: Any) -> None:

@@ -6,19 +6,18 @@ pools -- members change --> MeshJudges --> environments: the judge actors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from composer_mesh.actors.panel.configured import judge_settings
 from composer_mesh.actors.provider.keys import Keys
-from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.budget import BudgetReport
 from composer_mesh.rollouts.money import dollars
+from composer_mesh.services.pool.peers import PoolPeers
 from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
 
@@ -33,11 +32,12 @@ class MeshJudges:
     keys: Keys = field(repr=False)
     record: Recorder = field(repr=False)
     _spent: int = 0
-    _told: dict[str, list[str]] = field(default_factory=dict)
-    _gone: dict[str, str] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    _judges: PoolPeers = field(init=False, repr=False)
     _tasks: BackgroundTasks = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._judges = PoolPeers(self.pool)
         self._tasks = BackgroundTasks(recorded_by(self.record))
 
     async def load(self, run: Path) -> None:
@@ -70,25 +70,20 @@ class MeshJudges:
         return report
 
     def _update(self) -> None:
-        judges = _serving(self.pool)
-        names = {one.name for one in judges}
-        known = {name for told in self._told.values() for name in told}
-        self._gone |= {name: self.pool.reason(name) for name in known - names}
+        changed = self._judges.refresh()
         environments = {one.name: one for one in _serving(self.environments)}
-        for name in self._told.keys() - environments.keys():
-            del self._told[name]
+        for name in self._told - environments.keys():
             self._tasks.start(f"ending the questions of {name}", self._hang_up(name))
-        for name, environment in environments.items():
-            told = sorted(f"{one.name} {one.open}" for one in judges)
-            if self._told.get(name) != told:
-                self._told[name] = told
-                self._tasks.start(f"judges of {name}", self._tell(environment, judges))
+        to_tell = environments.keys() if changed else environments.keys() - self._told
+        for name in to_tell:
+            self._tasks.start(f"judges of {name}", self._tell(environments[name]))
+        self._told = set(environments)
 
-    async def _tell(self, environment: Replica, judges: Sequence[Replica]) -> None:
+    async def _tell(self, environment: Replica) -> None:
         assert environment.actor is not None
-        peers = tuple(Peer(one.name, one.actor.ref, one.open) for one in judges if one.actor)
+        judges, gone = self._judges.peers, dict(self._judges.gone)
         try:
-            await environment.actor.call("connect_judges", environment.name, peers, self._gone)
+            await environment.actor.call("connect_judges", environment.name, judges, gone)
         except ActorDied:
             return
         except Exception as error:  # noqa: BLE001  supervision boundary: it is replaced

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from fake_host import turns
+from fake_pool import Member, Pool
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.episode import Sample, Sampling
@@ -17,66 +18,6 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.service import Service
-
-
-@dataclass
-class Member:
-    """A replica whose state a test sets."""
-
-    name: str
-    serving: bool = True
-    open: bool = True
-
-    @property
-    def actor(self) -> Member:
-        return self
-
-    @property
-    def ref(self) -> str:
-        return self.name
-
-
-@dataclass
-class Pool:
-    """A pool whose members a test changes; `asked` are the calls of all members."""
-
-    replicas: list[Member]
-    hopeful: bool = True
-    changed: list[Callable[[], None]] = field(default_factory=list)
-    asked: list[tuple[Any, ...]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-
-    def members(self) -> list[Member]:
-        return self.replicas
-
-    def on_change(self, changed: Callable[[], None]) -> None:
-        self.changed.append(changed)
-
-    def change(self, *names: str, draining: tuple[str, ...] = ()) -> None:
-        self.replicas = [Member(name, open=name not in draining) for name in names]
-        self.tell()
-
-    def give_up(self) -> None:
-        self.replicas, self.hopeful = [], False
-        self.tell()
-
-    def tell(self) -> None:
-        for changed in self.changed:
-            changed()
-
-    def lose(self, name: str, reason: str) -> None:
-        self.lost.append(f"{name}: {reason}")
-        self.change(*(one.name for one in self.replicas if one.name != name))
-
-    def reason(self, name: str) -> str:
-        return f"{name} was killed"
-
-    def last_death(self) -> NoReplicaLeft:
-        return NoReplicaLeft("generator-0", "given up")
-
-    async def fanout(self, *asked: Any) -> list[Any]:
-        self.asked.append(asked)
-        return []
 
 
 @dataclass
