@@ -17,6 +17,7 @@ from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums
 from composer_mesh.actors.learning.requested_fields import requested_fields
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sums import Figures
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
@@ -118,7 +119,7 @@ class PolicyChannel:
         self,
         model: LanguageModel,
         samples: list[PolicySample],
-        hidden: Tensor,
+        hidden: HiddenStates,
         batch: StepBatch,
         figures: Figures,
     ) -> Tensor:
@@ -140,13 +141,15 @@ class PolicyChannel:
         figures["policy/entropy"] += float(entropy.detach())
         return found.loss - self._loss.entropy_coef * entropy
 
-    def _entropy(self, model: LanguageModel, hidden: Tensor, mask: Tensor, count: int) -> Tensor:
+    def _entropy(
+        self, model: LanguageModel, hidden: HiddenStates, mask: Tensor, count: int
+    ) -> Tensor:
         """Return the summed entropy of the sampled tokens, divided by the step's token count."""
 
         def rows_entropy(scores: Tensor, _rows: slice) -> Tensor:
             return token_entropies(scores, self._temperature).sum() / count
 
-        return linear_scores(rows_entropy, hidden[:, :-1][mask], model.weight, bias=model.bias)
+        return linear_scores(rows_entropy, hidden.predicting(mask), model.weight, bias=model.bias)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -192,9 +195,9 @@ class PolicyChannel:
         return weights
 
     def _tokens(
-        self, model: LanguageModel, samples: list[PolicySample], hidden: Tensor, version: int
+        self, model: LanguageModel, samples: list[PolicySample], hidden: HiddenStates, version: int
     ) -> Tokens:
-        sequences, device = [sample.ids for sample in samples], hidden.device
+        sequences, device = [sample.ids for sample in samples], hidden.computed.device
         ids = padded(sequences).to(device)
         mask = padded([sample.mask for sample in samples])[:, 1:].bool().to(device)
         reference = None
