@@ -30,7 +30,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch
+from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
 from composer_mesh.rollouts.prefix_tree import unique_ids
 from composer_mesh.rollouts.step_plan import (
     Microbatch,
@@ -49,6 +49,7 @@ class _Pass:
     batch: StepBatch
     source: TeacherOutputSource | None
     rounds: Rounds
+    counts: BatchCounts
     sums: StepSums = field(default_factory=StepSums)
     lost: bool = False
 
@@ -126,19 +127,22 @@ class ThreeChannelStep:
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
-        done = self._accumulate(batch, source)
+        counts = batch.counts()
+        done = self._accumulate(batch, source, counts)
         if lost := self._ranks.any(done.lost):
-            done = self._accumulate(batch, None)
+            done = self._accumulate(batch, None, counts)
         sums = StepSums.of_ranks(self._ranks.gather(done.sums))
         if lost:
             sums.figures["sdpo/lost_steps"] = 1
         norm, rate = self._update.apply(batch.step, before_update)
-        return self._metrics(batch, sums, norm, rate)
+        return self._metrics(batch, counts, sums, norm, rate)
 
-    def _accumulate(self, batch: StepBatch, source: TeacherOutputSource | None) -> _Pass:
+    def _accumulate(
+        self, batch: StepBatch, source: TeacherOutputSource | None, counts: BatchCounts
+    ) -> _Pass:
         """Accumulate the gradients of this rank's share, starting from zero."""
         plan, rounds = self.plan(batch), self.rounds(batch)
-        one = _Pass(batch, source, rounds)
+        one = _Pass(batch, source, rounds, counts)
         self._update.begin()
         self._policy.begin_step()
         if self._sharing:
@@ -171,7 +175,7 @@ class ThreeChannelStep:
             self._model.dummy_forward().backward()
 
     def _metrics(
-        self, batch: StepBatch, sums: StepSums, norm: float, rate: float
+        self, batch: StepBatch, counts: BatchCounts, sums: StepSums, norm: float, rate: float
     ) -> dict[str, float | None]:
         sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
@@ -179,7 +183,7 @@ class ThreeChannelStep:
             **sums.metrics(self._config.sdpo.alpha, self._config.replay.beta),
             "policy/grad_norm": norm,
             "policy/lr": rate,
-            "tokens/trained": batch.action_tokens,
+            "tokens/trained": counts.action_tokens,
             "tokens/skipped": batch.skipped.tokens,
         }
 
@@ -213,7 +217,7 @@ class ThreeChannelStep:
         one: _Pass,
     ) -> Tensor:
         """Return the weighted sum of the policy and the SDPO loss of some samples."""
-        loss = self._policy.loss(self._model, samples, hidden, one.batch, one.sums.figures)
+        loss = self._policy.loss(self._model, samples, hidden, one.counts, one.sums.figures)
         one.sums.add("policy", loss)
         sdpo = self._distil(index, microbatch, samples, hidden, one)
         if sdpo is None:
@@ -249,7 +253,7 @@ class ThreeChannelStep:
         except TeacherOutputsLost:
             one.source, one.lost = None, True
             return None
-        return self._sdpo.loss(rows, teacher_output, one.batch.sdpo_tokens, one.sums.figures)
+        return self._sdpo.loss(rows, teacher_output, one.counts.sdpo_tokens, one.sums.figures)
 
     def _dummy_forward(self, index: int, one: _Pass) -> None:
         """Run the models as often as ranks that have a microbatch of this index."""

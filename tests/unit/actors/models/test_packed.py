@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Pretraine
 
 from composer_mesh.actors.models.language_model import LanguageModel, UnsupportedPacking
 from composer_mesh.actors.models.packed import Packed
+from composer_mesh.rollouts.packing import microbatches
 
 IDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
@@ -87,6 +88,17 @@ def test_rows_hold_every_token_once_with_positions_from_zero(one_row: bool) -> N
     for row, sequence in enumerate(SEQUENCES):
         assert found[row, : len(sequence)].tolist() == sequence
         assert positions[row, : len(sequence)].tolist() == list(range(len(sequence)))
+
+
+def test_one_long_sequence_beside_many_short_ones_keeps_to_the_budget() -> None:
+    rng = random.Random(0)
+    sequences = [[rng.randrange(50) for _ in range(n)] for n in (64, *([3] * 40))]
+    budget = 192
+    (together,) = microbatches([len(one) for one in sequences], budget, packed=True)
+    model = LanguageModel(built(MODELS["Qwen3"]), packing=True)
+    with torch.no_grad():
+        found = model.hidden([sequences[index] for index in together])
+    assert len(found.computed) <= 1.2 * budget
 
 
 def test_a_model_that_does_not_keep_sequences_apart_is_refused() -> None:
