@@ -42,7 +42,8 @@ class ReferenceActor(MeshActor):
     async def load(self, config: Config, folder: Path) -> None:
         """Load the frozen initial policy."""
         model = await asyncio.to_thread(load_model, folder)
-        self._model = LanguageModel(model.requires_grad_(False).to(own_device()))
+        frozen = model.requires_grad_(False).to(own_device())
+        self._model = LanguageModel(frozen, sharing=config.trainer.prefix_sharing)
         self._budget, self._ld_alpha = config.trainer.microbatch_tokens, config.replay.ld_alpha
 
     @concurrent_endpoint

@@ -222,7 +222,14 @@ def _teacher_of(config: Config, folder: Path) -> TeacherModel:
     """The teacher that a run begins with, on this process's device."""
     model = load_teacher(config.sdpo, folder).to(own_device())
     rows = teacher_vocabulary(config.sdpo, folder)
-    return TeacherModel(model, config.sdpo, config.trainer.microbatch_tokens, vocabulary=rows)
+    trainer = config.trainer
+    return TeacherModel(
+        model,
+        config.sdpo,
+        trainer.microbatch_tokens,
+        vocabulary=rows,
+        sharing=trainer.prefix_sharing,
+    )
 
 
 def _unread(_model: object, _rate: float) -> None:

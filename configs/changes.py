@@ -29,7 +29,10 @@ SAFE = (
     *((f"generator.{key}", PLACES) for key in ("replicas", "max_concurrent", "threads")),
     *((f"generator.{key}", NUMERICS) for key in ("engine", "dtype", "prefix_tokens", "vllm.*")),
     *((f"trainer.{key}", NUMERICS) for key in ("ranks", "threads", "sharding", "attention")),
-    *((f"trainer.{key}", NUMERICS) for key in ("microbatch_tokens", "packing", "compile")),
+    *(
+        (f"trainer.{key}", NUMERICS)
+        for key in ("microbatch_tokens", "packing", "prefix_sharing", "compile")
+    ),
     ("trainer.activation_checkpointing", NUMERICS),
     ("trainer.checkpoint*", MEASURED),
     ("weights.*", PLACES),

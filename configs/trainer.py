@@ -75,6 +75,10 @@ class TrainerConfig(Section):
     packing: bool = False
     """Whether several sequences share a row of a microbatch, which reduces padding."""
 
+    prefix_sharing: bool = False
+    """Whether what the sequences of a microbatch begin with, such as the prompt of a group, is
+    computed once; for models with full attention."""
+
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
     """Attention implementation: torch's kernels, or on a GPU its compiled ones ("flex") or those of
     the package flash-attn ("flash")."""
@@ -123,6 +127,23 @@ class TrainerConfig(Section):
         if self.sharding == "auto":
             return self.ranks > 1 or self.compute_dtype != "float32"
         return self.sharding == "fsdp2"
+
+    @model_validator(mode="after")
+    def _prefixes_can_be_shared(self) -> Self:
+        if not self.prefix_sharing:
+            return self
+        others = {
+            "packing": (self.packing, False),
+            "compile": (self.compile, False),
+            "attention": (self.attention, "sdpa"),
+        }
+        for key, (value, needed) in others.items():
+            if value != needed:
+                raise ValueError(
+                    f"prefix_sharing is true but {key} is {value!r}: set {key} to {needed!r}, or "
+                    "prefix_sharing to false"
+                )
+        return self
 
     @model_validator(mode="after")
     def _precision_is_possible(self) -> Self:

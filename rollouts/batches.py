@@ -70,6 +70,19 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """What the losses of a step are normalized by, counted once: over all microbatches and ranks.
+
+    `sequences` and `action_tokens` count the skipped samples too.
+    """
+
+    version: int
+    sequences: int
+    action_tokens: int
+    sdpo_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Data of one optimizer step. `views` belong to samples of the same batch, in a fixed order.
 
@@ -113,6 +126,10 @@ class StepBatch:
     @property
     def sdpo_tokens(self) -> int:
         return sum(len(view.targets) for view in self.views)
+
+    def counts(self) -> BatchCounts:
+        """Count the batch; takes time in proportion to its tokens."""
+        return BatchCounts(self.version, self.sequences, self.action_tokens, self.sdpo_tokens)
 
 
 def policy_sample(trace: Trace, advantage: Advantage) -> PolicySample:

@@ -11,12 +11,8 @@ def microbatches(lengths: Sequence[int], budget: int, packed: bool = False) -> l
     Raises ValueError for a sequence longer than the budget.
     """
     groups: list[Rows] = []
+    check_fits(lengths, budget)
     for index in longest_first(lengths):
-        if lengths[index] > budget:
-            raise ValueError(
-                f"a sequence has {lengths[index]} tokens but a microbatch holds {budget}: raise "
-                "trainer.microbatch_tokens or lower policy.max_context"
-            )
         # Packed rows have gaps that shorter sequences fill; unpacked rows have none.
         tried = groups if packed else groups[-1:]
         rows = next((rows for rows in tried if rows.take(index, lengths[index], budget)), None)
@@ -24,6 +20,16 @@ def microbatches(lengths: Sequence[int], budget: int, packed: bool = False) -> l
             groups.append(Rows(lengths[index], packed))
             groups[-1].take(index, lengths[index])
     return [rows.taken for rows in groups]
+
+
+def check_fits(lengths: Sequence[int], budget: int) -> None:
+    """Raise ValueError for a sequence longer than the budget."""
+    longest = max(lengths, default=0)
+    if longest > budget:
+        raise ValueError(
+            f"a sequence has {longest} tokens but a microbatch holds {budget}: raise "
+            "trainer.microbatch_tokens or lower policy.max_context"
+        )
 
 
 def packed_rows(lengths: Sequence[int]) -> list[list[int]]:

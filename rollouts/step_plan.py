@@ -5,25 +5,32 @@ plan without communication.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch
-from composer_mesh.rollouts.packing import microbatches
+from composer_mesh.rollouts.packing import check_fits, microbatches
+from composer_mesh.rollouts.prefix_tree import PrefixTree
+from composer_mesh.rollouts.shared_plan import Part, parts_of, shared_microbatches
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Batch indices of the samples that share a forward, and of their views, in order."""
+    """Batch indices of the samples that share a forward, of their views and of pairs, in order.
+
+    Pairs are in it only where prefixes are shared; `forwards` of the model compute it.
+    """
 
     samples: list[int]
     views: list[int]
+    pairs: list[int] = field(default_factory=list)
+    forwards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Work of one trainer rank in a step, in order: its microbatches and its pairs."""
+    """Work of one trainer rank in a step, in order: its microbatches, and the pairs after them."""
 
     microbatches: list[Microbatch]
     pairs: list[int]
@@ -33,21 +40,27 @@ class RankPlan:
 class Rounds:
     """Number of forwards that all ranks of a sharded model run in a step: that of the busiest rank.
 
-    `teacher` counts the forwards of a teacher inside the trainer, by microbatch.
+    `trained` counts those of each microbatch, and `teacher` those of a teacher inside the trainer.
     """
 
-    microbatches: int
+    trained: list[int]
     teacher: list[int]
     pairs: int
 
+    @property
+    def microbatches(self) -> int:
+        return len(self.trained)
+
 
 def plan_step(
-    batch: StepBatch, budget: int, ranks: int = 1, packed: bool = False
+    batch: StepBatch, budget: int, ranks: int = 1, packed: bool = False, sharing: bool = False
 ) -> list[RankPlan]:
     """Divide a step over ranks by tokens, and each rank's share into microbatches of `budget`.
 
     A rank may get nothing. Microbatches without views come first, so that they run while the
     teacher computes. With `packed` samples share rows, and the budget applies to the packed rows.
+    With `sharing` samples and pairs that begin alike are in one microbatch, and what they share
+    counts once.
     """
     owners = {sample.trace_id: place for place, sample in enumerate(batch.samples)}
     by_sample: dict[int, list[int]] = {}
@@ -58,6 +71,9 @@ def plan_step(
             )
         by_sample.setdefault(owners[view.trace_id], []).append(place)
     lengths = [len(sample.ids) for sample in batch.samples]
+    if sharing:
+        check_fits(lengths, budget)
+        return _shared_plans(batch, by_sample, budget, ranks)
     shares = spread(lengths, ranks)
     pairs = spread([pair_tokens(pair) for pair in batch.pairs], ranks)
     return [
@@ -68,13 +84,18 @@ def plan_step(
 
 def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Rounds:
     """Return the common number of forwards for these plans; the same on every rank."""
-    micros = [plan.microbatches for plan in plans]
+    rows = list(zip_longest(*(plan.microbatches for plan in plans), fillvalue=Microbatch([], [])))
     teacher = [
         max(len(teacher_groups([batch.views[place] for place in one.views], budget)) for one in row)
-        for row in zip_longest(*micros, fillvalue=Microbatch([], []))
+        for row in rows
     ]
     pairs = max(len(pair_groups(batch.pairs, plan.pairs, budget)) for plan in plans)
-    return Rounds(len(teacher), teacher, pairs)
+    return Rounds([max(one.forwards for one in row) for row in rows], teacher, pairs)
+
+
+def pair_sides(pair: PairSample) -> list[list[int]]:
+    """Return the ids of both sides of a pair: the chosen one, then the rejected one."""
+    return [pair.context_ids + answer for answer in (pair.chosen_ids, pair.rejected_ids)]
 
 
 def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int) -> list[list[int]]:
@@ -87,9 +108,17 @@ def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int)
     return [[places[index] for index in group] for group in groups]
 
 
-def teacher_groups(views: Sequence[HintedView], budget: int) -> list[list[int]]:
+def teacher_groups(
+    views: Sequence[HintedView], budget: int, sharing: bool = False
+) -> list[list[int]]:
     """Group indices of views whose hinted contexts share a forward of a teacher."""
-    return microbatches([len(view.teacher_ids) for view in views], budget)
+    lengths = [len(view.teacher_ids) for view in views]
+    if not sharing:
+        return microbatches(lengths, budget)
+    check_fits(lengths, budget)
+    parts = parts_of([[view.teacher_ids] for view in views], budget)
+    groups = shared_microbatches(parts, budget)
+    return [[unit for index in group for unit in parts[index].units] for group in groups]
 
 
 def pair_tokens(pair: PairSample) -> int:
@@ -138,3 +167,30 @@ def _microbatches(
         views = [view for sample in samples for view in by_sample.get(sample, [])]
         found.append(Microbatch(samples, views))
     return sorted(found, key=lambda microbatch: bool(microbatch.views))
+
+
+def _shared_plans(
+    batch: StepBatch, by_sample: dict[int, list[int]], budget: int, ranks: int
+) -> list[RankPlan]:
+    """Divide samples and pairs, of which those that begin alike stay together."""
+    units = [*([sample.ids] for sample in batch.samples), *map(pair_sides, batch.pairs)]
+    parts = parts_of(units, budget)
+    plans = []
+    for share in spread([part.tokens for part in parts], ranks):
+        own = [parts[index] for index in share]
+        groups = shared_microbatches(own, budget)
+        micros = [_shared([own[index] for index in one], batch, by_sample) for one in groups]
+        plans.append(RankPlan(sorted(micros, key=lambda one: bool(one.views)), []))
+    return plans
+
+
+def _shared(parts: Sequence[Part], batch: StepBatch, by_sample: dict[int, list[int]]) -> Microbatch:
+    """Return the microbatch of some parts, whose units are the samples and then the pairs."""
+    first_pair = len(batch.samples)
+    units = [unit for part in parts for unit in part.units]
+    samples = [unit for unit in units if unit < first_pair]
+    views = [view for sample in samples for view in by_sample.get(sample, [])]
+    pairs = [unit - first_pair for unit in units if unit >= first_pair]
+    sequences = [batch.samples[place].ids for place in samples]
+    sequences += [side for place in pairs for side in pair_sides(batch.pairs[place])]
+    return Microbatch(samples, views, pairs, PrefixTree.of(sequences).forwards)

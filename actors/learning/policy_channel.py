@@ -17,6 +17,7 @@ from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums
 from composer_mesh.actors.learning.requested_fields import requested_fields
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sums import Figures
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
@@ -50,7 +51,7 @@ from composer_mesh.losses.policy import (
     token_entropies,
     vespo_loss,
 )
-from composer_mesh.rollouts.batches import PolicySample, StepBatch
+from composer_mesh.rollouts.batches import BatchCounts, PolicySample
 
 Loss = Callable[..., PolicyLoss]
 RatioLoss = (
@@ -118,35 +119,37 @@ class PolicyChannel:
         self,
         model: LanguageModel,
         samples: list[PolicySample],
-        hidden: Tensor,
-        batch: StepBatch,
+        hidden: HiddenStates,
+        counts: BatchCounts,
         figures: Figures,
     ) -> Tensor:
-        """Return the loss of some samples of the batch, divided by the whole batch's normalizer."""
-        tokens = self._tokens(model, samples, hidden, batch.version)
+        """Return the loss of some samples, divided by the normalizer of their whole batch."""
+        tokens = self._tokens(model, samples, hidden, counts.version)
         self._logprob_mismatch.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
             requested = requested_fields(self._loss, model, hidden, tokens.mask, self._temperature)
-            return self._custom(self._loss, tokens, samples, requested, batch.action_tokens)
+            return self._custom(self._loss, tokens, samples, requested, counts.action_tokens)
         weights = self._correction(tokens)
-        found = policy_loss(self._loss, tokens, self._normalizer(batch), weights)
+        found = policy_loss(self._loss, tokens, self._normalizer(counts), weights)
         figures["policy/clipped_fraction"] += float(found.clipped_fraction)
         for name in ("kl_reference", "filtered_fraction"):
             if (figure := getattr(found, name)) is not None:
                 figures[f"policy/{name}"] += float(figure)
         if not self._loss.entropy_coef:
             return found.loss
-        entropy = self._entropy(model, hidden, tokens.mask, max(1, batch.action_tokens))
+        entropy = self._entropy(model, hidden, tokens.mask, max(1, counts.action_tokens))
         figures["policy/entropy"] += float(entropy.detach())
         return found.loss - self._loss.entropy_coef * entropy
 
-    def _entropy(self, model: LanguageModel, hidden: Tensor, mask: Tensor, count: int) -> Tensor:
+    def _entropy(
+        self, model: LanguageModel, hidden: HiddenStates, mask: Tensor, count: int
+    ) -> Tensor:
         """Return the summed entropy of the sampled tokens, divided by the step's token count."""
 
         def rows_entropy(scores: Tensor, _rows: slice) -> Tensor:
             return token_entropies(scores, self._temperature).sum() / count
 
-        return linear_scores(rows_entropy, hidden[:, :-1][mask], model.weight, bias=model.bias)
+        return linear_scores(rows_entropy, hidden.predicting(mask), model.weight, bias=model.bias)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -172,12 +175,12 @@ class PolicyChannel:
                 totals[name] = totals[name] + metric if name in totals else metric
         return {f"policy/custom/{name}": metric.mean for name, metric in totals.items()}
 
-    def _normalizer(self, batch: StepBatch) -> int:
+    def _normalizer(self, counts: BatchCounts) -> int:
         kind: Aggregation = getattr(self._loss, "aggregation", "dapo")
         count = aggregation_normalizer(
             kind,
-            sequences=batch.sequences,
-            tokens=batch.action_tokens,
+            sequences=counts.sequences,
+            tokens=counts.action_tokens,
             max_completion_length=self._longest,
         )
         return max(1, count)
@@ -192,9 +195,9 @@ class PolicyChannel:
         return weights
 
     def _tokens(
-        self, model: LanguageModel, samples: list[PolicySample], hidden: Tensor, version: int
+        self, model: LanguageModel, samples: list[PolicySample], hidden: HiddenStates, version: int
     ) -> Tokens:
-        sequences, device = [sample.ids for sample in samples], hidden.device
+        sequences, device = [sample.ids for sample in samples], hidden.computed.device
         ids = padded(sequences).to(device)
         mask = padded([sample.mask for sample in samples])[:, 1:].bool().to(device)
         reference = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.losses.preference import (
@@ -24,6 +25,7 @@ from composer_mesh.losses.preference import (
     wpo_weights,
 )
 from composer_mesh.rollouts.batches import PairSample
+from composer_mesh.rollouts.step_plan import pair_sides
 
 Sides = tuple[Tensor, Tensor]
 
@@ -38,11 +40,18 @@ class ReplayChannel:
         self._config = config
 
     def loss(
-        self, model: LanguageModel, pairs: Sequence[PairSample], normalizer: int
+        self,
+        model: LanguageModel,
+        pairs: Sequence[PairSample],
+        normalizer: int,
+        hidden: HiddenStates | None = None,
     ) -> PreferenceLoss:
-        """Return the loss of some pairs, divided by the number of pairs in the whole batch."""
+        """Return the loss of some pairs, divided by the number of pairs in the whole batch.
+
+        `hidden` has the states of `answer_sequences`; without it they are computed.
+        """
         config = self._config
-        answers = _Answers.of(model, pairs)
+        answers = _Answers.of(model, pairs, hidden)
         weights = answers.pair_weights(model) if config.use_weighting else None
         shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
         chosen, rejected = answers.sums(config.ld_alpha)
@@ -95,18 +104,22 @@ def loss_type(name: str) -> Any:
 class _Answers:
     """The chosen answers of some pairs, then the rejected ones, by token [2 B, T - 1]."""
 
-    hidden: Tensor
+    hidden: HiddenStates
     logprobs: Tensor
     mask: Tensor
 
     @classmethod
-    def of(cls, model: LanguageModel, pairs: Sequence[PairSample]) -> "_Answers":
-        answers = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]
-        contexts = [p.context_ids for p in pairs] * 2
-        sequences = [context + answer for context, answer in zip(contexts, answers, strict=True)]
-        masks = [[False] * len(c) + [True] * len(a) for c, a in zip(contexts, answers, strict=True)]
+    def of(
+        cls, model: LanguageModel, pairs: Sequence[PairSample], hidden: HiddenStates | None = None
+    ) -> "_Answers":
+        sequences = answer_sequences(pairs)
+        contexts = [len(pair.context_ids) for pair in pairs] * 2
+        masks = [
+            [False] * context + [True] * (len(sequence) - context)
+            for context, sequence in zip(contexts, sequences, strict=True)
+        ]
         mask = padded(masks, model.device)[:, 1:].bool()
-        hidden = model.hidden(sequences)
+        hidden = model.hidden(sequences) if hidden is None else hidden
         return cls(hidden, model.logprobs(hidden, padded(sequences, model.device), mask), mask)
 
     @property
@@ -126,6 +139,12 @@ class _Answers:
         """Return WPO's weights [B]: the product of both answers' weights under the policy."""
         collisions = model.collision_logprobs(self.hidden, self.mask)
         return torch.mul(*_sides(wpo_weights(self.logprobs, collisions, self.mask)))
+
+
+def answer_sequences(pairs: Sequence[PairSample]) -> list[list[int]]:
+    """Return the ids of the chosen sides of some pairs, then of the rejected ones."""
+    sides = [pair_sides(pair) for pair in pairs]
+    return [side[0] for side in sides] + [side[1] for side in sides]
 
 
 def answer_logprobs(

@@ -7,6 +7,7 @@ Axes: B sequences of a microbatch, T their padded length, H hidden size.
 
 from torch import Tensor
 
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.losses.fused_entropies import linear_entropies
@@ -16,15 +17,15 @@ from composer_mesh.losses.logprobs import linear_logits
 def requested_fields(
     loss: CustomLoss,
     model: LanguageModel,
-    hidden: Tensor,
+    hidden: HiddenStates,
     mask: Tensor,
     temperature: float,
 ) -> list[dict[str, Tensor]]:
     """Return the fields that a custom loss needs beyond log-probs, of each sequence.
 
-    `hidden` [B, T, H] and `mask` [B, T - 1]; only "logits" makes scores of all sampled tokens.
+    `mask` is [B, T - 1]; only "logits" makes scores of all sampled tokens.
     """
-    rows, counts = hidden[:, :-1][mask], mask.sum(-1).tolist()
+    rows, counts = hidden.predicting(mask), mask.sum(-1).tolist()
     found: dict[str, Tensor] = {}
     if "hidden_states" in loss.needs:
         found["hidden_states"] = rows

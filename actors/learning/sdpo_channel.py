@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.sums import Figures
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
 from composer_mesh.configs.schema import Config
@@ -72,15 +73,15 @@ class StudentRows:
     def of(
         cls,
         model: LanguageModel,
-        hidden: Tensor,
+        hidden: HiddenStates,
         rows: Sequence[int],
         views: Sequence[HintedView],
         temperature: float,
     ) -> "StudentRows":
-        """Select the rows of `views[i]` from row `rows[i]` of `hidden` [B, T, H], its trace."""
-        parts = [hidden[row, view.student_rows] for row, view in zip(rows, views, strict=True)]
+        """Select the rows of `views[i]` from sequence `rows[i]` of `hidden`, its trace."""
+        parts = [hidden.of(row, view.student_rows) for row, view in zip(rows, views, strict=True)]
         targets = torch.tensor(
-            [target for view in views for target in view.targets], device=hidden.device
+            [target for view in views for target in view.targets], device=hidden.computed.device
         )
         return cls(model, torch.cat(parts), targets, temperature)
 

@@ -9,22 +9,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
-from composer_mesh.actors.learning.replay_channel import ReplayChannel, figures_of
+from composer_mesh.actors.learning.replay_channel import (
+    ReplayChannel,
+    answer_sequences,
+    figures_of,
+)
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
 from composer_mesh.actors.learning.sums import StepSums
 from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import Optimizers
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.optimizer_state import Kept
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.batches import PolicySample, StepBatch
+from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
+from composer_mesh.rollouts.prefix_tree import unique_ids
 from composer_mesh.rollouts.step_plan import (
     Microbatch,
     RankPlan,
@@ -41,6 +48,8 @@ class _Pass:
 
     batch: StepBatch
     source: TeacherOutputSource | None
+    rounds: Rounds
+    counts: BatchCounts
     sums: StepSums = field(default_factory=StepSums)
     lost: bool = False
 
@@ -67,8 +76,12 @@ class ThreeChannelStep:
     ) -> None:
         self._config, self._ranks = config, ranks or Ranks()
         self._packed, self._budget = config.trainer.packing, config.trainer.microbatch_tokens
-        self._model, self._sharded = LanguageModel(model, self._packed), is_sharded(model)
-        frozen = None if reference is None else LanguageModel(reference, self._packed)
+        self._sharing, self._sharded = config.trainer.prefix_sharing, is_sharded(model)
+        self._model = LanguageModel(model, self._packed, self._sharing)
+        frozen = None
+        if reference is not None:
+            sharing = self._sharing and not self._sharded  # else ranks differ in forwards
+            frozen = LanguageModel(reference, self._packed, sharing)
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config)
         self._replay = ReplayChannel(config.replay)
@@ -98,7 +111,7 @@ class ThreeChannelStep:
         return rounds_of(batch, together, self._budget)
 
     def _plans(self, batch: StepBatch) -> list[RankPlan]:
-        return plan_step(batch, self._budget, self._ranks.size, self._packed)
+        return plan_step(batch, self._budget, self._ranks.size, self._packed, self._sharing)
 
     def run(
         self,
@@ -114,23 +127,29 @@ class ThreeChannelStep:
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
-        done = self._accumulate(batch, source)
+        counts = batch.counts()
+        done = self._accumulate(batch, source, counts)
         if lost := self._ranks.any(done.lost):
-            done = self._accumulate(batch, None)
+            done = self._accumulate(batch, None, counts)
         sums = StepSums.of_ranks(self._ranks.gather(done.sums))
         if lost:
             sums.figures["sdpo/lost_steps"] = 1
         norm, rate = self._update.apply(batch.step, before_update)
-        return self._metrics(batch, sums, norm, rate)
+        return self._metrics(batch, counts, sums, norm, rate)
 
-    def _accumulate(self, batch: StepBatch, source: TeacherOutputSource | None) -> _Pass:
+    def _accumulate(
+        self, batch: StepBatch, source: TeacherOutputSource | None, counts: BatchCounts
+    ) -> _Pass:
         """Accumulate the gradients of this rank's share, starting from zero."""
-        one, plan, rounds = _Pass(batch, source), self.plan(batch), self.rounds(batch)
+        plan, rounds = self.plan(batch), self.rounds(batch)
+        one = _Pass(batch, source, rounds, counts)
         self._update.begin()
         self._policy.begin_step()
+        if self._sharing:
+            one.sums.figures["tokens/unique"] += _unique_tokens(batch, plan)
         for index in range(rounds.microbatches):
             if index < len(plan.microbatches):
-                self._train_traces(index, plan.microbatches[index], one)
+                self._train_microbatch(index, plan.microbatches[index], one)
             else:
                 self._dummy_forward(index, one)
             if one.lost and not self._sharded:
@@ -138,7 +157,8 @@ class ThreeChannelStep:
         if self._config.replay.on:
             groups = pair_groups(batch.pairs, plan.pairs, self._budget)
             for group in groups:
-                self._train_pairs(group, one)
+                pairs = [batch.pairs[place] for place in group]
+                self._pair_loss(pairs, None, one).backward()
             for _ in range(rounds.pairs - len(groups)):
                 self._model.dummy_forward().backward()
         if batch.skipped.sequences:
@@ -155,7 +175,7 @@ class ThreeChannelStep:
             self._model.dummy_forward().backward()
 
     def _metrics(
-        self, batch: StepBatch, sums: StepSums, norm: float, rate: float
+        self, batch: StepBatch, counts: BatchCounts, sums: StepSums, norm: float, rate: float
     ) -> dict[str, float | None]:
         sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
@@ -163,27 +183,54 @@ class ThreeChannelStep:
             **sums.metrics(self._config.sdpo.alpha, self._config.replay.beta),
             "policy/grad_norm": norm,
             "policy/lr": rate,
-            "tokens/trained": batch.action_tokens,
+            "tokens/trained": counts.action_tokens,
             "tokens/skipped": batch.skipped.tokens,
         }
 
-    def _train_traces(self, index: int, microbatch: Microbatch, one: _Pass) -> None:
+    def _train_microbatch(self, index: int, microbatch: Microbatch, one: _Pass) -> None:
+        """Add the gradients of a microbatch: one forward, and one backward for all channels."""
         samples = [one.batch.samples[place] for place in microbatch.samples]
-        hidden = self._model.hidden([sample.ids for sample in samples])
-        loss = self._policy.loss(self._model, samples, hidden, one.batch, one.sums.figures)
+        pairs = [one.batch.pairs[place] for place in microbatch.pairs]
+        own, others = [sample.ids for sample in samples], answer_sequences(pairs)
+        hidden = self._model.hidden([*own, *others])
+        missing = one.rounds.trained[index] - microbatch.forwards if self._sharded else 0
+        losses = [self._model.dummy_forward() for _ in range(missing)]
+        if self._sharing:
+            one.sums.figures["tokens/dense"] += sum(map(len, [*own, *others]))
+            one.sums.figures["tokens/computed"] += len(hidden.computed)
+        if samples:
+            part = hidden.part(slice(len(own)), max(map(len, own)))
+            losses.append(self._trace_loss(index, microbatch, samples, part, one))
+        else:
+            self._skip_traces(index, one)
+        if pairs:
+            part = hidden.part(slice(len(own), None), max(map(len, others)))
+            losses.append(self._pair_loss(pairs, part, one))
+        torch.stack(losses).sum().backward()
+
+    def _trace_loss(
+        self,
+        index: int,
+        microbatch: Microbatch,
+        samples: list[PolicySample],
+        hidden: HiddenStates,
+        one: _Pass,
+    ) -> Tensor:
+        """Return the weighted sum of the policy and the SDPO loss of some samples."""
+        loss = self._policy.loss(self._model, samples, hidden, one.counts, one.sums.figures)
         one.sums.add("policy", loss)
         sdpo = self._distil(index, microbatch, samples, hidden, one)
-        if sdpo is not None:
-            one.sums.add("sdpo", sdpo)
-            loss = loss + self._config.sdpo.alpha * sdpo
-        loss.backward()
+        if sdpo is None:
+            return loss
+        one.sums.add("sdpo", sdpo)
+        return loss + self._config.sdpo.alpha * sdpo
 
     def _distil(
         self,
         index: int,
         microbatch: Microbatch,
         samples: Sequence[PolicySample],
-        hidden: Tensor,
+        hidden: HiddenStates,
         one: _Pass,
     ) -> Tensor | None:
         """Return a microbatch's SDPO loss; None without views, or if the output is lost."""
@@ -206,20 +253,33 @@ class ThreeChannelStep:
         except TeacherOutputsLost:
             one.source, one.lost = None, True
             return None
-        return self._sdpo.loss(rows, teacher_output, one.batch.sdpo_tokens, one.sums.figures)
+        return self._sdpo.loss(rows, teacher_output, one.counts.sdpo_tokens, one.sums.figures)
 
     def _dummy_forward(self, index: int, one: _Pass) -> None:
-        """Run the models once, to match ranks that have a microbatch of this index."""
-        loss = self._model.dummy_forward()
+        """Run the models as often as ranks that have a microbatch of this index."""
+        losses = [self._model.dummy_forward() for _ in range(one.rounds.trained[index])]
+        self._skip_traces(index, one)
+        torch.stack(losses).sum().backward()
+
+    def _skip_traces(self, index: int, one: _Pass) -> None:
+        """Run the frozen models to match ranks that have samples where this one has none."""
         self._policy.skip()
         if one.source is not None:
             one.source.skip(index)
-        loss.backward()
 
-    def _train_pairs(self, places: Sequence[int], one: _Pass) -> None:
-        pairs = [one.batch.pairs[place] for place in places]
-        result = self._replay.loss(self._model, pairs, len(one.batch.pairs))
+    def _pair_loss(
+        self, pairs: Sequence[PairSample], hidden: HiddenStates | None, one: _Pass
+    ) -> Tensor:
+        """Return the weighted loss of some pairs."""
+        result = self._replay.loss(self._model, pairs, len(one.batch.pairs), hidden)
         one.sums.add("replay", result.loss)
         for name, value in figures_of(result).items():
             one.sums.figures[f"replay/{name}"] += value
-        (self._config.replay.beta * result.loss).backward()
+        return self._config.replay.beta * result.loss
+
+
+def _unique_tokens(batch: StepBatch, plan: RankPlan) -> int:
+    """Return a rank's tokens, of which what sequences begin with in common counts once."""
+    own = [batch.samples[place].ids for one in plan.microbatches for place in one.samples]
+    pairs = [batch.pairs[place] for one in plan.microbatches for place in one.pairs]
+    return unique_ids([*own, *answer_sequences(pairs)])

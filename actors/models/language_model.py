@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.packed import Packed
+from composer_mesh.actors.models.shared_prefixes import shared_states
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
+from composer_mesh.rollouts.prefix_tree import MIN_SHARED, PrefixTree
 
 STATES = "decoder_states"
 PROBE_IDS = 3
@@ -50,16 +53,27 @@ class UnsupportedPacking(ValueError):
         )
 
 
+class UnsupportedSharing(ValueError):
+    """A model that cannot compute what sequences share once."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(model, reason)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}: set trainer.prefix_sharing to false"
+
+
 class LanguageModel:
     """The hidden-state and head parts of a Hugging Face causal LM.
 
-    With `packing`, several sequences share an input row. Of a sharded model only `hidden`
+    With `packing`, several sequences share an input row; with `sharing`, what several of them begin
+    with is computed once. Of a sharded model only `hidden`
     communicates with other ranks, so all ranks must call it equally often, in the same order; its
     head is gathered from then on until the backward.
     """
 
-    def __init__(self, model: Any, packing: bool = False) -> None:
-        self.model = model
+    def __init__(self, model: Any, packing: bool = False, sharing: bool = False) -> None:
+        self.model, self._sharing = model, sharing
         self._head = model.get_output_embeddings()
         self._packing = packing
         # A sharded model has its own method, which gathers weights first.
@@ -93,7 +107,7 @@ class LanguageModel:
         louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_SCALE)
         try:
             own = self.model(input_ids=ids, use_cache=False).logits.float()
-            apart = self._head(self.hidden(ids.tolist())).float()
+            apart = self._head(self.hidden(ids.tolist()).whole()).float()
         finally:
             louder.remove()
         difference = float((own - apart).abs().max())
@@ -106,12 +120,31 @@ class LanguageModel:
         sequences = [[*range(PROBE_IDS)], [1], [0]]
         apart, together = self._padded(sequences), self._packed(sequences)
         rows = padded([[True] * len(one) for one in sequences], self.device)
-        difference = float((apart - together)[rows].abs().max())
-        if not difference <= PROBE_TOLERANCE * max(1.0, float(apart.abs().max())):
+        difference = float((apart.whole() - together.whole())[rows].abs().max())
+        if not difference <= PROBE_TOLERANCE * max(1.0, float(apart.computed.abs().max())):
             raise UnsupportedPacking(type(self.model).__name__, difference)
 
-    def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the last hidden states [B, T, H], normed, of sequences padded on the right."""
+    @torch.no_grad()
+    def check_sharing(self) -> None:
+        """Raise `UnsupportedSharing` unless shared prefixes leave the hidden states unchanged."""
+        name = type(self.model).__name__
+        if others := layers_without_full_attention(self.model.config):
+            raise UnsupportedSharing(name, f"prefixes are not shared across {others}")
+        prompt = [*range(PROBE_IDS)] * MIN_SHARED
+        sequences = [[*prompt, last, 0] for last in range(PROBE_IDS)]
+        apart = self._padded(sequences).whole()
+        shared = shared_states(self._states, PrefixTree.of(sequences), self.device).whole()
+        difference = float((apart - shared).abs().max())
+        if not difference <= PROBE_TOLERANCE * max(1.0, float(apart.abs().max())):
+            reason = f"hidden states with shared prefixes differ by up to {difference:.3g}"
+            raise UnsupportedSharing(name, reason)
+
+    def hidden(self, sequences: Sequence[list[int]]) -> HiddenStates:
+        """Return the last hidden states, normed, of some sequences."""
+        if self._sharing and len(sequences) > 1:
+            tree = PrefixTree.of(sequences)
+            if tree.pays:
+                return shared_states(self._states, tree, self.device)
         if self._packing and len(sequences) > 1:
             return self._packed(sequences)
         return self._padded(sequences)
@@ -121,26 +154,25 @@ class LanguageModel:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         return 0 * self.logprobs(self.hidden(ids.tolist()), ids, ids[:, 1:] == 0).sum()
 
-    def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         # No mask: causal attention never sees padding on the right.
-        states: Tensor = self._states(input_ids=padded(sequences, self.device))
-        return states
+        return HiddenStates.padded(self._states(input_ids=padded(sequences, self.device)))
 
-    def _packed(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _packed(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         # Flash attention supports restarts only in a single row, where they cost nothing.
         flash = self.model.config._attn_implementation == "flash_attention_2"
         packed = Packed.of(sequences, self.device, one_row=flash)
         return packed.unpacked(self._states(input_ids=packed.ids, position_ids=packed.positions))
 
     def logprobs(
-        self, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0
+        self, hidden: HiddenStates, ids: Tensor, mask: Tensor, temperature: float = 1.0
     ) -> Tensor:
         """Return log-probs [B, T - 1] of each next id where the mask is True, 0 elsewhere.
 
-        `hidden` [B, T, H] and `ids` [B, T] are of the same sequences.
+        `hidden` and `ids` [B, T] are of the same sequences.
         """
         found = linear_logprobs(
-            hidden[:, :-1][mask],
+            hidden.predicting(mask),
             self.weight,
             ids[:, 1:][mask],
             bias=self.bias,
@@ -148,16 +180,25 @@ class LanguageModel:
         )
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
-    def collision_logprobs(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def collision_logprobs(self, hidden: HiddenStates, mask: Tensor) -> Tensor:
         """Log of sum p^2 [B, T - 1] of each prediction where the mask is True, 0 elsewhere."""
-        rows = hidden[:, :-1][mask]
+        rows = hidden.predicting(mask)
         found = linear_collision_logprobs(rows, self.weight, bias=self.bias)
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 
-def decoder_states(model: Any, **inputs: Tensor) -> Tensor:
+def layers_without_full_attention(config: Any) -> str:
+    """Return what kinds of layers a model has that do not attend to all positions; else empty."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        kinds = {"sliding_attention"}
+    return ", ".join(sorted(kinds - {"full_attention"}))
+
+
+def decoder_states(model: Any, **inputs: Any) -> Tensor:
     """Return the last hidden states [B, T, H] of a causal LM, before its head."""
-    states: Tensor = model.base_model(use_cache=False, **inputs).last_hidden_state
+    cached = "past_key_values" in inputs
+    states: Tensor = model.base_model(use_cache=cached, **inputs).last_hidden_state
     return states
 
 

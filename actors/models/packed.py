@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.rollouts.packing import packed_rows
 
 
@@ -20,14 +21,12 @@ from composer_mesh.rollouts.packing import packed_rows
 class Packed:
     """The model's inputs `ids` and `positions` [R, L], and how to unpack its outputs.
 
-    The N tokens are at `places` of the R * L packed positions, and at `wanted` of B * T.
+    `places` [B, T] is where each token is among the R * L packed positions.
     """
 
     ids: Tensor
     positions: Tensor
     places: Tensor
-    wanted: Tensor
-    shape: tuple[int, int]
 
     @classmethod
     def of(
@@ -40,26 +39,17 @@ class Packed:
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         # The padding of a row is a separate sequence whose output is unused.
         positions = torch.arange(width).repeat(len(rows), 1)
-        places, wanted = [], []
+        places = torch.zeros(len(sequences), longest, dtype=torch.long)
         for number, row in enumerate(rows):
             ends = list(accumulate(lengths[index] for index in row))
             for index, end in zip(row, ends, strict=True):
                 begin = end - lengths[index]
                 ids[number, begin:end] = torch.as_tensor(sequences[index])
                 positions[number, begin:] = torch.arange(width - begin)
-                places.append(number * width + torch.arange(begin, end))
-                wanted.append(index * longest + torch.arange(lengths[index]))
+                places[index, : end - begin] = number * width + torch.arange(begin, end)
             positions[number, ends[-1] :] = torch.arange(width - ends[-1])
-        return cls(
-            ids.to(device),
-            positions.to(device),
-            torch.cat(places).to(device),
-            torch.cat(wanted).to(device),
-            (len(sequences), longest),
-        )
+        return cls(ids.to(device), positions.to(device), places.to(device))
 
-    def unpacked(self, states: Tensor) -> Tensor:
-        """Unpack hidden states [R, L, H] to [B, T, H] of padded sequences, 0 at padding."""
-        flat = states.flatten(0, 1)
-        found = flat.new_zeros(self.shape[0] * self.shape[1], flat.shape[-1])
-        return found.index_copy(0, self.wanted, flat[self.places]).view(*self.shape, -1)
+    def unpacked(self, states: Tensor) -> HiddenStates:
+        """Return the states [R, L, H] as those of the sequences."""
+        return HiddenStates(states.flatten(0, 1), self.places)

@@ -34,9 +34,9 @@ from composer_mesh.configs.trainer import TrainerConfig
 def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     """Return the model to train, on the rank's device.
 
-    Raises `UnsupportedHead` and `UnsupportedPacking` for models that the losses cannot train,
-    ValueError for attention that the device does not support, and the errors of adapters and
-    sharding.
+    Raises `UnsupportedHead`, `UnsupportedPacking` and `UnsupportedSharing` for models that the
+    losses cannot train, ValueError for attention that the device does not support, and the errors
+    of adapters and sharding.
     """
     trainer = config.trainer
     if trainer.attention != "sdpa" and ranks.device.type == "cpu":
@@ -49,6 +49,8 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
         LanguageModel(source).check_head()
         if trainer.packing:
             LanguageModel(source).check_packing()
+        if trainer.prefix_sharing:
+            LanguageModel(source).check_sharing()
     if trainer.lora is not None:
         for one in {id(one): one for one in (source, model) if one is not None}.values():
             add_adapters(one, trainer.lora, config.run.seed)

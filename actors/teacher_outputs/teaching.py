@@ -39,6 +39,7 @@ class TeacherModel:
 
     With `follows`, `model` is the trainer's own object, which the trainer updates: it is only read,
     and where the teacher's weights differ from it, `copied` creates the model that holds them.
+    With `sharing`, what hinted contexts begin with is computed once; not for a sharded model.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class TeacherModel:
         follows: bool = False,
         copied: Callable[[Any], Any] = copy.deepcopy,
         vocabulary: int | None = None,
+        sharing: bool = False,
     ) -> None:
-        self.version, self._vocabulary = 0, vocabulary
+        self.version, self._vocabulary, self._sharing = 0, vocabulary, sharing
         self._config, self._budget, self._follows = config, budget, follows
         own = copied(model).requires_grad_(False) if self._has_two(follows) else None
         self._own = own
@@ -121,7 +123,10 @@ class TeacherModel:
         With trust_region, both models' states are concatenated to [N, 2 H]. Each model runs at
         least `forwards` forwards, so that a sharded model runs equally often on all ranks.
         """
-        parts = [hinted_states(model, views, self._budget, forwards) for model in self.models]
+        parts = [
+            hinted_states(model, views, self._budget, forwards, self._sharing)
+            for model in self.models
+        ]
         return torch.cat(parts, dim=-1)
 
     @torch.no_grad()
@@ -156,18 +161,24 @@ def blend_from(source: Any) -> Blend:
 
 @torch.no_grad()
 def hinted_states(
-    model: Any, views: Sequence[HintedView], budget: int, forwards: int = 0
+    model: Any,
+    views: Sequence[HintedView],
+    budget: int,
+    forwards: int = 0,
+    sharing: bool = False,
 ) -> Tensor:
     """Return the normed last hidden states [N, H] at each view's teacher rows, in view order.
 
-    The model runs at least `forwards` forwards.
+    The model runs at least `forwards` forwards. With `sharing`, what hinted contexts begin with is
+    computed once.
     """
-    language_model, groups = LanguageModel(model), teacher_groups(views, budget)
+    language_model = LanguageModel(model, sharing=sharing)
+    groups = teacher_groups(views, budget, sharing)
     rows: list[Tensor] = [torch.empty(0)] * len(views)
     for indices in groups:
         states = language_model.hidden([views[index].teacher_ids for index in indices])
         for row, index in enumerate(indices):
-            rows[index] = states[row, views[index].teacher_rows]
+            rows[index] = states.of(row, views[index].teacher_rows)
     for _ in range(forwards - len(groups)):
         language_model.dummy_forward()
     return torch.cat(rows) if rows else torch.empty(0)

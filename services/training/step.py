@@ -51,7 +51,13 @@ class MeshTraining:
         ]
         if self._teachers is not None and alive:
             trainer = self._trainer
-            plans = plan_step(batch, trainer.microbatch_tokens, len(ranks), trainer.packing)
+            plans = plan_step(
+                batch,
+                trainer.microbatch_tokens,
+                len(ranks),
+                trainer.packing,
+                trainer.prefix_sharing,
+            )
             work.append(self._teachers.feed(batch, plans, alive, ranks))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]
         return {**replies[0].metrics, **joined([reply.figures for reply in replies])}

@@ -41,6 +41,12 @@ class World:
         of_one = self.root / "checkpoints" / "of-one"
         return {
             "five": learning.five_steps(plain, self.folder, ranks, self.steps),
+            "dense": learning.five_steps(
+                learning.config(learning.SHARING, **learning.LONGER),
+                self.folder,
+                ranks,
+                learning.with_prompts(self.steps),
+            ),
             "lost": learning.lost(plain, self.folder, ranks, self.steps[0], at=0),
             "saved": learning.saved(plain, self.folder, ranks, self.steps, of_one),
         }
@@ -76,6 +82,18 @@ def test_five_steps_have_the_losses_figures_and_gradient_norms_of_one_rank(world
         found, expected = ({n: m[n] for n in m if n not in off} for m in (two, one))
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert {"loss/policy", "loss/sdpo", "loss/replay"} <= found.keys() | off
+
+
+def test_two_ranks_that_share_prefixes_make_the_weights_of_one_that_does_not(world: World) -> None:
+    for rank in world.two:
+        same(rank["sharing"]["last"], world.one["dense"]["last"])
+    same(world.two[0]["sharing"]["gradients"], world.one["dense"]["gradients"])
+    for two, one in zip(
+        world.two[0]["sharing"]["metrics"], world.one["dense"]["metrics"], strict=True
+    ):
+        assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-5, abs=1e-5)
+    first = world.two[0]["sharing"]["metrics"][0]
+    assert first["tokens/computed"] < 0.8 * first["tokens/dense"]
 
 
 def test_gradients_are_sums_over_ranks_the_tied_head_among_them(world: World) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
-from step_batches import ALL_ON, batch_of
+from step_batches import ALL_ON, batch_of, begun_with
 
 from composer_mesh.actors.checkpoints.manifest import write_manifest
 from composer_mesh.actors.learning.learner import Learner
@@ -53,6 +53,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "trainer": {"lr": 1e-3, "microbatch_tokens": 64},
 }
 SHARDED = {"ranks": 2, "packing": True}
+SHARING = {"microbatch_tokens": 128}
+"""Room for a prompt before each sequence of the batches; with it, `prefix_sharing` has work."""
+LONGER = {"policy": {"max_context": 128}}
 ADAPTED = {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}
 
 
@@ -87,6 +90,13 @@ def batches(model: Any) -> list[StepBatch]:
         replace(batch, step=step, pairs=[untied(pair) for pair in batch.pairs])
         for step, batch in enumerate(found)
     ]
+
+
+def with_prompts(steps: Sequence[StepBatch]) -> list[StepBatch]:
+    """The steps with one of two prompts before each sequence."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(300) for _ in range(30)] for _ in range(2)]
+    return [begun_with(step, *prompts) for step in steps]
 
 
 def untied(pair: PairSample) -> PairSample:
@@ -220,7 +230,7 @@ def half(folder: Path, ranks: Ranks, steps: Sequence[StepBatch]) -> Any:
         hidden = LanguageModel(learner.model).hidden([[1, 2, 3], [4]])
     return {
         "metrics": metrics,
-        "computes": str(hidden.dtype),
+        "computes": str(hidden.computed.dtype),
         "keeps": {str(one.dtype) for one in learner.export().values()},
     }
 
@@ -234,6 +244,12 @@ def both(
     sharded, adapted = config(SHARDED), config(SHARDED | ADAPTED)
     found = {
         "five": five_steps(sharded, folder, ranks, steps),
+        "sharing": five_steps(
+            config({**SHARING, "ranks": 2, "prefix_sharing": True}, **LONGER),
+            folder,
+            ranks,
+            with_prompts(steps),
+        ),
         "lost": lost(sharded, folder, ranks, steps[0], at=1),
         "saved": saved(sharded, folder, ranks, steps, root / "checkpoints" / "of-two"),
         "from one": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-one"),

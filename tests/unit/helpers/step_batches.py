@@ -16,7 +16,7 @@ from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, view_ke
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
-from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
+from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch, policy_sample
 from composer_mesh.rollouts.traces import Trace, Turn
 
 PROMPT, HINT = [7, 8], [11, 12, 13]
@@ -90,6 +90,41 @@ def referred(model: Any, pair: PairSample) -> PairSample:
             own_logprobs(model, context + ids)[-len(ids) :].sum() for ids in answers
         )
     return replace(pair, reference=(float(chosen), float(rejected)))
+
+
+def begun_with(batch: StepBatch, *prompts: list[int]) -> StepBatch:
+    """The batch with a prompt before all ids, in turn: samples, views and pairs share it."""
+    places = {sample.trace_id: n for n, sample in enumerate(batch.samples)}
+
+    def prompt(place: int) -> list[int]:
+        return prompts[place % len(prompts)]
+
+    def sample(one: PolicySample, before: list[int]) -> PolicySample:
+        count = len(before)
+        return replace(
+            one,
+            ids=before + one.ids,
+            mask=[False] * count + one.mask,
+            logprobs=[0.0] * count + one.logprobs,
+            versions=[-1] * count + one.versions,
+        )
+
+    def pair(one: PairSample, before: list[int]) -> PairSample:
+        return replace(one, context_ids=before + one.context_ids, reference=(-20.0, -10.0))
+
+    def view(one: Any, before: list[int]) -> Any:
+        rows = {
+            name: [row + len(before) for row in getattr(one, name)]
+            for name in ("student_rows", "teacher_rows")
+        }
+        return replace(one, teacher_ids=before + one.teacher_ids, **rows)
+
+    return replace(
+        batch,
+        samples=[sample(one, prompt(n)) for n, one in enumerate(batch.samples)],
+        views=[view(one, prompt(places[one.trace_id])) for one in batch.views],
+        pairs=[pair(one, prompt(n)) for n, one in enumerate(batch.pairs)],
+    )
 
 
 def flat(batch: StepBatch) -> StepBatch:

@@ -68,7 +68,7 @@ def test_head_and_hidden_states_of_padded_rows_give_the_logits_of_each_sequence(
     model = built(PLAIN[name])
     apart = LanguageModel(model)
     with torch.no_grad():
-        states = apart.hidden(SEQUENCES)
+        states = apart.hidden(SEQUENCES).whole()
         scores = states @ apart.weight.T
     scores = scores if apart.bias is None else scores + apart.bias
     assert states.shape == (len(SEQUENCES), 6, 16)

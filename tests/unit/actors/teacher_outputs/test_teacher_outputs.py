@@ -122,7 +122,7 @@ def test_topk_of_the_students_choice_is_about_the_students_entries() -> None:
 
 def test_the_student_chooses_its_own_most_likely_entries(build_model: Any) -> None:
     model = LanguageModel(build_model(1))
-    hidden = model.hidden([[5, 7, 9, 11]])[0].detach()
+    hidden = model.hidden([[5, 7, 9, 11]]).computed.detach()
     rows = StudentRows(model, hidden, torch.zeros(4, dtype=torch.long), 1.0)
     expected = (hidden @ model.weight.T).topk(3, dim=-1).indices
     assert torch.equal(rows.top_k(3).long(), expected)

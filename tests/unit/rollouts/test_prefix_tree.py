@@ -1,0 +1,73 @@
+"""Sequences as paths of a tree: nothing is lost, and what they share is there once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from composer_mesh.rollouts.prefix_tree import PrefixTree, shared_length, unique_ids
+
+PROMPT = list(range(100, 140))
+
+
+def path(tree: PrefixTree, sequence: int) -> list[int]:
+    leaf = tree.leaves[sequence]
+    nodes = [leaf, *leaf.ancestors()][::-1]
+    starts = [sum(len(one.ids) for one in nodes[:place]) for place in range(len(nodes))]
+    assert [node.start for node in nodes] == starts
+    assert [node.level for node in nodes] == list(range(len(nodes)))
+    assert len({node.row for node in nodes}) == 1
+    return [one for node in nodes for one in node.ids]
+
+
+def branching(rng: random.Random, depth: int) -> list[list[int]]:
+    """Random sequences that branch up to `depth` times, some of them twice or a part of others."""
+    stem = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+    if depth == 0:
+        return [stem] * rng.randrange(1, 3)
+    found = [[stem[0], *stem]] if rng.random() < 0.3 else []
+    for _ in range(rng.randrange(1, 4)):
+        found += [stem + rest for rest in branching(rng, depth - 1)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_sequence_is_its_path_and_no_shared_span_is_there_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    sequences = branching(rng, seed % 7)
+    rng.shuffle(sequences)
+    shortest = rng.randrange(1, 6)
+    tree = PrefixTree.of(sequences, shortest)
+    assert [path(tree, index) for index in range(len(sequences))] == sequences
+    siblings: dict[int, list[list[int]]] = {}
+    for level in tree.levels:
+        for node in level:
+            siblings.setdefault(id(node.parent), []).append(node.ids)
+    for spans in siblings.values():
+        for index, span in enumerate(spans):
+            assert all(shared_length(span, other) < shortest for other in spans[:index])
+    if shortest == 1:
+        assert tree.ids == unique_ids(sequences)
+
+
+def test_a_group_is_its_prompt_once_and_its_answers() -> None:
+    sequences = [[*PROMPT, answer, answer + 1] for answer in range(8)]
+    tree = PrefixTree.of(sequences)
+    assert [[len(node.ids) for node in level] for level in tree.levels] == [[40], [2] * 8]
+    assert (tree.rows, tree.ids, tree.computed, tree.widths()) == (1, 56, 56, [40, 16])
+    assert tree.pays
+
+
+def test_equal_sequences_are_computed_once() -> None:
+    tree = PrefixTree.of([PROMPT] * 3)
+    assert (tree.ids, len(tree.levels)) == (40, 1)
+    assert len({id(leaf) for leaf in tree.leaves}) == 1
+
+
+def test_sequences_that_share_little_are_not_worth_a_tree() -> None:
+    sequences = [[start, *PROMPT] for start in range(4)]
+    assert not PrefixTree.of(sequences).pays
+    short = [[*PROMPT[:4], start] for start in range(4)]
+    assert len(PrefixTree.of(short).levels) == 1
+    assert not PrefixTree.of(short).pays
