@@ -3,8 +3,11 @@
     sequences of ids -> nodes (spans of ids) -> levels: what one forward computes
 
 A node is a span of ids that follows the same ids in all its sequences. Level 0 holds the roots, and
-each further level continues the nodes of the one before. The last id of a span predicts a different
-next id in each of its sequences: losses read the same position once for each.
+each further level continues the nodes of the one before. Nodes of one row follow the same row of
+the level before, and do not see each other; a row is short beside what it follows.
+
+The last id of a span predicts a different next id in each of its sequences: losses read the same
+position once for each.
 """
 
 from __future__ import annotations
@@ -21,15 +24,21 @@ WORTH = 0.9
 """Largest ratio of positions computed with sharing to those without at which it is used."""
 
 
+ROW_SHARE = 4
+"""A row of several nodes is no longer than the longest of them, or this part of what it follows:
+they do not see each other, so what attention computes of that is lost."""
+
+
 @dataclass(slots=True)
 class Node:
-    """A span of ids from position `start` on; `row` numbers the root that it descends from."""
+    """A span of ids from position `start` on, at `column` of a row of its level."""
 
     ids: list[int]
     start: int
     level: int
-    row: int
     parent: Node | None = field(repr=False)
+    row: int = 0
+    column: int = 0
 
     def ancestors(self) -> Iterator[Node]:
         """Yield the nodes before it, the nearest first."""
@@ -39,11 +48,55 @@ class Node:
             node = node.parent
 
 
+@dataclass(slots=True)
+class Level:
+    """Nodes in `rows` rows of one `width`; each row follows a row of the level before."""
+
+    nodes: list[Node]
+    follows: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    """Ids before each row, in the rows that it follows."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.ends)
+
+    @property
+    def width(self) -> int:
+        return max(self.ends)
+
+    def place(self, previous: Level | None) -> None:
+        """Give each node its row and column: the longest first, where it fits first."""
+        siblings: dict[int, list[Node]] = {}
+        for number, node in enumerate(self.nodes):
+            follows = number if node.parent is None else node.parent.row
+            siblings.setdefault(follows, []).append(node)
+        for follows, nodes in siblings.items():
+            before = 0 if previous is None else previous.before[follows] + previous.ends[follows]
+            nodes.sort(key=lambda node: -len(node.ids))
+            longest, first = max(len(nodes[0].ids), before // ROW_SHARE), self.rows
+            for node in nodes:
+                self._place(node, first, longest, follows, before)
+
+    def _place(self, node: Node, first: int, longest: int, follows: int, before: int) -> None:
+        """Place a node in a row from `first` on where it fits, or in a new one."""
+        rows = range(first, self.rows)
+        fitting = (row for row in rows if self.ends[row] + len(node.ids) <= longest)
+        if (row := next(fitting, None)) is None:
+            row = self.rows
+            self.follows.append(follows)
+            self.before.append(before)
+            self.ends.append(0)
+        node.row, node.column = row, self.ends[row]
+        self.ends[row] += len(node.ids)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
     """The nodes by level, and the last node of each sequence, in the order of the sequences."""
 
-    levels: list[list[Node]]
+    levels: list[Level]
     leaves: list[Node]
 
     @classmethod
@@ -56,22 +109,17 @@ class PrefixTree:
         leaves: list[Node | None] = [None] * len(sequences)
         for place, index in enumerate(order):
             leaves[index] = building.leaves[place]
-        return cls(building.levels, [leaf for leaf in leaves if leaf is not None])
-
-    @property
-    def rows(self) -> int:
-        """Number of roots: sequences of different rows share nothing."""
-        return len(self.levels[0])
+        return cls(building.placed(), [leaf for leaf in leaves if leaf is not None])
 
     @property
     def ids(self) -> int:
         """Number of ids of all nodes."""
-        return sum(len(node.ids) for level in self.levels for node in level)
+        return sum(sum(level.ends) for level in self.levels)
 
     @property
     def computed(self) -> int:
         """Number of positions that the forwards compute, padding included."""
-        return sum(self.rows * width for width in self.widths())
+        return sum(level.rows * level.width for level in self.levels)
 
     @property
     def pays(self) -> bool:
@@ -83,18 +131,6 @@ class PrefixTree:
     def forwards(self) -> int:
         """Number of forwards of the model that compute it: one where sharing does not pay."""
         return len(self.levels) if self.pays else 1
-
-    def widths(self) -> list[int]:
-        """Return the length of each level's rows: the nodes of a level follow one another."""
-        return [max(row_lengths(level, self.rows)) for level in self.levels]
-
-
-def row_lengths(level: Sequence[Node], rows: int) -> list[int]:
-    """Return the number of ids that each row has at a level."""
-    lengths = [0] * rows
-    for node in level:
-        lengths[node.row] += len(node.ids)
-    return lengths
 
 
 def shared_lengths(ordered: Sequence[list[int]]) -> list[int]:
@@ -132,12 +168,21 @@ class _Building:
     shared: list[int]
     shortest: int
     levels: list[list[Node]] = field(default_factory=list)
+    """The nodes of each level."""
     leaves: dict[int, Node] = field(default_factory=dict)
 
     def run(self) -> None:
         todo: list[_Neighbours] = [(0, len(self.ordered), 0, None)]
         while todo:
             todo.extend(self._split(*todo.pop()))
+
+    def placed(self) -> list[Level]:
+        """Return the levels, each with its nodes in rows."""
+        levels: list[Level] = []
+        for nodes in self.levels:
+            levels.append(Level(nodes))
+            levels[-1].place(levels[-2] if len(levels) > 1 else None)
+        return levels
 
     def _split(self, low: int, high: int, start: int, parent: Node | None) -> list[_Neighbours]:
         """Add the nodes of neighbours that share `start` ids; return those to be split further."""
@@ -166,7 +211,6 @@ class _Building:
         level = 0 if parent is None else parent.level + 1
         while len(self.levels) <= level:
             self.levels.append([])
-        row = len(self.levels[0]) if parent is None else parent.row
-        node = Node(self.ordered[place][start:end], start, level, row, parent)
+        node = Node(self.ordered[place][start:end], start, level, parent)
         self.levels[level].append(node)
         return node

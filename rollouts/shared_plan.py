@@ -8,12 +8,14 @@ A unit is what needs one forward together: a sample, or both sides of a pair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from composer_mesh.rollouts.prefix_tree import MIN_SHARED, PrefixTree, shared_length, unique_ids
 
 Unit = Sequence[list[int]]
+Shape = list[tuple[int, int]]
+"""Rows and width of each level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,12 @@ class Part:
     """Indices of units that share a beginning, and the size of their forwards."""
 
     units: list[int]
-    rows: int
-    widths: list[int]
+    shape: Shape
 
     @property
     def tokens(self) -> int:
         """Number of positions that are computed, padding included."""
-        return self.rows * sum(self.widths)
+        return positions(self.shape)
 
 
 def parts_of(units: Sequence[Unit], budget: int) -> list[Part]:
@@ -39,7 +40,7 @@ def parts_of(units: Sequence[Unit], budget: int) -> list[Part]:
     for family in families(units):
         for members in _fitting(units, family, budget):
             tree = PrefixTree.of([ids for index in members for ids in units[index]])
-            parts.append(Part(members, tree.rows, tree.widths()))
+            parts.append(Part(members, [(level.rows, level.width) for level in tree.levels]))
     return parts
 
 
@@ -76,8 +77,13 @@ def shared_microbatches(parts: Sequence[Part], budget: int) -> list[list[int]]:
     groups: list[_Group] = []
     for index in sorted(range(len(parts)), key=lambda index: (-parts[index].tokens, index)):
         if not any(group.take(index, parts[index], budget) for group in groups):
-            groups.append(_Group([index], parts[index].rows, parts[index].widths))
+            groups.append(_Group([index], parts[index].shape))
     return [group.parts for group in groups]
+
+
+def positions(shape: Shape) -> int:
+    """Return the number of positions of rows, padded to the width of their level."""
+    return sum(rows * width for rows, width in shape)
 
 
 @dataclass
@@ -85,14 +91,14 @@ class _Group:
     """Parts of one microbatch: their rows are padded to the widest of each level."""
 
     parts: list[int]
-    rows: int
-    widths: list[int] = field(default_factory=list)
+    shape: Shape
 
     def take(self, index: int, part: Part, budget: int) -> bool:
         """Add a part, unless that would exceed the budget."""
-        widths = [max(pair) for pair in zip_longest(self.widths, part.widths, fillvalue=0)]
-        if (self.rows + part.rows) * sum(widths) > budget:
+        levels = zip_longest(self.shape, part.shape, fillvalue=(0, 0))
+        shape = [(one[0] + other[0], max(one[1], other[1])) for one, other in levels]
+        if positions(shape) > budget:
             return False
         self.parts.append(index)
-        self.rows, self.widths = self.rows + part.rows, widths
+        self.shape = shape
         return True

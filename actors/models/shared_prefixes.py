@@ -5,12 +5,13 @@
 A level's forward reads the keys and values of those before it through autograd, so that one
 backward gives a shared position the sum of the gradients of all its sequences.
 
-Axes: R rows, one for each root; L length of a level's rows; P length of the levels before it.
+Axes: R rows and L length of a level; P length of the levels before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
-from composer_mesh.rollouts.prefix_tree import Node, PrefixTree
+from composer_mesh.rollouts.prefix_tree import Level, Node, PrefixTree
 
 Pairs = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [R, heads, P, D] by the number of a layer."""
@@ -65,54 +66,88 @@ def shared_states(
     """
     places: dict[int, int] = {}
     computed: list[Tensor] = []
-    columns: dict[int, int] = {}
+    first_columns: list[int] = []
     cached: Pairs = {}
     done = width = 0
     for number, level in enumerate(tree.levels):
-        ids, positions, starts = _rows(level, tree.rows)
-        for node, start in zip(level, starts, strict=True):
-            columns[id(node)] = width + start
-            places[id(node)] = done + node.row * ids.shape[1] + start
+        ids, positions = _rows(level, width)
+        first_columns.append(width)
+        places |= {id(one): done + one.row * level.width + one.column for one in level.nodes}
         inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device)}
         if number:
-            inputs["attention_mask"] = _mask(level, tree.rows, columns, width, ids).to(device)
-        cache = LevelCache(cached)
+            inputs["attention_mask"] = _mask(level, first_columns).to(device)
+        cache = LevelCache(_followed(cached, level, tree.levels[number - 1] if number else None))
         computed.append(states_of(**inputs, past_key_values=cache).flatten(0, 1))
-        cached, width, done = cache.after, width + ids.shape[1], done + ids.numel()
+        cached, width, done = cache.after, width + level.width, done + ids.numel()
     return HiddenStates(torch.cat(computed), _places(tree, places).to(device))
 
 
-def _rows(level: Sequence[Node], rows: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return a level's ids and positions [R, L], and where each node begins in its row."""
-    taken, starts = [0] * rows, []
-    for node in level:
-        starts.append(taken[node.row])
-        taken[node.row] += len(node.ids)
-    ids = torch.zeros(rows, max(taken), dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    for node, start in zip(level, starts, strict=True):
-        span = slice(start, start + len(node.ids))
+def _followed(cached: Pairs, level: Level, before: Level | None) -> Pairs:
+    """Return the keys and values that each row of a level follows."""
+    if before is None or level.follows == list(range(before.rows)):
+        return cached
+    device = next(iter(cached.values()))[0].device
+    rows = torch.tensor(level.follows, device=device)
+    return {
+        layer: (keys.index_select(0, rows), values.index_select(0, rows))
+        for layer, (keys, values) in cached.items()
+    }
+
+
+def _rows(level: Level, before: int) -> tuple[Tensor, Tensor]:
+    """Return a level's ids and positions [R, L]; those of padding are below `before` + L."""
+    ids = torch.zeros(level.rows, level.width, dtype=torch.long)
+    positions = torch.arange(before, before + level.width).repeat(level.rows, 1)
+    for node in level.nodes:
+        span = slice(node.column, node.column + len(node.ids))
         ids[node.row, span] = torch.as_tensor(node.ids)
         positions[node.row, span] = torch.arange(node.start, node.start + len(node.ids))
-    if level[0].level == 0:  # one node a row: padding continues it, as causal attention allows
-        positions = torch.arange(ids.shape[1]).expand(rows, -1)
-    return ids, positions, starts
+    return ids, positions
 
 
-def _mask(
-    level: Sequence[Node], rows: int, columns: dict[int, int], before: int, ids: Tensor
-) -> Tensor:
-    """Return which keys [R, 1, L, P + L] each position sees: its ancestors, and its node so far."""
-    length = ids.shape[1]
-    mask = torch.zeros(rows, 1, length, before + length, dtype=torch.bool)
-    mask[:, 0, :, before:] = torch.eye(length, dtype=torch.bool)  # padding sees itself
-    for node in level:
-        column, count = columns[id(node)], len(node.ids)
-        seen = mask[node.row, 0, column - before : column - before + count]
-        seen[:, column : column + count] = torch.ones(count, count, dtype=torch.bool).tril()
-        for one in node.ancestors():
-            seen[:, columns[id(one)] : columns[id(one)] + len(one.ids)] = True
+def _mask(level: Level, first_columns: Sequence[int]) -> Tensor:
+    """Return which keys [R, 1, L, P + L] each position sees: its ancestors, and its node so far.
+
+    Its first axis is 1 where all rows see alike.
+    """
+    rows: list[list[Node]] = [[] for _ in range(level.rows)]
+    for node in level.nodes:
+        rows[node.row].append(node)
+    spans = [[_seen(node, first_columns) for node in row] for row in rows]
+    if all(len(row) == 1 and row[0].before == spans[0][0].before for row in spans):
+        spans = spans[:1]
+    before, length = first_columns[-1], level.width
+    mask = torch.zeros(len(spans), 1, length, before + length, dtype=torch.bool)
+    for number, row in enumerate(spans):
+        if len(row) == 1:  # padding continues the only node
+            _show(mask[number, 0], replace(row[0], own=slice(0, length)), before)
+            continue
+        mask[number, 0, :, before:] = torch.eye(length, dtype=torch.bool)  # padding sees itself
+        for span in row:
+            _show(mask[number, 0], span, before)
     return mask
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The columns of a node in its row, and of the nodes before it among all keys."""
+
+    own: slice
+    before: list[tuple[int, int]]
+
+
+def _seen(node: Node, first_columns: Sequence[int]) -> _Seen:
+    starts = [(first_columns[one.level] + one.column, len(one.ids)) for one in node.ancestors()]
+    return _Seen(slice(node.column, node.column + len(node.ids)), starts)
+
+
+def _show(mask: Tensor, seen: _Seen, before: int) -> None:
+    """Set what a node's positions see in the mask [L, P + L] of its row."""
+    count = seen.own.stop - seen.own.start
+    causal = torch.ones(count, count, dtype=torch.bool).tril()
+    mask[seen.own, before + seen.own.start : before + seen.own.stop] = causal
+    for column, length in seen.before:
+        mask[seen.own, column : column + length] = True
 
 
 def _places(tree: PrefixTree, places: dict[int, int]) -> Tensor:

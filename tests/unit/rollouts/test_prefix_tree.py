@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -17,7 +18,8 @@ def path(tree: PrefixTree, sequence: int) -> list[int]:
     starts = [sum(len(one.ids) for one in nodes[:place]) for place in range(len(nodes))]
     assert [node.start for node in nodes] == starts
     assert [node.level for node in nodes] == list(range(len(nodes)))
-    assert len({node.row for node in nodes}) == 1
+    for before, node in pairwise(nodes):
+        assert tree.levels[node.level].follows[node.row] == before.row
     return [one for node in nodes for one in node.ids]
 
 
@@ -42,7 +44,7 @@ def test_every_sequence_is_its_path_and_no_shared_span_is_there_twice(seed: int)
     assert [path(tree, index) for index in range(len(sequences))] == sequences
     siblings: dict[int, list[list[int]]] = {}
     for level in tree.levels:
-        for node in level:
+        for node in level.nodes:
             siblings.setdefault(id(node.parent), []).append(node.ids)
     for spans in siblings.values():
         for index, span in enumerate(spans):
@@ -54,9 +56,16 @@ def test_every_sequence_is_its_path_and_no_shared_span_is_there_twice(seed: int)
 def test_a_group_is_its_prompt_once_and_its_answers() -> None:
     sequences = [[*PROMPT, answer, answer + 1] for answer in range(8)]
     tree = PrefixTree.of(sequences)
-    assert [[len(node.ids) for node in level] for level in tree.levels] == [[40], [2] * 8]
-    assert (tree.rows, tree.ids, tree.computed, tree.widths()) == (1, 56, 56, [40, 16])
+    assert [[len(node.ids) for node in level.nodes] for level in tree.levels] == [[40], [2] * 8]
+    assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (2, 10)]
+    assert (tree.ids, tree.computed) == (56, 60)
     assert tree.pays
+
+
+def test_long_answers_have_rows_of_their_own() -> None:
+    tree = PrefixTree.of([[*PROMPT, *[answer] * 30] for answer in range(4)])
+    assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (4, 30)]
+    assert tree.levels[1].follows == [0, 0, 0, 0]
 
 
 def test_equal_sequences_are_computed_once() -> None:

@@ -49,7 +49,7 @@ def test_a_step_says_how_much_was_shared(make: Make, build_model: Any, rng: rand
     assert computed is not None
     saved = 40 * (8 + 2 * 5 - 1)  # the prompt of all samples and of both sides of the pairs
     assert unique <= dense - saved
-    assert unique <= computed <= dense - saved
+    assert unique <= computed <= 1.5 * unique  # short sequences: padding counts
 
 
 def test_a_teacher_computes_shared_contexts_once_with_the_same_states(

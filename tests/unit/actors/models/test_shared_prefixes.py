@@ -116,4 +116,4 @@ def test_a_shared_prompt_is_computed_once() -> None:
     )
     prompt = list(range(3, 43))
     LanguageModel(model, sharing=True).hidden([[*prompt, one] for one in range(3, 11)])
-    assert computed == [40, 8]
+    assert computed == [40, 8]  # eight answers in one row
