@@ -1,11 +1,13 @@
-"""Sessions of an environment server: this one against that of OpenEnv's own package.
+"""An environment server and a client of it, against OpenEnv's own server and against a bare socket.
 
     python benchmarks/environments.py [--quick] [--sessions N] [--peer-python PATH]
 
-Both serve the same echo, each with its best settings: OpenEnv's with an async environment on a
-single thread (`REQUIRES_SINGLE_THREAD_EXECUTOR`), this one with `--processes`. A client opens
-sessions and steps each at a slow pace; the memory of a server is that of its processes' own pages.
-Compared is the number of sessions that the same memory holds, from the memory of each further one.
+Both servers serve the same echo, each with its best settings: OpenEnv's with an async environment
+on a single thread (`REQUIRES_SINGLE_THREAD_EXECUTOR`) and two WebSocket libraries, of which the
+better one counts; this one with `--processes`. A client opens sessions and steps each at a slow
+pace; the memory of a server is that of its processes' own pages. Compared is the number of sessions
+that the same memory holds, from the memory of each further one. A step is that of one session, by
+the OpenEnv client and by a bare socket in turns, to a server that only parses and answers.
 
 OpenEnv's package is in an environment of its own: make openenv.
 """
@@ -26,6 +28,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
+from environments_steps import compared
 from report import Report, arguments
 from websockets.asyncio.client import ClientConnection, connect
 
@@ -33,6 +36,9 @@ ROOT = Path(__file__).parents[1]
 PEER = ROOT / ".venv-openenv" / "bin" / "python"
 TASK = f"{ROOT / 'benchmarks' / 'environments_echo.py'}:Echo"
 PEER_SERVER = ROOT / "benchmarks" / "environments_peer.py"
+PEER_LIBRARIES = ("websockets-sansio", "wsproto")
+STEP_SERVER = ROOT / "benchmarks" / "environments_steps.py"
+STEPS, QUICK_STEPS = 20_000, 5_000
 AT_ONCE = 64
 START_S = 120.0
 OPEN_S = 600.0
@@ -152,14 +158,24 @@ def ours(port: int, processes: int, sessions: int) -> list[str]:
     return [*words, *bounds, "--set", "environment.max_turns=1000"]
 
 
-def theirs(python: Path, port: int, sessions: int) -> list[str]:
-    """The command of OpenEnv's server."""
-    return [str(python), "-I", str(PEER_SERVER), str(port), str(2 * sessions)]
+def theirs(python: Path, port: int, sessions: int, library: str) -> list[str]:
+    """The command of OpenEnv's server with one of uvicorn's WebSocket libraries."""
+    return [str(python), "-I", str(PEER_SERVER), str(port), str(2 * sessions), library]
 
 
 def measured(command: list[str], port: int, sessions: int, seconds: float) -> Held:
     with served(command, port) as process:
         return asyncio.run(held(process, port, sessions, seconds))
+
+
+def step_times(report: Report, port: int, steps: int) -> None:
+    """Compare a step by the client with one by a bare socket."""
+    with served([sys.executable, str(STEP_SERVER), str(port)], port):
+        found = asyncio.run(compared(port, steps))
+    report.figures |= {f"step/{name}_us": value for name, value in found.items()}
+    report.ratios["step_over_socket"] = found["client"] / found["socket"]
+    rows = [(name, f"{value:,.4g}") for name, value in found.items()]
+    report.print_table("A step", ["side", "p50 us"], rows)
 
 
 def main() -> None:
@@ -179,10 +195,13 @@ def main() -> None:
     own = measured(ours(given.port, given.processes, sessions), given.port, sessions, seconds)
     found = {"composer-mesh": own}
     if given.peer_python.exists():
-        peer_command = theirs(given.peer_python, given.port + 1, peer_sessions)
-        peer = measured(peer_command, given.port + 1, peer_sessions, seconds)
-        found["openenv"] = peer
-        report.ratios["sessions_over_openenv"] = own.within(peer.full_mb) / peer.sessions
+        for at, library in enumerate(PEER_LIBRARIES, 1):
+            command = theirs(given.peer_python, given.port + at, peer_sessions, library)
+            peer = measured(command, given.port + at, peer_sessions, seconds)
+            found[f"openenv/{library}"] = peer
+        best = max(list(found.values())[1:], key=lambda peer: peer.within(own.full_mb))
+        report.ratios["sessions_over_openenv"] = own.within(best.full_mb) / best.sessions
+    step_times(report, given.port, QUICK_STEPS if given.quick else STEPS)
     rows = [
         (name, *(f"{one:,.4g}" for one in (*vars(it).values(), it.kb_each)))
         for name, it in found.items()

@@ -1,7 +1,9 @@
-"""OpenEnv's server with the echo of `environments.py`: python environments_peer.py PORT SESSIONS.
+"""OpenEnv's server with the echo of `environments.py`, by one of uvicorn's WebSocket libraries.
 
-It has the settings that hold most sessions: an async environment on a single thread, and the
-WebSocket implementation of uvicorn that takes the least memory.
+    python environments_peer.py PORT SESSIONS wsproto|websockets-sansio
+
+It has the settings that hold most sessions: an async environment on a single thread, and neither
+compression nor pings.
 """
 
 import sys
@@ -59,7 +61,7 @@ def main() -> None:
     uvicorn.run(
         app,
         port=port,
-        ws="wsproto" if "--wsproto" in sys.argv else "websockets-sansio",
+        ws=sys.argv[3],
         ws_ping_interval=None,
         ws_per_message_deflate=False,
         backlog=4096,

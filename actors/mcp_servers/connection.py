@@ -13,6 +13,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
+from composer_mesh.actors.mcp_servers.http_answers import HttpAnswers
 from composer_mesh.actors.mcp_servers.listing import difference, listed
 from composer_mesh.actors.mcp_servers.stdio import StdioProgram
 from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
@@ -31,6 +32,7 @@ class Connection:
     def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
         self._server, self._environ = server, environ
         self._program = StdioProgram(server, environ) if server.transport == "stdio" else None
+        self._answers = HttpAnswers()
         given = (environ.get(name, "") for name in server.secrets)
         self._secrets = [one for one in given if len(one) >= SHORTEST_SECRET]
         self._closing = asyncio.Event()
@@ -92,9 +94,10 @@ class Connection:
 
     async def _serve(self) -> None:
         try:
-            async with self._target() as target, Client(target) as client:
+            async with self._target() as target, Client(target, mode=self._mode) as client:
+                self._refuse_without_session()
                 tools = await listed(client, self._server)
-                self._client = client
+                self._client, self._answers.is_open = client, True
                 self._opened.set_result(tools)
                 await self._closing.wait()
         except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
@@ -102,6 +105,24 @@ class Connection:
             if not self._opened.done():
                 self._opened.set_exception(self._reason(error))
                 self._opened.exception()  # it may no longer be waited for
+
+    @property
+    def _keeps_session(self) -> bool:
+        """Whether the server has to tell the connection's state from that of others."""
+        return self._server.transport == "http" and self._server.sessions == "own"
+
+    @property
+    def _mode(self) -> str:
+        """Versions of the protocol that the SDK may use; since 2026-07-28 HTTP has no sessions."""
+        return "legacy" if self._keeps_session else "auto"
+
+    def _refuse_without_session(self) -> None:
+        if self._keeps_session and not self._answers.has_session:
+            raise UnusableTask(
+                f"the MCP server {self._server.name!r} gives no sessions over HTTP, but its "
+                'sessions is "own": episodes would share their state; set sessions = "shared", or '
+                "start the server with sessions"
+            )
 
     @asynccontextmanager
     async def _target(self) -> AsyncIterator[Any]:
@@ -113,6 +134,7 @@ class Connection:
             token = self._environ.get(server.token_env or "", "")
             headers = {"Authorization": f"Bearer {token}"} if token else None
             async with create_mcp_http_client(headers=headers) as http:
+                http.event_hooks["response"] = [self._answers.read]
                 yield streamable_http_client(server.url, http_client=http)
         else:
             assert server.module is not None
@@ -151,7 +173,8 @@ class Connection:
 
     def _broken(self, error: BaseException) -> ToolServerLost:
         self._closing.set()
-        return self._lost(f"it was lost under a call ({_short(error)}){self._said()}")
+        reason = self._answers.problem or _short(error)
+        return self._lost(f"it was lost under a call ({reason}){self._said()}")
 
     def _said(self) -> str:
         last = b"" if self._program is None else self._program.last

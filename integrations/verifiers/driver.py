@@ -7,6 +7,7 @@
     {"id": ID, "task": INDEX, "base_url": URL, "api_key": KEY}
         --> {"id": ID, "episode": {…}} | {"id": ID, "error": {…}}
     {"id": ID, "cancel": true}
+        --> {"id": ID, "error": {"type": "CancelledError", …}}
 
 It knows nothing of composer_mesh. It ends when its input does. What environments print goes to the
 error stream. Model requests pass through `forwarder`, because verifiers keeps a client for each
@@ -91,6 +92,9 @@ class Driver:
         try:
             async with self._free:
                 self.say({"id": name, "episode": await self._play(order)})
+        except asyncio.CancelledError as error:  # by order, or by what the environment runs
+            self.say({"id": name, "error": _named(error)})
+            raise
         except Exception as error:  # noqa: BLE001  boundary: told to whoever ordered it
             self.say({"id": name, "error": _named(error)})
 
@@ -152,7 +156,7 @@ def _told_error(error: Any) -> dict[str, Any]:
     return {"type": error.type, "message": text, "status_code": error.status_code}
 
 
-def _named(error: Exception) -> dict[str, Any]:
+def _named(error: BaseException) -> dict[str, Any]:
     text = str(error)[-LONGEST_TEXT:]
     status = getattr(error, "status_code", None)
     return {"type": type(error).__name__, "message": text, "status_code": status}

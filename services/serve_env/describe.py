@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from composer_mesh.services.serve_env.session import action_schema
-from composer_mesh.tasks.openenv.wire import ObservationData, StateData
+from composer_mesh.tasks.openenv.wire import ERROR_PENALTY, ObservationData, StateData
 from composer_mesh.tasks.task import Task
 
 API_VERSION = "1.0.0"
@@ -29,8 +29,10 @@ ROUTES = {
 
 
 def metadata(task: Task) -> dict[str, Any]:
-    """Return the name of the environment and what it is for."""
-    return {"name": task.name, "description": description(task), "version": API_VERSION}
+    """Return the name of the environment, what it is for, and what an error costs there."""
+    about = {"name": task.name, "description": description(task), "version": API_VERSION}
+    penalty = max(part.settings.tool_error_penalty for part in task.parts)
+    return {**about, ERROR_PENALTY: penalty} if penalty else about
 
 
 def description(task: Task) -> str:

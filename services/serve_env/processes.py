@@ -80,7 +80,10 @@ class ServerProcesses:
                 list(together.map(self._stop, list(self._programs)))
 
     def _started(self, start: WorkerStart) -> None:
-        program = self._make()
+        try:
+            program = self._make()
+        except OSError as error:
+            raise ProgramFailed(COMMAND, f"it cannot be started ({error.strerror})") from error
         self._programs[start.number] = program
         program.ask(start.model_dump_json().encode(), START_S)
 
@@ -95,7 +98,8 @@ class ServerProcesses:
             except ProgramFailed as failed:
                 failures += 1
                 self._report(f"process {start.number} is replaced: {failed}")
-                self._programs.pop(start.number).close()
+                if (broken := self._programs.pop(start.number, None)) is not None:
+                    broken.close()
                 if failures > MOST_FAST_FAILURES:
                     self.gave_up.set()
                     return

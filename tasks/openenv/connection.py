@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
@@ -122,7 +122,7 @@ class Connection:
             socket.transport.abort()
 
     async def _asked(self, socket: ClientConnection, question: Question) -> ServerFrame:
-        early = await self._unread(socket)
+        early = self._unread(socket)
         if early is not None:
             frame = self._parsed(early)
             if isinstance(frame, ErrorFrame) and frame.data.code in UNASKED:
@@ -132,13 +132,20 @@ class Connection:
             await socket.send(question.model_dump_json(exclude_none=True))
         return self._parsed(await socket.recv())
 
-    async def _unread(self, socket: ClientConnection) -> str | bytes | None:
-        """Return a frame that has already arrived; None if there is none."""
+    def _unread(self, socket: ClientConnection) -> str | bytes | None:
+        """Return a frame that has already arrived, without waiting; None if there is none.
+
+        The coroutine is run to its first wait: a cancelled task would cost two turns of the loop.
+        """
+        receiving = socket.recv()
         try:
-            async with asyncio.timeout(0):
-                return await socket.recv()
-        except (TimeoutError, ConnectionClosed):
+            receiving.send(None)
+        except StopIteration as received:
+            return cast("str | bytes", received.value)
+        except ConnectionClosed:
             return None  # a closed connection is found where it is used
+        receiving.close()
+        return None
 
     def _parsed(self, frame: str | bytes) -> ServerFrame:
         if isinstance(frame, bytes):

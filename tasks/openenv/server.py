@@ -28,9 +28,11 @@ from composer_mesh.tasks.openenv.errors import (
 from composer_mesh.tasks.openenv.options import OpenEnvOptions
 from composer_mesh.tasks.openenv.splits import TaskSplit
 from composer_mesh.tasks.openenv.wire import (
+    ERROR_PENALTY,
     HEALTH_PATH,
     LIST_PATH,
     MESSAGES,
+    METADATA_PATH,
     NUM_TASKS_PATH,
     SCHEMA_PATH,
     SPLITS_PATH,
@@ -64,6 +66,12 @@ class Server:
         body = self._required(HEALTH_PATH)
         if not isinstance(body, dict) or body.get("status") != "healthy":
             raise self._violation(f"is not healthy: {HEALTH_PATH} says {shown(body)}")
+
+    def error_penalty(self) -> float:
+        """Return what the environment takes for each error of the agent, by our extension."""
+        body = self._get(METADATA_PATH)
+        told = body.get(ERROR_PENALTY) if isinstance(body, dict) else None
+        return float(told) if isinstance(told, int | float) else 0.0
 
     def action_schema(self) -> dict[str, Any]:
         """Return the JSON schema of the environment's action."""

@@ -82,6 +82,7 @@ class OpenEnvTask(Task):
         self.limits = limits_of(self.options, self.settings.call_s)
         server = self._server
         server.check_health()
+        self._refuse_two_penalties(server)
         schema = server.action_schema()
         self.kind = self.options.action or ("tools" if takes_tools(schema) else "schema")
         if self.kind == "text":
@@ -148,6 +149,15 @@ class OpenEnvTask(Task):
         from composer_mesh.tasks.openenv.server import Server
 
         return Server(self.options, self.headers, self.limits.connect_s)
+
+    def _refuse_two_penalties(self, server: Server) -> None:
+        own = self.settings.tool_error_penalty
+        if own and (taken := server.error_penalty()):
+            raise UnusableTask(
+                f"environment.tool_error_penalty is {own:g} here, but OpenEnv server "
+                f"{self.options.url} takes {taken:g} for each error already, so that errors would "
+                "cost twice: set it to 0 here, or in the config that is served"
+            )
 
     def _tools(self, server: Server, schema: Mapping[str, Any]) -> dict[str, ToolSpec]:
         from composer_mesh.tasks.openenv.schemas import MOST_TOOLS, SchemaToolSpec

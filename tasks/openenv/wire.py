@@ -72,6 +72,10 @@ FINISH = "finish"
 """The action `{"type": "finish"}`: the agent can go on no further, and the episode is scored where
 it is. It is no turn."""
 
+ERROR_PENALTY = "error_penalty"
+"""Key of the answer at METADATA_PATH: what the environment takes from an episode's reward for each
+error of the agent; absent, or 0, where it takes nothing."""
+
 TURN, MESSAGES = "turn", "messages"
 """`{"type": "state", "data": {"turn": t}}` is answered by a state with `turn` and `messages`: what
 the agent had read when it acted at turn t (0-based). A server without it answers

@@ -123,10 +123,14 @@ class GameSession(Session):
         return f"{self.game.observed()}\n\nWrite one action in square brackets in each message."
 
     def reply(self, text: str) -> Reply:
-        """Give the action to the game."""
-        if not ACTION.search(text) or len(text) > LONGEST_ACTION:
+        """Give the game the action, without the text around it, which some games refuse.
+
+        A text with several actions is given whole: each game says which one of them counts.
+        """
+        actions = ACTION.findall(text) if len(text) <= LONGEST_ACTION else []
+        if not actions:
             raise ToolError("action_format", "write one action in square brackets, as in [action]")
-        done = self.game.step(text)
+        done = self.game.step(actions[0] if len(actions) == 1 else text)
         shown = self.game.observed()
         error = None
         if self.game.refused:

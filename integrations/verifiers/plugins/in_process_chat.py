@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI
@@ -20,6 +21,15 @@ from verifiers.v1.runtimes import ProgramResult
 __all__ = ["InProcessChat"]
 
 DONE = ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a task as `connect_mcp` returns them."""
+
+    offered: list[Any] = field(default_factory=list)
+    dispatch: dict[str, Any] = field(default_factory=dict)
+    servers: dict[str, Any] = field(default_factory=dict)
 
 
 class InProcessChatConfig(HarnessConfig):
@@ -50,45 +60,37 @@ class InProcessChat(Harness[InProcessChatConfig]):
             client = await opened.enter_async_context(
                 AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None)
             )
-            tools: list[Any] = []
-            dispatch: dict[str, Any] = {}
-            servers: dict[str, Any] = {}
+            tools = Tools()
             if mcp_urls:
                 limit = {"timeout": self.config.tool_timeout}
                 known = {name: {"url": url, **limit} for name, url in mcp_urls.items()}
-                found = await connect_mcp({"mcpServers": known}, opened, set())
-                tools, dispatch, servers = found
+                tools = Tools(*await connect_mcp({"mcpServers": known}, opened, set()))
             try:
-                await _chat(client, ctx.model, messages, tools, dispatch, servers)
+                await self.chat(client, ctx.model, messages, tools)
             except APIStatusError as error:
                 if error.code != "context_length_exceeded":
                     raise
         return DONE
 
-
-async def _chat(
-    client: AsyncOpenAI,
-    model: str,
-    messages: list[Any],
-    tools: list[Any],
-    dispatch: dict[str, Any],
-    servers: dict[str, Any],
-) -> None:
-    offered: dict[str, Any] = {"tools": tools} if tools else {}
-    while True:
-        answer = await client.chat.completions.create(model=model, messages=messages, **offered)
-        message = answer.choices[0].message
-        messages.append(message.model_dump(exclude_none=True))
-        if not message.tool_calls:
-            return
-        for call in message.tool_calls:
-            content = await _result(call.function, dispatch, servers)
-            named = {"tool_call_id": call.id, "name": call.function.name}
-            messages.append({"role": "tool", **named, "content": content})
+    async def chat(
+        self, client: AsyncOpenAI, model: str, messages: list[Any], tools: Tools
+    ) -> None:
+        """Ask until an answer calls no tool; `messages` grow by what is said."""
+        offered: dict[str, Any] = {"tools": tools.offered} if tools.offered else {}
+        while True:
+            answer = await client.chat.completions.create(model=model, messages=messages, **offered)
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return
+            for call in message.tool_calls:
+                content = await _result(call.function, tools)
+                named = {"tool_call_id": call.id, "name": call.function.name}
+                messages.append({"role": "tool", **named, "content": content})
 
 
-async def _result(function: Any, dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:
-    if function.name not in dispatch:
+async def _result(function: Any, tools: Tools) -> Any:
+    if function.name not in tools.dispatch:
         return f"error: unknown tool {function.name!r}"
     try:
         arguments = json.loads(function.arguments or "{}")
@@ -96,7 +98,7 @@ async def _result(function: Any, dispatch: dict[str, Any], servers: dict[str, An
         return f"error: the arguments are not valid JSON ({error})"
     if not isinstance(arguments, dict):
         return "error: the arguments must be a JSON object"
-    return await call_mcp(servers, dispatch, function.name, arguments)
+    return await call_mcp(tools.servers, tools.dispatch, function.name, arguments)
 
 
 def _first_messages(system: str | None, prompt: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from workflow_ports import Ports, sample
 
 from composer_mesh import VerifiersEnvironment, VerifiersTask
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
+from composer_mesh.integrations.verifiers.driver import Driver
 from composer_mesh.integrations.verifiers.driver_process import environ
 from composer_mesh.integrations.verifiers.episodes import (
     DriverError,
@@ -230,3 +231,25 @@ def test_each_task_of_a_taskset_is_in_one_split() -> None:
     assert task.episode("train", 3).payload == {"task": 4}
     with pytest.raises(UnusableTask, match=r"data\.options\.tasks is 3"):
         VerifiersTask.create(TaskSettings(heldout_every=4), tasks=3)
+
+
+class CancelledDriver(Driver):
+    """A driver whose environment cancels its own episode."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self._free = asyncio.Semaphore(1)
+
+    def say(self, answer: dict[str, Any]) -> None:
+        self.said.append(answer)
+
+    async def _play(self, order: dict[str, Any]) -> dict[str, Any]:
+        raise asyncio.CancelledError("by its own scope")
+
+
+async def test_an_episode_that_its_environment_cancels_is_answered_with_an_error() -> None:
+    driver = CancelledDriver()
+    with pytest.raises(asyncio.CancelledError):
+        await driver._answer("0", {})
+    (said,) = driver.said
+    assert (said["id"], said["error"]["type"]) == ("0", "CancelledError")

@@ -71,3 +71,26 @@ def test_a_task_that_cannot_be_made_refuses_the_server_and_leaves_no_process(
     with pytest.raises(ServeRefused, match="no rows"):
         ServerProcesses(starts, print, lambda: next(programs)).start()
     assert all(one.closed for one in made)
+
+
+def test_a_process_that_the_machine_has_no_room_for_is_tried_again(
+    tmp_path: Path, build_config: Any
+) -> None:
+    second, said = FakeProgram(), queue.Queue[str]()
+    made = iter([FakeProgram(True, "dead"), OSError(11, "no more processes"), second])
+
+    def make() -> FakeProgram:
+        program = next(made)
+        if isinstance(program, OSError):
+            raise program
+        return program
+
+    starts = [worker_start(tmp_path, build_config())]
+    processes = ServerProcesses(starts, said.put, make, every_s=0.001)
+    processes.start()
+    assert "dead" in said.get(timeout=60)
+    assert "no more processes" in said.get(timeout=60)
+    while not second.asked:
+        assert not processes.gave_up.wait(0.001)
+    processes.close()
+    assert second.asked[-1] == b"stop"

@@ -12,6 +12,7 @@ from served_tasks import Count, served_beside
 from composer_mesh.rollouts.tasks import Episode, Outcome
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message
+from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.openenv.task import OpenEnvTask
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task, TaskSettings
@@ -27,6 +28,21 @@ def task(tmp_path_factory: pytest.TempPathFactory, build_config: Any) -> Iterato
     )
     with served_beside(tmp_path_factory.mktemp("served"), config) as url:
         yield OpenEnvTask.create(SETTINGS, url=url)
+
+
+def test_an_error_costs_in_the_served_config_or_in_that_of_the_run_and_never_in_both(
+    task: Task, tmp_path: Any, build_config: Any
+) -> None:
+    url = task.options.url
+    costly = TaskSettings(tool_error_penalty=0.2)
+    assert OpenEnvTask.create(costly, url=url).settings.tool_error_penalty == 0.2
+    config = build_config(
+        data={"task": "served_tasks:Count"}, environment={"tool_error_penalty": 0.1}
+    )
+    with served_beside(tmp_path, config) as other:
+        assert OpenEnvTask.create(SETTINGS, url=other).settings.tool_error_penalty == 0.0
+        with pytest.raises(UnusableTask, match=r"is 0\.2 here, .* takes 0\.1 for each error"):
+            OpenEnvTask.create(costly, url=other)
 
 
 async def played(task: Task, episode: Episode, *actions: str) -> tuple[RunningEpisode, Outcome]:

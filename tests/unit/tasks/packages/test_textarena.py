@@ -74,6 +74,14 @@ def test_gold_is_accepted_with_a_reward_of_at_most_one_and_an_empty_answer_is_re
     assert {step.error.error_kind for step in steps if step.error} == {"action_format"}
 
 
+def test_a_text_around_the_action_is_not_given_to_the_game() -> None:
+    task = made()
+    episode = task.episode("train", 0)
+    with SyncSession(task, episode) as session:
+        step = session.step(f"It must be {task.gold(episode.payload)[0]}, I think.")
+        assert (step.done, session.outcome().reward) == (True, 1.0)
+
+
 def test_actions_against_the_rules_are_error_sites_and_the_game_goes_on() -> None:
     task = made()
     with SyncSession(task, task.episode("train", 0)) as session:
