@@ -5,6 +5,7 @@ The run applies it in `late_rewards`. Does not import torch, because it is a CLI
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.store.rows import StoreMissing, Where
+from composer_mesh.services.store.rows import StoreMissing
 from composer_mesh.services.store.schema import KIND
 
 LONGEST_FILE = 256 * MIB
@@ -74,11 +75,16 @@ def post_rewards(run: Path, rewards: Mapping[str, float], source: str = "") -> N
             f"{run} has no rollout {unknown[0]!r}: take a trace_id that composer-mesh traces {run} "
             "lists"
         )
+    insert_rewards(run, rewards.items(), source)
+
+
+def insert_rewards(run: Path, rewards: Iterable[tuple[str, float]], source: str) -> None:
+    """Post finite rewards for stored rollouts, in order: all of them, or none."""
     posted = time.time()
     with closing(SqliteFile(run / STORE_FILE, KIND)) as file, file.transaction() as rows:
         rows.executemany(
             "INSERT INTO rewards (trace_id, reward, source, posted) VALUES (?, ?, ?, ?)",
-            [(trace_id, reward, source, posted) for trace_id, reward in rewards.items()],
+            [(trace_id, reward, source, posted) for trace_id, reward in rewards],
         )
 
 
@@ -101,6 +107,19 @@ def unknown_rollouts(run: Path, trace_ids: Iterable[str]) -> list[str]:
 
     try:
         with RunReader(run) as reader:
-            return [one for one in trace_ids if not any(reader.rows(Where(trace_id=one)))]
+            stored = reader.stored(names := list(trace_ids))
     except StoreMissing as error:
         raise LateRewardError(str(error)) from None
+    return [one for one in names if one not in stored]
+
+
+def posted_by(run: Path, source: str) -> Counter[str]:
+    """Return how many rewards a source has posted for each rollout."""
+    from composer_mesh.services.store.reading import RunReader
+
+    try:
+        with RunReader(run) as reader:
+            rewards = reader.rewards(state=None)
+    except StoreMissing as error:
+        raise LateRewardError(str(error)) from None
+    return Counter(one.trace_id for one in rewards if one.source == source)

@@ -14,7 +14,8 @@ from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.replay.post_reward import (
     POST,
     check_takes_rewards,
-    post_rewards,
+    insert_rewards,
+    posted_by,
     unknown_rollouts,
 )
 
@@ -24,12 +25,16 @@ MOST_WAITING = 100_000
 
 
 class RewardQueue:
-    """The rewards of a file: those of stored rollouts are posted, others wait for theirs."""
+    """The rewards of a file: those of stored rollouts are posted, others wait for theirs.
+
+    A file only grows, so as many of its posts for a rollout as the run has from this source are
+    already there: following it again posts none of them twice.
+    """
 
     def __init__(self, run: Path, source: str, report: Callable[[str], object]) -> None:
         self._run, self._source, self._report = run, source, report
-        self._lines = 0
-        self.waiting: dict[str, float] = {}
+        self._lines, self._posted = 0, posted_by(run, source)
+        self.waiting: dict[str, list[float]] = {}
         """Rewards by trace_id that are not posted yet, in order of arrival."""
 
     def take(self, lines: Iterable[str]) -> None:
@@ -42,18 +47,28 @@ class RewardQueue:
                 reason = plain_text(short_reason(error))
                 self._report(f"line {self._lines} is no post and left out: {reason}")
                 continue
-            self.waiting[post.trace_id] = post.reward
+            if self._posted[post.trace_id]:
+                self._posted[post.trace_id] -= 1
+            else:
+                self.waiting.setdefault(post.trace_id, []).append(post.reward)
         while len(self.waiting) > MOST_WAITING:
             lost = next(iter(self.waiting))
             del self.waiting[lost]
-            self._report(f"more than {MOST_WAITING:,} rewards wait: {lost!r} is left out")
+            self._report(
+                f"more than {MOST_WAITING:,} rollouts are waited for: {lost!r} is left out"
+            )
 
     def post(self) -> None:
         """Post the rewards of all rollouts that the run has stored."""
         unknown = set(unknown_rollouts(self._run, self.waiting))
-        known = {name: reward for name, reward in self.waiting.items() if name not in unknown}
+        known = [
+            (name, reward)
+            for name, rewards in self.waiting.items()
+            if name not in unknown
+            for reward in rewards
+        ]
         if known:
-            post_rewards(self._run, known, self._source)
+            insert_rewards(self._run, known, self._source)
         self.waiting = {name: self.waiting[name] for name in self.waiting if name in unknown}
 
 
@@ -68,12 +83,11 @@ def follow_rewards(
 ) -> int:
     """Post what is in a file and what is added to it until the run ends; return the exit status.
 
-    It is 1 where rewards are left for rollouts that the run never stored. The same file may be
-    followed again: a reward that a rollout has already changes nothing. Raises LateRewardError
-    where the run takes no late rewards.
+    It is 1 where rewards are left for rollouts that the run never stored. Without a `source` the
+    file's name is the source. Raises LateRewardError where the run takes no late rewards.
     """
     check_takes_rewards(run)
-    queue, lines = RewardQueue(run, source, report), Lines(file)
+    queue, lines = RewardQueue(run, source or f"file {file.name}", report), Lines(file)
     goes_further = more or (lambda: goes_on(run))
     while True:
         again = goes_further()  # checked first, so that the last lines are not missed

@@ -40,6 +40,7 @@ from composer_mesh.services.store.rows import (
 from composer_mesh.services.store.schema import COLUMNS, KIND, whole
 
 PAGE = 64
+IDS_OF_A_QUERY = 500
 
 
 class RunReader:
@@ -98,6 +99,17 @@ class RunReader:
         """
         for row in self._all(*index_query(where or Where(), sort, descending, limit)):
             yield trace_row(_intact("traces", row))
+
+    def stored(self, trace_ids: Iterable[str]) -> set[str]:
+        """Return those trace_ids that are rollouts of the run."""
+        found: set[str] = set()
+        names = list(trace_ids)
+        for first in range(0, len(names), IDS_OF_A_QUERY):
+            some = tuple(names[first : first + IDS_OF_A_QUERY])
+            marks = ", ".join("?" * len(some))
+            rows = self._all(f"SELECT trace_id FROM traces WHERE trace_id IN ({marks})", some)
+            found |= {row[0] for row in rows}
+        return found
 
     def worded(self, group_id: int) -> bytes | None:
         """Return the hint writer's output for a group, or None if it was not queried."""

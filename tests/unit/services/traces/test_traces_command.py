@@ -269,13 +269,17 @@ async def test_a_file_that_is_followed_is_posted_as_it_grows_and_as_rollouts_are
     assert late in said[2]
 
 
-async def test_a_file_can_be_followed_again(
+async def test_a_file_that_is_followed_again_undoes_no_later_post_of_others(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "queue.jsonl"
-    file.write_text('{"trace_id": "train-000005-000", "reward": 0.75}\n')
-    for _ in range(2):
-        assert main(["reward", str(run), "--follow", str(file)]) == 0
-    rows = {row["trace_id"]: row for row in printed(capsys, run)}
-    assert rows["train-000005-000"]["late_reward"] == 0.75
+    file, trace = tmp_path / "queue.jsonl", "train-000005-000"
+    line = '{"trace_id": "train-000005-000", "reward": REWARD}\n'
+    file.write_text(line.replace("REWARD", "0.75") + line.replace("REWARD", "0.5"))
+    assert main(["reward", str(run), "--follow", str(file)]) == 0
+    assert main(["reward", str(run), trace, "0.25", "--source", "a reviewer"]) == 0
+    assert main(["reward", str(run), "--follow", str(file)]) == 0
+    assert {row["trace_id"]: row for row in printed(capsys, run)}[trace]["late_reward"] == 0.25
+    file.write_text(file.read_text() + line.replace("REWARD", "0.5"))
+    assert main(["reward", str(run), "--follow", str(file)]) == 0
+    assert {row["trace_id"]: row for row in printed(capsys, run)}[trace]["late_reward"] == 0.5
     assert main(["reward", str(run), "--follow", str(file), "--file", str(file)]) == 2
