@@ -13,9 +13,10 @@ HINTS: Mapping[str, str] = {
         "The text is {count} times in {path}. Take more lines around it, so that it occurs once."
     ),
     "patch_failed": "The diff did not apply: {reason}. Read the file again, or use edit.",
-    "syntax_error": "Line {line} of {path} is no Python: {message}. Correct it before anything else.",
-    "test_failed": "{test} fails: {assertion}. Compare what it expects with what your code returns.",
+    "syntax_error": "Line {line} of {path} is no Python: {message}. Correct it first.",
+    "test_failed": "{test} fails: {assertion}. Compare that with what your code returns.",
     "tests_not_run": "The tests could not be run: {assertion}. Look at imports and syntax first.",
+    "no_tests": "No tests are shown. Write a test file of your own and run it by its path.",
     "tests_timeout": (
         "The tests took longer than {limit} s. Look for a loop that does not end in your change."
     ),

@@ -29,7 +29,7 @@ STDLIB_SHADOWS = frozenset({"pytest", "_pytest", "pluggy", "unittest", "json", "
 def static_findings(task: JudgedTask, edits: Mapping[str, bytes | None]) -> dict[str, int]:
     """Return the findings of all edits by kind, those of paths first."""
     found: Counter[str] = Counter()
-    tests = {file_of(one) for one in (*task.fail_to_pass, *task.pass_to_pass)}
+    tests = {file_of(one) for one in task.tests}
     for path, content in edits.items():
         before = task.files.get(path)
         if content == before:
@@ -72,4 +72,3 @@ def source_findings(content: bytes, before: bytes | None) -> Counter[str]:
         return Counter({"unparsable": 1})
     earlier = None if before is None else parsed(before)
     return findings_of(now) - (Counter() if earlier is None else findings_of(earlier))
-

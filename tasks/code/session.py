@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from composer_mesh.tasks.calls import waiting_for_others
-from composer_mesh.tasks.code.hints import HINTS
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask, file_of
 from composer_mesh.tasks.code.judge.tests_box import TestResults, run_tests
 from composer_mesh.tasks.code.judge.verdict import Verdict
 from composer_mesh.tasks.code.patches import PatchFailed, apply_hunks, read_patch
 from composer_mesh.tasks.code.texts import cut, decoded, numbered, syntax_error
-from composer_mesh.tasks.errors import ToolError
+from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxSession
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.tool import tool
@@ -35,8 +34,6 @@ Files = Annotated[list[Path], Field(max_length=50)]
 MOST_FOUND = 100
 MOST_LISTED = 500
 LONGEST_SHOWN = 200
-
-__all__ = ["HINTS", "CodeSession"]
 
 
 class CodeSession(Session):
@@ -59,6 +56,13 @@ class CodeSession(Session):
     def edits(self) -> dict[str, bytes | None]:
         """What the agent has changed so far; None stands for a removed file."""
         return dict(self.work.tree.edits)
+
+    @property
+    def judgement(self) -> Verdict:
+        """The verdict, once rewards have asked for it."""
+        if self._verdict is None:
+            raise UnusableTask("the session is not judged yet: its rewards are computed first")
+        return self._verdict
 
     async def verdict(self) -> Verdict:
         """Judge the session's edits, once. Waits for two boxes; raises SandboxError."""
@@ -170,7 +174,9 @@ class CodeSession(Session):
         Args:
             files: Paths of test files; by default those that the task names.
         """
-        wanted = files or sorted({file_of(one) for one in self.judged.visible_tests})
+        wanted = files or self._known_tests()
+        if not wanted:
+            raise ToolError("no_tests", "no tests of the task are shown: write some, and name them")
         for path in wanted:
             if path not in self.work.list():
                 raise self._no_file(path, "file")
@@ -210,6 +216,12 @@ class CodeSession(Session):
         """Ends the work; what the repository is now is judged."""
         self.end()
         return "submitted"
+
+    def _known_tests(self) -> list[str]:
+        """Return the test files of the feature that are shown, or those of everything else."""
+        shown = set(self.work.list())
+        feature = {file_of(one) for one in self.judged.visible_tests} & shown
+        return sorted(feature or set(self.judged.test_files) & shown)
 
     def _told(self, results: TestResults) -> str:
         """Return what a run of tests says; raise ToolError where one failed."""

@@ -216,7 +216,9 @@ def _imported_names(module: ast.Module) -> dict[str, str]:
     names: dict[str, str] = {}
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            names |= {one.asname or one.name.split(".")[0]: one.name for one in node.names if one.asname}
+            names |= {
+                one.asname or one.name.split(".")[0]: one.name for one in node.names if one.asname
+            }
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
     return names

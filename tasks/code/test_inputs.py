@@ -32,9 +32,7 @@ def compared_values(source: bytes) -> set[object]:
     module = parsed(source)
     if module is None:
         return set()
-    return {
-        value for node in ast.walk(module) for one in _compared(node) for value in _values(one)
-    }
+    return {value for node in ast.walk(module) for one in _compared(node) for value in _values(one)}
 
 
 def _compared(node: ast.AST) -> Iterator[ast.expr]:
@@ -72,4 +70,3 @@ def _test_values(task: JudgedTask) -> set[object]:
         if module is not None:
             values.update(_values(module))
     return values
-

@@ -6,6 +6,7 @@ pristine tree.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from composer_mesh.tasks.code.judge.judged_task import JudgedTask
 
 PATH = re.compile(r"[A-Za-z0-9_\-]+(/[A-Za-z0-9_\-]+)*\.pyi?")
 NEW_MODULE = re.compile(r"(.*/)?[A-Za-z_][A-Za-z0-9_]*\.py")
-TEST_MODULE = re.compile(r"(.*/)?(conftest|test_[^/]*|[^/]*_test|tests?|sitecustomize|usercustomize)\.py")
+TEST_MODULE = re.compile(
+    r"(.*/)?(conftest|test_[^/]*|[^/]*_test|tests?|sitecustomize|usercustomize)\.py"
+)
 TEST_FOLDER = re.compile(r"(.*/)?(tests?|testing)/.*")
 LONGEST_PATH = 300
 LARGEST_FILE = 1_000_000
@@ -54,15 +57,43 @@ def refusal(task: JudgedTask, path: str, content: bytes | None) -> str | None:
     """Return why an edit is not taken; None if it is."""
     if len(path) > LONGEST_PATH or not PATH.fullmatch(path):
         return "no_module"
-    if TEST_MODULE.fullmatch(path) or TEST_FOLDER.fullmatch(path):
+    if is_test(path) and path not in _target_modules(task):
         return "tests_or_configuration"
-    if not any(path == one or path.startswith(f"{one.rstrip('/')}/") for one in task.sources):
+    if not _in_package(task, path):
         return "outside_package"
     if len(content or b"") > LARGEST_FILE:
         return "too_large"
     if path not in task.files and not _fits_beside(task, path):
         return "new_outside_package"
     return None
+
+
+def is_test(path: str) -> bool:
+    """Whether a path is of tests, or of what Python or pytest run by themselves."""
+    return bool(TEST_MODULE.fullmatch(path) or TEST_FOLDER.fullmatch(path))
+
+
+def without_tests(task: JudgedTask) -> dict[str, bytes]:
+    """Return the pristine tree without its tests, for boxes that need to know no test."""
+    return {
+        path: content
+        for path, content in task.files.items()
+        if path not in task.test_files and (_in_package(task, path) or not is_test(path))
+    }
+
+
+def _in_package(task: JudgedTask, path: str) -> bool:
+    return any(path == one or path.startswith(f"{one.rstrip('/')}/") for one in task.sources)
+
+
+def _target_modules(task: JudgedTask) -> set[str]:
+    modules = {target.partition(":")[0].replace(".", "/") for target in task.targets}
+    return {
+        os.path.normpath(f"{folder}/{module}{end}")
+        for folder in task.imports
+        for module in modules
+        for end in (".py", "/__init__.py")
+    }
 
 
 def _fits_beside(task: JudgedTask, path: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from composer_mesh.tasks.code.judge.canaries import Canaries, canaries_for
-from composer_mesh.tasks.code.judge.edits import TakenEdits, taken_edits
+from composer_mesh.tasks.code.judge.edits import TakenEdits, taken_edits, without_tests
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask
 from composer_mesh.tasks.code.judge.tests_box import TestResults, run_tests
 from composer_mesh.tasks.code.judge.values_box import ValueResults, compare_values
@@ -39,7 +39,8 @@ class CodeJudge:
     async def judge(self, task: JudgedTask, edits: Mapping[str, bytes | None]) -> Verdict:
         """Return the verdict on an agent's edits. Waits for two boxes, one after the other.
 
-        Raises SandboxError where a box fails.
+        Values are asked for only where the tests leave the verdict open. Raises SandboxError where
+        a box fails.
         """
         taken = taken_edits(task, edits)
         flags = Counter(static_findings(task, edits))
@@ -47,13 +48,15 @@ class CodeJudge:
             flags["refused_edit"] += len(taken.refused)
         results, canaries = await self._tests(task, taken)
         flags.update(results.box.flags)
-        values = await self._values(task, taken) if task.cases else None
-        if values is not None:
-            flags.update(values.box.flags)
         fooled = [one for one in canaries.ids if results.outcomes.get(one) != "failed"]
         if results.box.report.end is not None and not results.collection:
             flags["canary"] += len(fooled)
-        return _verdict(task, taken, results, not fooled, values, flags)
+        sound = not fooled and results.box.is_sound
+        values = None
+        if task.cases and sound and len(results.passed(task.tests)) == len(task.tests):
+            values = await self._values(task, taken)
+            flags.update(values.box.flags)
+        return _verdict(task, taken, results, sound, values, flags)
 
     async def _tests(self, task: JudgedTask, taken: TakenEdits) -> tuple[TestResults, Canaries]:
         canaries = canaries_for(task)
@@ -69,7 +72,7 @@ class CodeJudge:
         )
 
     async def _values(self, task: JudgedTask, taken: TakenEdits) -> ValueResults:
-        tree = FileTree(task.files).with_edits(taken.files)
+        tree = FileTree(without_tests(task)).with_edits(taken.files)
         return await compare_values(
             self._sandbox, task, tree, list(taken.files), self._limits.values
         )
@@ -86,27 +89,23 @@ def _verdict(
     task: JudgedTask,
     taken: TakenEdits,
     results: TestResults,
-    canaries_failed: bool,
+    sound: bool,
     values: ValueResults | None,
     flags: Mapping[str, int],
 ) -> Verdict:
-    sound = canaries_failed and results.box.is_sound
-    every = (*task.fail_to_pass, *task.pass_to_pass)
-    passed = results.passed(every)
+    passed = results.passed(task.tests)
     visible = results.passed(task.visible_tests)
     share = len(visible) / len(task.visible_tests) if task.visible_tests else 0.0
-    right = values is None or values.all_agree
+    right = not task.cases if values is None else values.all_agree
     return Verdict(
-        solved=sound and right and len(passed) == len(every),
+        solved=sound and right and len(passed) == len(task.tests),
         tests=share if sound else 0.0,
         basis=basis_of(task),
         passed=len(passed),
-        failed=tuple(one for one in every if one not in set(passed)),
-        agreeing=0 if values is None else values.agreeing,
+        failed=tuple(one for one in task.tests if one not in set(passed)),
+        agreeing=None if values is None else values.agreeing,
         cases=len(task.cases),
         flags={kind: count for kind, count in sorted(flags.items()) if count},
         refused=taken.refused,
-        failures=results.failures,
+        failures={one: text for one, text in results.failures.items() if one in task.tests},
     )
-
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -49,15 +49,36 @@ class JudgedTask:
         return self.fail_to_pass if self.visible is None else self.visible
 
     @property
+    def tests(self) -> tuple[str, ...]:
+        """All tests that right work passes."""
+        return (*self.fail_to_pass, *self.pass_to_pass)
+
+    @property
     def test_files(self) -> tuple[str, ...]:
         """The files of all tests that are judged, in order of their names."""
-        tests = (*self.fail_to_pass, *self.pass_to_pass)
-        return tuple(sorted({file_of(one) for one in tests}))
+        return tuple(sorted({file_of(one) for one in self.tests}))
 
     @property
     def covered(self) -> frozenset[str]:
         """The deleted functions that hidden cases call."""
         return frozenset(case.target for case in self.cases)
+
+
+def with_hidden_tests(task: JudgedTask) -> JudgedTask:
+    """Return the same task with all tests of the feature hidden from the agent.
+
+    Files that have other tests too are hidden whole. The dense signal stays that of all of them.
+    """
+    hidden = {file_of(one) for one in task.fail_to_pass}
+    return replace(
+        task,
+        files={path: text for path, text in task.files.items() if path not in hidden},
+        hidden_files={
+            **task.hidden_files,
+            **{path: text for path, text in task.files.items() if path in hidden},
+        },
+        visible=task.fail_to_pass,
+    )
 
 
 def file_of(test: str) -> str:

@@ -5,6 +5,7 @@ The box gets inputs only. Whoever forges its answers has to know the right value
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,14 @@ def agrees(case: HiddenCase, answer: Any) -> bool:
     return after is None or same(list(after), answer.get("arguments"))
 
 
+def _pairs(value: Any) -> list[Any] | None:
+    """Return the items of an encoded dict by their keys; dicts are equal in any order."""
+    items = value.get("dict") if isinstance(value, dict) and len(value) == 1 else None
+    if not isinstance(items, list) or not all(isinstance(one, list) for one in items):
+        return None
+    return sorted(items, key=lambda item: json.dumps(item[:1], sort_keys=True))
+
+
 def same(expected: Any, found: Any) -> bool:
     """Whether two JSON values are equal in value and type: 1, 1.0 and true are three values.
 
@@ -67,8 +76,13 @@ def same(expected: Any, found: Any) -> bool:
     """
     if type(expected) is not type(found):
         return False
+    pairs = _pairs(expected), _pairs(found)
+    if pairs[0] is not None and pairs[1] is not None:
+        return same(*pairs)
     if isinstance(expected, dict):
-        return expected.keys() == found.keys() and all(same(expected[k], found[k]) for k in expected)
+        return expected.keys() == found.keys() and all(
+            same(expected[k], found[k]) for k in expected
+        )
     if isinstance(expected, list):
         return len(expected) == len(found) and all(map(same, expected, found))
     if isinstance(expected, float):

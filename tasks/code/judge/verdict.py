@@ -15,7 +15,9 @@ class Verdict:
     """What a judge found: whether the work is right, and the share of visible tests it passes.
 
     `tests` is 0 where the reports of the tests contradict themselves. `flags` counts what the
-    monitor and the boxes saw, by kind. `refused` are paths of edits that were not taken.
+    monitor and the boxes saw, by kind. `agreeing` hidden cases of all `cases` have the right value;
+    None where they were not asked for, because the tests had failed. `refused` are paths of edits
+    that were not taken.
     """
 
     solved: bool
@@ -23,7 +25,7 @@ class Verdict:
     basis: Basis
     passed: int
     failed: tuple[str, ...] = ()
-    agreeing: int = 0
+    agreeing: int | None = None
     cases: int = 0
     flags: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class ProcessSandbox:
         *,
         stdin: bytes = b"",
         limits: SandboxLimits = SandboxLimits(),  # noqa: B008
-        environment: Mapping[str, str] = {},  # noqa: B006
+        environment: Mapping[str, str] = {},
     ) -> CommandResult:
         self.commands.append(argv)
         with tempfile.TemporaryDirectory() as name:
