@@ -140,7 +140,7 @@ def refuse_unjudgeable(number: int, task: JudgedTask) -> None:
 
 def _case(row: CaseRow) -> HiddenCase:
     after = None if row.arguments_after is None else tuple(row.arguments_after)
-    expected: dict[str, Any] = {**row.expected}
+    expected = {str(kind): value for kind, value in row.expected.items()}
     return HiddenCase(row.target, tuple(row.arguments), row.keywords, expected, after)
 
 

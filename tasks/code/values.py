@@ -5,6 +5,7 @@ its type. What is none of the known types cannot be encoded; nothing is ever unp
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 100
@@ -46,9 +47,14 @@ def decode(found: Any) -> Any:
 
 
 def _decoded(kind: str, content: Any) -> Any:
-    plain = {"int": lambda text: int(text, 16), "float": float}
+    plain: dict[str, Callable[[str], Any]] = {"int": lambda text: int(text, 16), "float": float}
     plain |= {"bytes": bytes.fromhex, "bytearray": bytearray.fromhex}
-    several = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+    several: dict[str, Callable[[Any], Any]] = {
+        "list": list,
+        "tuple": tuple,
+        "set": set,
+        "frozenset": frozenset,
+    }
     if kind in plain and isinstance(content, str):
         return plain[kind](content)
     if kind in several and isinstance(content, list):

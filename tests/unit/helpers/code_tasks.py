@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
-from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxLimits
+from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxError, SandboxLimits
 
 SOURCE = b'def double(value):\n    """Doubles."""\n    raise NotImplementedError\n'
 RIGHT = SOURCE.replace(b"raise NotImplementedError", b"return 2 * value")
@@ -54,6 +54,7 @@ class ScriptedBoxes:
         self.commands: list[Sequence[str]] = []
         self.error: Exception | None = None
         self.result: dict[str, Any] = {}
+        self.closed = False
         self._answer = answer or honest
 
     async def run(
@@ -80,7 +81,15 @@ class ScriptedBoxes:
         return CommandResult(**{**about, **self.result})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        self.closed = True
+
+
+class BrokenBoxes(ScriptedBoxes):
+    """Boxes that cannot be started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = SandboxError("no box could be started")
 
 
 def said(mark: str, lines: list[dict[str, Any]]) -> bytes:

@@ -1,3 +1,5 @@
+"""Tools, rewards and files of coding tasks, with boxes that answer from a script."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The judge of coding tasks, with boxes that answer from a script."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""What the monitor finds in edits."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Unified diffs, and how results of tools are cut."""
+
 from __future__ import annotations
 
 import difflib
@@ -36,7 +38,8 @@ def test_a_hunk_is_found_where_the_line_numbers_are_wrong() -> None:
 
 def test_files_are_made_and_removed_by_a_diff() -> None:
     made, gone = read_patch(
-        "diff --git a/n.py b/n.py\nnew file mode 100644\n--- /dev/null\n+++ b/n.py\n@@ -0,0 +1,2 @@\n"
+        "diff --git a/n.py b/n.py\nnew file mode 100644\n--- /dev/null\n+++ b/n.py\n"
+        "@@ -0,0 +1,2 @@\n"
         "+x = 1\n+y = 2\n--- a/o.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-z = 1\n"
     )
     assert (made.old, made.new, gone.old, gone.new) == (None, "n.py", "o.py", None)

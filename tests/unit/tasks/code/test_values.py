@@ -1,3 +1,5 @@
+"""Values as tagged JSON."""
+
 from __future__ import annotations
 
 import json
