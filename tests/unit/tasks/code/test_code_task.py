@@ -25,9 +25,11 @@ BODY = "    raise NotImplementedError\n"
 NEW = "    return 2 * value\n"
 
 
-def made(folder: Path, boxes: ScriptedBoxes | None = None, **options: Any) -> CodeTask:
+def made(
+    folder: Path, boxes: ScriptedBoxes | None = None, row: Any = ROW, **options: Any
+) -> CodeTask:
     file = folder / "tasks.jsonl"
-    rows = [{**ROW, "split": "train"}, {**ROW, "name": "again", "split": "heldout"}]
+    rows = [{**row, "split": "train"}, {**row, "name": "again", "split": "heldout"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = CodeTask.create(TaskSettings(path=file, max_turns=20), **options)
     task.sandbox = boxes or ScriptedBoxes()
@@ -198,6 +200,18 @@ async def test_hidden_tests_are_in_no_tree_of_the_agent(tmp_path: Path) -> None:
     await played.call("edit", path="lib/sums.py", old=BODY, new=NEW)
     await played.call("submit")
     assert (await played.outcome()).reward == 1.0
+
+
+async def test_no_box_of_an_agents_command_has_what_was_deleted_or_hidden(tmp_path: Path) -> None:
+    boxes = ScriptedBoxes()
+    hidden = {"tests/test_hidden.py": "def test_secret(): pass\n"}
+    row = {**ROW, "hidden_files": hidden, "pass_to_pass": ["tests/test_hidden.py::test_secret"]}
+    played = await Played(made(tmp_path, boxes, row=row)).begin()
+    await played.call("run_command", command=["python3", "-c", "print(1)"])
+    await played.call("run_tests")
+    told = repr((boxes.trees, boxes.commands, boxes.specs))
+    assert len(boxes.trees) == 2
+    assert not any(secret in told for secret in ("2 * value", "secret", "test_hidden", "returned"))
 
 
 def test_tasks_without_hidden_values_are_told_or_refused(tmp_path: Path) -> None:
