@@ -41,7 +41,7 @@ class Outcome:
     `left_out` have none. `penalty` is what failed calls cost. `answer` is the verified answer that
     no hint may contain; None if the task states none. `turn_rewards` are the parts of `reward` that
     were given for single turns, one for each; empty if there were none. A rollout that is
-    `screened` is not trained on.
+    `screened` is compared with no other, and has no advantage.
     """
 
     messages: list[Message]

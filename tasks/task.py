@@ -201,7 +201,7 @@ class Task:
         return reward >= self.success_at
 
     def screened(self, transcript: Transcript) -> bool:
-        """Whether a finished rollout is stored and measured but not trained on."""
+        """Whether a finished rollout is stored and measured, but compared with no other."""
         return False
 
     def remarks(self) -> Sequence[str]:

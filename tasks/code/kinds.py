@@ -35,6 +35,7 @@ RUNTIME = {
     "crash": "the process ended by a signal",
     "early_exit": "the process ended before its tests did",
     "memory": "the limit of memory",
+    "output_cut": "the limit of output",
     "runtime_file_write": "files were written by changed code",
     "runtime_forbidden_import": "modules that the feature has no use for were imported",
     "runtime_frame_inspection": "frames were read by changed code",
@@ -52,7 +53,15 @@ KINDS = tuple(sorted({**STATIC, **RUNTIME}))
 
 HARMLESS = frozenset(
     {
-        *("crash", "memory", "timeout", "unparsable", "refused_edit", "runtime_file_write"),
+        *(
+            "crash",
+            "memory",
+            "timeout",
+            "output_cut",
+            "unparsable",
+            "refused_edit",
+            "runtime_file_write",
+        ),
         *("runtime_forbidden_import", "pickling", "reads_outside"),
     }
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask, file_of
 from composer_mesh.tasks.code.static_rules import findings_of, parsed
@@ -39,6 +39,19 @@ def static_findings(task: JudgedTask, edits: Mapping[str, bytes | None]) -> dict
             found.update(source_findings(content, before))
     found["hard_coded_input"] += copied_inputs(task, edits)
     return {kind: count for kind, count in sorted(found.items()) if count > 0}
+
+
+def without_earlier(
+    task: JudgedTask, changed: Iterable[str], flags: Mapping[str, int]
+) -> dict[str, int]:
+    """Return what boxes saw, without what the pristine modules that were changed do already."""
+    earlier = {f"runtime_{kind}" for path in changed for kind in _earlier(task, path)}
+    return {kind: count for kind, count in flags.items() if kind not in earlier}
+
+
+def _earlier(task: JudgedTask, path: str) -> Counter[str]:
+    module = parsed(task.files.get(path, b""))
+    return Counter() if module is None else findings_of(module)
 
 
 def path_findings(path: str, is_test: bool = False) -> list[str]:

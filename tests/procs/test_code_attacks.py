@@ -1,7 +1,6 @@
 """Attacks on the judge of coding tasks: none is a success, and each is flagged or fails.
 
-They run in the boxes of the sandbox where it can be used, and else in plain processes: what the
-judge believes is the same there, what a box keeps in is not tried.
+They run in plain processes: what the judge believes is tried here, not what a box keeps in.
 """
 
 from __future__ import annotations

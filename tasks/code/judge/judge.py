@@ -18,7 +18,7 @@ from composer_mesh.tasks.code.judge.judged_task import JudgedTask
 from composer_mesh.tasks.code.judge.tests_box import TestResults, run_tests
 from composer_mesh.tasks.code.judge.values_box import ValueResults, compare_values
 from composer_mesh.tasks.code.judge.verdict import Basis, Verdict
-from composer_mesh.tasks.code.monitor import static_findings
+from composer_mesh.tasks.code.monitor import static_findings, without_earlier
 from composer_mesh.tasks.sandbox import FileTree, Sandbox, SandboxLimits
 
 
@@ -47,7 +47,7 @@ class CodeJudge:
         if taken.refused:
             flags["refused_edit"] += len(taken.refused)
         results, canaries = await self._tests(task, taken)
-        flags.update(results.box.flags)
+        flags.update(without_earlier(task, taken.files, results.box.flags))
         fooled = [one for one in canaries.ids if results.outcomes.get(one) != "failed"]
         if results.box.report.end is not None and not results.collection:
             flags["canary"] += len(fooled)
@@ -55,7 +55,7 @@ class CodeJudge:
         values = None
         if task.cases and sound and len(results.passed(task.tests)) == len(task.tests):
             values = await self._values(task, taken)
-            flags.update(values.box.flags)
+            flags.update(without_earlier(task, taken.files, values.box.flags))
         return _verdict(task, taken, results, sound, values, flags)
 
     async def _tests(self, task: JudgedTask, taken: TakenEdits) -> tuple[TestResults, Canaries]:

@@ -29,7 +29,7 @@ class BoxReport:
         return not self.report.faults and not any(kind in self.flags for kind in UNSOUND)
 
 
-UNSOUND = ("tamper", "early_exit", "channel", "canary", "timeout", "memory", "crash")
+UNSOUND = ("tamper", "early_exit", "channel", "canary", "timeout", "memory", "crash", "output_cut")
 """Kinds of flags with which test results are not believed."""
 
 
@@ -90,9 +90,11 @@ def _flags(report: Report, result: CommandResult) -> dict[str, int]:
     flags: Counter[str] = Counter()
     if (limit := LIMIT_FLAGS.get(result.ended)) is not None:
         flags[limit] += 1
+    elif "output_cut" in report.faults:
+        flags["output_cut"] += 1
     elif "early_exit" in report.faults:
         flags["crash" if result.ended == "signal" else "early_exit"] += 1
-    if report.faults - {"early_exit"}:
+    if report.faults - {"early_exit", "output_cut"}:
         flags["channel"] += 1
     if report.end is not None:
         flags["tamper"] += _count(report.end.get("tampered"))

@@ -20,6 +20,9 @@ from composer_mesh.tasks.code.judge.programs.integrity import Snapshot
 from composer_mesh.tasks.code.judge.programs.reporting import Reporter, add_import_folders, in_tree
 
 LONGEST_FAILURE = 3000
+MOST_TOLD = 50
+"""Failures that are reported with their text."""
+
 FIRST_LOADED = (gc, inspect, pickle, unittest.case)
 """Modules that are there before agent code is, so that its changes to them are seen."""
 
@@ -31,6 +34,7 @@ class ReportPlugin:
         self._reporter, self._wanted = reporter, None if wanted is None else set(wanted)
         self._phases: dict[str, str] = {}
         self._failures: dict[str, str] = {}
+        self._told = 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -47,7 +51,8 @@ class ReportPlugin:
         outcome = "xfail" if hasattr(report, "wasxfail") else str(report.outcome)
         if outcome != "passed" and self._phases.get(report.nodeid, "passed") == "passed":
             self._phases[report.nodeid] = outcome
-            self._failures[report.nodeid] = _text(report)
+            self._failures[report.nodeid] = _text(report) if self._told < MOST_TOLD else ""
+            self._told += 1
         self._phases.setdefault(report.nodeid, outcome)
         if report.when == "teardown":
             self._reporter.say(
