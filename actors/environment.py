@@ -21,6 +21,7 @@ from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_stream import CallStream, current_caller
 from composer_mesh.mesh.supervision import SessionLost
+from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
@@ -61,6 +62,7 @@ class EnvironmentActor(MeshActor):
         """Load the task's data. `keys` are the variables of the MCP servers of the config."""
         task: Task = await asyncio.to_thread(make_task, config)
         self._runner = TaskRunner(task, config.environment.call_s)
+        await asyncio.to_thread(attach_sandbox, config, task)
         given = {**os.environ, **(keys or {})}
         await asyncio.to_thread(attached, config, task, given)  # it imports the SDK
         self._judge_s = config.judges.timeout_s + config.run.deadline_s

@@ -29,6 +29,7 @@ from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.rollouts import RolloutsConfig
+from composer_mesh.configs.sandbox import SandboxConfig
 from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.supervision import SupervisionConfig
@@ -83,6 +84,9 @@ class EnvironmentConfig(Section):
 
     mcp: Annotated[tuple[McpServer, ...], Field(strict=False, max_length=MOST_SERVERS)] = ()
     """MCP servers whose tools are added to the task's: tables [[environment.mcp]]."""
+
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where a task such as "code" runs what agents wrote."""
 
     @model_validator(mode="after")
     def _servers_fit(self) -> Self:

@@ -199,6 +199,7 @@ def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
         growing.sites,
         dict(outcome.rewards),
         outcome.answer,
+        advantage=0.0 if outcome.screened else None,
         penalty=outcome.penalty,
         left_out=list(outcome.left_out),
         turn_rewards=outcome.turn_rewards,

@@ -40,7 +40,8 @@ class Outcome:
     `rewards` are the values of the task's reward functions by name, before weights; those that are
     `left_out` have none. `penalty` is what failed calls cost. `answer` is the verified answer that
     no hint may contain; None if the task states none. `turn_rewards` are the parts of `reward` that
-    were given for single turns, one for each; empty if there were none.
+    were given for single turns, one for each; empty if there were none. A rollout that is
+    `screened` is compared with no other, and has no advantage.
     """
 
     messages: list[Message]
@@ -51,3 +52,4 @@ class Outcome:
     penalty: float = 0.0
     left_out: tuple[str, ...] = ()
     turn_rewards: list[float] = field(default_factory=list)
+    screened: bool = False

@@ -121,7 +121,10 @@ class RunningEpisode:
         reward += math.fsum(by_turn)
         stated = self._task.verified_answer
         answer = await self._call("verified_answer", stated, self._session.episode)
-        return Outcome(said, reward, bool(success), values, answer, penalty, left_out, by_turn)
+        screened = bool(await self._call("screened", self._task.screened, transcript))
+        return Outcome(
+            said, reward, bool(success), values, answer, penalty, left_out, by_turn, screened
+        )
 
     async def close(self) -> None:
         """Release the session."""

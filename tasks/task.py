@@ -41,6 +41,7 @@ from composer_mesh.tasks.reward import (
     rewards_of,
 )
 from composer_mesh.tasks.rows import Row, held_out, read_rows
+from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.tool import ToolSpec, tools_of
 
@@ -103,6 +104,12 @@ class Task:
 
     tool_servers: ToolServers | None = None
     """What calls the tools of MCP servers; None where no episode is played."""
+
+    needs_sandbox: ClassVar[bool] = False
+    """Whether the task runs code of agents, so that whoever plays it hands a sandbox in."""
+
+    sandbox: Sandbox | None = None
+    """Where the task runs code of agents; None where no episode is played, or none is needed."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -192,6 +199,10 @@ class Task:
     def success(self, transcript: Transcript, reward: float) -> bool:
         """Whether an episode succeeded; `reward` is its sum before penalties."""
         return reward >= self.success_at
+
+    def screened(self, transcript: Transcript) -> bool:
+        """Whether a finished rollout is stored and measured, but compared with no other."""
+        return False
 
     def remarks(self) -> Sequence[str]:
         """Return lines that `composer-mesh check` adds, after a dry episode."""

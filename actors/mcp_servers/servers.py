@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composer_mesh.configs.mcp import McpServer
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.external_tools import ExternalTool
 from composer_mesh.tasks.task import Task
@@ -81,13 +82,13 @@ def refuse_missing(servers: Sequence[McpServer], environ: Mapping[str, str]) -> 
 
 @contextmanager
 def serving(config: Config, task: Task, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Let a task's sessions call the servers of a config while the block runs."""
-    servers = attached(config, task, environ)
-    try:
+    """Let a task's sessions use the servers and the sandbox of a config while the block runs."""
+    with ExitStack() as opened:
+        if (servers := attached(config, task, environ)) is not None:
+            opened.callback(lambda: asyncio.run(servers.close()))
+        if (sandbox := attach_sandbox(config, task)) is not None:
+            opened.callback(lambda: asyncio.run(sandbox.close()))
         yield
-    finally:
-        if servers is not None:
-            asyncio.run(servers.close())
 
 
 def attached(config: Config, task: Task, environ: Mapping[str, str]) -> McpServers | None:

@@ -129,6 +129,7 @@ class InProcessEvaluation(ABC):
             sites,
             dict(outcome.rewards),
             outcome.answer,
+            advantage=0.0 if outcome.screened else None,
             penalty=outcome.penalty,
             left_out=list(outcome.left_out),
         )

@@ -21,6 +21,7 @@ from typing import Any, TextIO, TypeVar
 import uvicorn
 
 from composer_mesh.mesh.environment import use_import_paths
+from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.services.serve_env.access import Access
 from composer_mesh.services.serve_env.app import Served, make_app
 from composer_mesh.services.serve_env.forwarding import Forwarding
@@ -64,7 +65,9 @@ class Worker:
         self._counts = SessionCounts(
             folder / "sessions", self._options.processes, start.number, self._options.max_sessions
         )
-        runner = _EndingRunner(make_task(start.config), start.config.environment.call_s)
+        task = make_task(start.config)
+        attach_sandbox(start.config, task)
+        runner = _EndingRunner(task, start.config.environment.call_s)
         pool = SessionPool(runner, self._counts, self._options.session_timeout_s)
         self._forwarding = Forwarding(folder, self._options.processes, start.number)
         self._mcp = McpSessions(pool, start.number)

@@ -1,0 +1,57 @@
+"""Hands the configured sandbox to tasks that run code of agents."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.tasks.errors import TaskError, UnusableTask
+from composer_mesh.tasks.sandbox import Sandbox
+from composer_mesh.tasks.task import Task
+
+BUILT_IN = {"bubblewrap": "composer_mesh.mesh.sandboxes:open_sandbox"}
+"""Import paths of the sandboxes that ship, by their names in `environment.sandbox.kind`."""
+
+
+def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
+    """Open the configured sandbox for those parts of a task that need one; None if none does.
+
+    May take a while, because a sandbox is probed before it is used. Raises UnusableTask where it
+    cannot be imported or made, and whatever it says of a machine on which it does not hold.
+    """
+    parts = [part for part in task.parts if part.needs_sandbox and part.sandbox is None]
+    if not parts:
+        return None
+    sandbox = open_configured(config)
+    for part in parts:
+        part.sandbox = sandbox
+    return sandbox
+
+
+def open_configured(config: Config) -> Sandbox:
+    """Return the sandbox that a config names."""
+    chosen = config.environment.sandbox
+    opener = _imported(BUILT_IN.get(chosen.kind, chosen.kind), chosen.kind)
+    try:
+        sandbox: Sandbox = opener(**chosen.options)
+    except TaskError:
+        raise
+    except TypeError as error:
+        raise UnusableTask(
+            f"environment.sandbox.options are {dict(chosen.options)}, which {chosen.kind!r} does "
+            f"not take ({error}): change them"
+        ) from error
+    return sandbox
+
+
+def _imported(path: str, kind: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnusableTask(
+            f"environment.sandbox.kind is {kind!r}, which cannot be imported ({error}): name "
+            f"{', '.join(BUILT_IN)}, or a function as my_package.my_module:my_function in a folder "
+            "that run.import_paths names"
+        ) from None

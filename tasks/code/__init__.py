@@ -1,0 +1,1 @@
+"""Coding tasks: repositories with a feature missing, and how work on them is judged."""

@@ -1,0 +1,1 @@
+"""Judges work on a coding task: pristine tests in one fresh box, hidden inputs in another."""

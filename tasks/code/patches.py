@@ -1,0 +1,90 @@
+"""Applies unified diffs to texts. Context must match exactly; line numbers may be wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@.*")
+HEADER = re.compile(r"(?:---|\+\+\+) (?:[ab]/)?([^\t\n]+)")
+IGNORED = ("diff ", "index ", "new file", "deleted file", "old mode", "new mode", "similarity ")
+
+
+class PatchFailed(ValueError):
+    """A diff cannot be read, or does not fit the file that it names."""
+
+
+@dataclass
+class Hunk:
+    """Lines that are replaced by others; `line` is where the diff says that they are."""
+
+    line: int
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FilePatch:
+    """The hunks of one file; a file that is made or removed has no name on one side."""
+
+    old: str | None
+    new: str | None
+    hunks: list[Hunk] = field(default_factory=list)
+
+
+def read_patch(diff: str) -> list[FilePatch]:
+    """Return the files of a diff; raise PatchFailed for anything else."""
+    files: list[FilePatch] = []
+    old: str | None = None
+    for number, line in enumerate(diff.rstrip("\n").split("\n"), 1):
+        hunks = files[-1].hunks if files else []
+        if line.startswith("--- "):
+            old = _name(line)
+        elif line.startswith("+++ "):
+            files.append(FilePatch(old, _name(line)))
+        elif (found := HUNK.fullmatch(line)) is not None and files:
+            hunks.append(Hunk(int(found.group(1))))
+        elif hunks and (not line or line[0] in " +-"):
+            if line[:1] != "+":
+                hunks[-1].before.append(line[1:])
+            if line[:1] != "-":
+                hunks[-1].after.append(line[1:])
+        elif line.strip() and not line.startswith((*IGNORED, "\\")):
+            raise PatchFailed(f"line {number} of the diff is no part of one: {line[:60]!r}")
+    if not any(file.hunks for file in files):
+        raise PatchFailed("the diff has no hunk: write --- and +++ lines, then @@ and its lines")
+    return files
+
+
+def apply_hunks(text: str, hunks: list[Hunk]) -> str:
+    """Return a text with hunks applied in order; raise PatchFailed where one fits nowhere."""
+    lines = text.split("\n")
+    done = 0
+    moved = 0
+    for number, hunk in enumerate(hunks, 1):
+        place = _place(lines, hunk, done, hunk.line - 1 + moved)
+        if place is None:
+            raise PatchFailed(f"hunk {number} does not match the file: its lines are not there")
+        lines[place : place + len(hunk.before)] = hunk.after
+        moved += len(hunk.after) - len(hunk.before)
+        done = place + len(hunk.after)
+    return "\n".join(lines)
+
+
+def _place(lines: list[str], hunk: Hunk, first: int, stated: int) -> int | None:
+    """Return where the lines of a hunk are, the nearest to where the diff says."""
+    size = len(hunk.before)
+    if not size:
+        return min(max(first, stated + 1), len(lines))
+    found = [
+        place
+        for place in range(first, len(lines) - size + 1)
+        if lines[place] == hunk.before[0] and lines[place : place + size] == hunk.before
+    ]
+    return min(found, key=lambda place: abs(place - stated), default=None)
+
+
+def _name(line: str) -> str | None:
+    found = HEADER.match(line)
+    name = found.group(1).strip() if found else ""
+    return None if name in {"", "/dev/null"} else name

@@ -1,0 +1,160 @@
+"""The task "code": rebuild a deleted feature of a repository until its tests pass.
+
+Work is done with tools in boxes of a sandbox that whoever plays the episodes hands in, and judged
+in fresh ones. Work that the monitor flags is reported, penalized or kept from training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, ClassVar, cast
+
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import Split
+from composer_mesh.tasks.code.hints import HINTS
+from composer_mesh.tasks.code.judge.judge import CodeJudge
+from composer_mesh.tasks.code.judge.judged_task import JudgedTask, with_hidden_tests
+from composer_mesh.tasks.code.judge.verdict import Verdict
+from composer_mesh.tasks.code.kinds import KINDS, flagged_by
+from composer_mesh.tasks.code.options import CodeLimits, CodeOptions
+from composer_mesh.tasks.code.session import CodeSession
+from composer_mesh.tasks.code.task_file import TaskFile
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.reward import RewardFunction, Transcript
+from composer_mesh.tasks.rows import Row, held_out, read_rows
+from composer_mesh.tasks.sandbox import Sandbox
+from composer_mesh.tasks.task import Task
+
+
+class CodeTask(Task):
+    """Coding tasks of one file; options are those of CodeOptions."""
+
+    name = "code"
+    session_class = CodeSession
+    hint_templates: ClassVar[Mapping[str, str]] = HINTS
+    needs_sandbox: ClassVar[bool] = True
+
+    def __init__(self, **options: Any) -> None:
+        self.options = CodeOptions.read(options)
+        self.output_characters = self.options.output_characters
+
+    def load(self) -> None:
+        path = self.settings.path
+        if path is None:
+            raise UnusableTask(
+                f"task {self.name!r} needs a file of coding tasks: set data.path to one that "
+                "composer-mesh make-code-tasks wrote"
+            )
+        self._file = TaskFile([row for row in read_rows(path) if self._is_played(row)])
+        if not self._file.rows:
+            raise UnusableTask(
+                f"no task of {path} has hidden cases, and options.without_values is 'refuse': set "
+                "it to 'tests', or make other tasks"
+            )
+        every = self.settings.heldout_every
+        self._split = held_out(self._file.rows, every, self.identity, path)
+
+    def _is_played(self, row: Row) -> bool:
+        return bool(row.get("cases")) or self.options.without_values == "tests"
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return self._split[split]
+
+    def identity(self, row: Row) -> str:
+        return str(row["name"])
+
+    def prompt(self, row: Row) -> str:
+        return str(row["prompt"])
+
+    def judged(self, row: Row) -> JudgedTask:
+        """Return what the judge knows of a row."""
+        task = self._file.tasks[str(row["name"])]
+        return task if self.options.tests == "task" else with_hidden_tests(task)
+
+    def gold(self, row: Row) -> Sequence[str]:
+        """Return the calls that write the original files, then submit."""
+        files = self._file.solutions[str(row["name"])]
+        if not files:
+            raise UnusableTask(f"coding task {row['name']!r} has no solution in its file")
+        written = [
+            call_text("write_file", {"path": path, "content": text}) for path, text in files.items()
+        ]
+        return [*written, call_text("submit", {})]
+
+    def remarks(self) -> Sequence[str]:
+        tasks = list(self._file.tasks.values())
+        bare = sum(not task.cases for task in tasks)
+        told = [f"{len(tasks)} coding tasks; flagged rollouts: {self.options.monitor}"]
+        if bare:
+            told.append(
+                f"{bare} of them have no hidden values, so their verdict rests on tests alone; "
+                "options.without_values = 'refuse' leaves them out"
+            )
+        return told
+
+    @property
+    def boxes(self) -> Sandbox:
+        """The sandbox that was handed in; raises UnusableTask where there is none."""
+        if self.sandbox is None:
+            raise UnusableTask(
+                f"task {self.name!r} runs code, but nothing here has a sandbox: play it by a "
+                "command or a run, or set the task's `sandbox` in a test"
+            )
+        return self.sandbox
+
+    @cached_property
+    def limits(self) -> CodeLimits:
+        """Limits of the boxes."""
+        return CodeLimits.of(self.options)
+
+    @cached_property
+    def judge_of_code(self) -> CodeJudge:
+        """The judge of all its sessions."""
+        return CodeJudge(self.boxes, self.limits.of_judge)
+
+    @cached_property
+    def rewards(self) -> list[RewardFunction]:
+        """The share of visible tests, the verdict, whether it is flagged, and each kind."""
+        share, penalty = self.options.tests_weight, self.options.weight_of_flags
+        own = [
+            RewardFunction("tests", share, self._tests),
+            RewardFunction("solved", 1 - share, self._solved),
+            RewardFunction("flagged", penalty, self._flagged),
+        ]
+        kinds = [RewardFunction(f"flag/{kind}", 0.0, partial(self._kind, kind)) for kind in KINDS]
+        return own + kinds
+
+    def success(self, transcript: Transcript, reward: float) -> bool:
+        """Whether the verdict was that the work is right, and nothing in it screened it."""
+        verdict = _session(transcript).judgement
+        return verdict.solved and not (self.options.screens and self._is_flagged(verdict))
+
+    def screened(self, transcript: Transcript) -> bool:
+        """Whether the monitor keeps a rollout from being trained."""
+        return self.options.screens and self._is_flagged(_session(transcript).judgement)
+
+    async def _tests(self, transcript: Transcript) -> float:
+        return (await _session(transcript).verdict()).tests
+
+    async def _solved(self, transcript: Transcript) -> float:
+        return float((await _session(transcript).verdict()).solved)
+
+    async def _flagged(self, transcript: Transcript) -> float:
+        return float(self._is_flagged(await _session(transcript).verdict()))
+
+    async def _kind(self, kind: str, transcript: Transcript) -> float:
+        return float(kind in (await _session(transcript).verdict()).flags)
+
+    def _is_flagged(self, verdict: Verdict) -> bool:
+        return bool(flagged_by(verdict.flags, self.options.flag))
+
+
+def _session(transcript: Transcript) -> CodeSession:
+    session = transcript.session
+    if session is None:
+        raise UnusableTask(
+            "coding tasks are judged by what their session changed, and a workflow scored messages "
+            "alone: let the workflow finish a session"
+        )
+    return cast(CodeSession, session)

@@ -1,0 +1,129 @@
+"""A small coding task for unit tests, and boxes that answer without running anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
+from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxError, SandboxLimits
+
+SOURCE = b'def double(value):\n    """Doubles."""\n    raise NotImplementedError\n'
+RIGHT = SOURCE.replace(b"raise NotImplementedError", b"return 2 * value")
+TESTS = b"from lib.sums import double\n\n\ndef test_two():\n    assert double(417) == 834\n"
+TEST, OTHER = "tests/test_sums.py::test_two", "tests/test_others.py::test_other"
+TASK = JudgedTask(
+    name="double",
+    files={
+        "lib/__init__.py": b"",
+        "lib/sums.py": SOURCE,
+        "tests/test_sums.py": TESTS,
+        "tests/test_others.py": b"def test_other():\n    assert True\n",
+    },
+    sources=("lib",),
+    fail_to_pass=(TEST,),
+    pass_to_pass=(OTHER,),
+    targets=("lib.sums:double",),
+    cases=(
+        HiddenCase("lib.sums:double", (3,), {}, {"returned": 6}),
+        HiddenCase("lib.sums:double", (-1,), {}, {"returned": -2}),
+    ),
+)
+ROW = {
+    "name": "double",
+    "prompt": "Write double again.",
+    "files": {path: text.decode() for path, text in TASK.files.items()},
+    "sources": ["lib"],
+    "targets": ["lib.sums:double"],
+    "fail_to_pass": [TEST],
+    "pass_to_pass": [OTHER],
+    "cases": [{"target": "lib.sums:double", "arguments": [3], "expected": {"returned": 6}}],
+    "solution": {"lib/sums.py": RIGHT.decode()},
+}
+
+Answer = Callable[[dict[str, Any], FileTree], list[dict[str, Any]]]
+
+
+class ScriptedBoxes:
+    """Boxes in which our programs say what a function of their spec and the tree says."""
+
+    def __init__(self, answer: Answer | None = None) -> None:
+        self.trees: list[FileTree] = []
+        self.specs: list[dict[str, Any]] = []
+        self.commands: list[Sequence[str]] = []
+        self.error: Exception | None = None
+        self.result: dict[str, Any] = {}
+        self.closed = False
+        self._answer = answer or honest
+
+    async def run(
+        self,
+        tree: FileTree,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        limits: SandboxLimits = SandboxLimits(),  # noqa: B008
+        environment: Mapping[str, str] = {},
+    ) -> CommandResult:
+        self.trees.append(tree)
+        self.commands.append(argv)
+        if self.error is not None:
+            raise self.error
+        stdout = b""
+        if stdin:
+            size, rest = stdin.split(b"\n", 1)
+            spec = json.loads(rest[int(size) :])
+            self.specs.append(spec)
+            stdout = said(spec["mark"], self._answer(spec, tree))
+        about = {"exit_code": 0, "ended": "exited", "stdout": stdout, "stderr": b"", "changed": {}}
+        about |= {"output_cut": False, "seconds": 0.1, "refused_paths": ()}
+        return CommandResult(**{**about, **self.result})
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class BrokenBoxes(ScriptedBoxes):
+    """Boxes that cannot be started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = SandboxError("no box could be started")
+
+
+def said(mark: str, lines: list[dict[str, Any]]) -> bytes:
+    """Return lines as a program reports them."""
+    numbered = [{"mark": mark, "number": place, **line} for place, line in enumerate(lines)]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in numbered)
+
+
+def honest(spec: dict[str, Any], tree: FileTree) -> list[dict[str, Any]]:
+    """Return what honest programs say of a tree: right if it has `RIGHT`."""
+    right = tree.read("lib/sums.py") == RIGHT
+    if "calls" in spec:
+        doubled = [2 * one["arguments"][0] if right else None for one in spec["calls"]]
+        lines = [values(place, one) for place, one in enumerate(doubled)]
+        return [*lines, {"kind": "end", "lines": len(lines), "audit": {}}]
+    wanted = spec["wanted"] or [TEST]
+    return reported_tests(
+        wanted, [one for one in wanted if one == OTHER or (one == TEST and right)]
+    )
+
+
+def values(place: int, returned: Any) -> dict[str, Any]:
+    """Return the line of a value."""
+    return {"kind": "value", "place": place, "returned": returned}
+
+
+def reported_tests(
+    wanted: Sequence[str], passed: Sequence[str], **end: Any
+) -> list[dict[str, Any]]:
+    """Return the lines of a run of tests."""
+    lines: list[dict[str, Any]] = [
+        {"kind": "test", "id": one, "outcome": "passed"}
+        if one in passed
+        else {"kind": "test", "id": one, "outcome": "failed", "text": "E  assert 1 == 2"}
+        for one in wanted
+    ]
+    return [*lines, {"kind": "end", "lines": len(lines), "tampered": [], "audit": {}, **end}]
