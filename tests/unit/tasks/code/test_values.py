@@ -27,7 +27,11 @@ class Likeness(list):  # type: ignore[type-arg]
     pass
 
 
-@pytest.mark.parametrize("value", [object(), Likeness(), len, range(3), type, [object()]], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), Likeness(), len, range(3), type, [object()]],
+    ids=["object", "subclass", "function", "range", "type", "nested"],
+)
 def test_no_other_type_is_encoded(value: Any) -> None:
     with pytest.raises(TypeError):
         encode(value)
