@@ -21,6 +21,8 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TEMPLATE = "chat_template.jinja"
 OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
+LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope", "su"})
 MOST_FILES = 10_000
 MOST_JSON_BYTES = 1 << 26
 MOST_TEMPLATE_BYTES = 1 << 20
@@ -49,6 +51,7 @@ def check_model_folder(folder: Path) -> None:
     _only_regular_files(folder)
     found = _object(folder / CONFIG)
     _layers_fit(folder / CONFIG, found)
+    _positions_fit(folder / CONFIG, found)
     _tokenizer_is_there(folder)
     weights = _weights(folder)
     if "quantization_config" in found:
@@ -100,6 +103,28 @@ def _layers_fit(path: Path, config: dict[str, Any]) -> None:
         for key in ModelSizes.model_fields:
             if key.startswith(("hidden", "intermediate", "num", "vocab")) and key in table:
                 _count(path, key, table[key])
+
+
+def _positions_fit(path: Path, config: dict[str, Any]) -> None:
+    """Refuse rotary positions whose frequencies depend on the longest sequence of a batch."""
+    text = config.get("text_config")
+    for table in (config, text if isinstance(text, dict) else {}):
+        for key in ROPE_KEYS:
+            for kind in sorted(_rope_types(table.get(key)) & LENGTH_DEPENDENT_ROPES):
+                why = (
+                    f"has {key} of type {kind}, whose log-probabilities depend on the longest "
+                    "sequence of a batch, so that sampling and training differ"
+                )
+                raise UnfitModelFolder(str(path), why, "give a model with linear, llama3 or yarn")
+
+
+def _rope_types(rope: object) -> set[str]:
+    """Return the types that a rope table names, directly or for each type of layer."""
+    if not isinstance(rope, dict):
+        return set()
+    inner = [table for table in rope.values() if isinstance(table, dict)]
+    named = [table.get(key) for table in (rope, *inner) for key in ("rope_type", "type")]
+    return {name for name in named if isinstance(name, str)}
 
 
 def _count(path: Path, key: str, value: object) -> None:

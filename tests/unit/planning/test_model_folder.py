@@ -204,3 +204,28 @@ def test_a_header_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
     header(json.dumps(table).encode(), rest=bytes(3))(tmp_path)
     with pytest.raises(UnfitHeader, match="overlap or leave gaps"):
         read_shapes(tmp_path / WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda rope: {"rope_scaling": rope},
+        lambda rope: {"rope_scaling": {"type": rope["rope_type"], "factor": 4.0}},
+        lambda rope: {"rope_parameters": {"full_attention": rope}},
+        lambda rope: {"text_config": {"rope_parameters": rope}},
+    ],
+)
+def test_rotary_positions_that_depend_on_batch_neighbours_are_refused(
+    folder: Path, kind: str, place: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    changed("config.json", **place({"rope_type": kind, "factor": 4.0}))(folder)
+    with pytest.raises(UnfitModelFolder, match=f"of type {kind}, whose log-prob") as refused:
+        check_model_folder(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotary_positions_that_no_neighbour_changes_are_accepted(folder: Path, kind: str) -> None:
+    changed("config.json", rope_parameters={"rope_type": kind, "factor": 4.0})(folder)
+    check_model_folder(folder)
