@@ -203,4 +203,5 @@ def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
         penalty=outcome.penalty,
         left_out=list(outcome.left_out),
         turn_rewards=outcome.turn_rewards,
+        episode_id=outcome.episode_id,
     )

@@ -41,7 +41,8 @@ class Outcome:
     `left_out` have none. `penalty` is what failed calls cost. `answer` is the verified answer that
     no hint may contain; None if the task states none. `turn_rewards` are the parts of `reward` that
     were given for single turns, one for each; empty if there were none. A rollout that is
-    `screened` is compared with no other, and has no advantage.
+    `screened` is compared with no other, and has no advantage. `episode_id` is what a server of the
+    environment calls the episode; empty without one.
     """
 
     messages: list[Message]
@@ -53,3 +54,4 @@ class Outcome:
     left_out: tuple[str, ...] = ()
     turn_rewards: list[float] = field(default_factory=list)
     screened: bool = False
+    episode_id: str = ""

@@ -100,6 +100,7 @@ class Trace:
 
     `turn_rewards` are the parts of `reward` that were given for single turns, and
     `turn_advantages` replace one `advantage` for all of them: one number for each turn, or none.
+    `episode_id` is what a server of the environment calls the episode; empty without one.
     """
 
     trace_id: str
@@ -122,6 +123,7 @@ class Trace:
     left_out: list[str] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     turn_advantages: list[float] = field(default_factory=list)
+    episode_id: str = ""
 
     def __post_init__(self) -> None:
         for name in ("turn_rewards", "turn_advantages"):

@@ -123,7 +123,16 @@ class RunningEpisode:
         answer = await self._call("verified_answer", stated, self._session.episode)
         screened = bool(await self._call("screened", self._task.screened, transcript))
         return Outcome(
-            said, reward, bool(success), values, answer, penalty, left_out, by_turn, screened
+            said,
+            reward,
+            bool(success),
+            values,
+            answer,
+            penalty,
+            left_out,
+            by_turn,
+            screened,
+            self._session.episode_id,
         )
 
     async def close(self) -> None:

@@ -58,6 +58,11 @@ class Session:
         return self.episode.payload
 
     @property
+    def episode_id(self) -> str:
+        """What a server of the environment calls the episode, for rewards that come later."""
+        return ""
+
+    @property
     def own_tools(self) -> Mapping[str, ToolSpec]:
         """The tools that may be called now, by name, without those of MCP servers."""
         return self.task.own_tools

@@ -71,11 +71,14 @@ def traces(arguments: argparse.Namespace) -> int:
 def reward(arguments: argparse.Namespace) -> int:
     """Post a reward for a stored rollout of a run, also after it was trained on."""
     one = [value for value in (arguments.trace, arguments.reward) if value is not None]
-    files = [file for file in (arguments.file, arguments.follow) if file is not None]
-    if (len(one), len(files)) not in ((2, 0), (0, 1)):
+    many = [one for one in (arguments.file, arguments.follow, arguments.openenv) if one is not None]
+    if (len(one), len(many)) not in ((2, 0), (0, 1)):
         raise UsageError(
-            "reward takes TRACE and REWARD, --file FILE or --follow FILE: give one of them"
+            "reward takes TRACE and REWARD, --file FILE, --follow FILE or --openenv URL: give one "
+            "of them"
         )
+    if arguments.openenv is not None:
+        return _follow_server(arguments)
     if arguments.follow is not None:
         from composer_mesh.services.replay.reward_queue import follow_rewards
 
@@ -83,6 +86,19 @@ def reward(arguments: argparse.Namespace) -> int:
     posts = read_posts(arguments.file) if arguments.file else {one[0]: one[1]}
     post_rewards(arguments.run, posts, arguments.source)
     return 0
+
+
+def _follow_server(arguments: argparse.Namespace) -> int:
+    from composer_mesh.services.replay.served_rewards import follow_server
+    from composer_mesh.tasks.openenv.options import read_options
+    from composer_mesh.tasks.openenv.server import Server
+
+    given = {"url": arguments.openenv}
+    options = read_options(
+        given | {"token_env": arguments.token_env} if arguments.token_env else given
+    )
+    server = Server(options, options.headers(), options.connect_s)
+    return follow_server(arguments.run, server, arguments.source or f"server {options.url}")
 
 
 def verify_run(arguments: argparse.Namespace) -> int:

@@ -183,6 +183,14 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow", type=Path, metavar="FILE", help="the same, and what is added until the run ends"
     )
+    parser.add_argument(
+        "--openenv",
+        metavar="URL",
+        help="post what an OpenEnv server tells of this run's episodes, until the run ends",
+    )
+    parser.add_argument(
+        "--token-env", metavar="NAME", help="environment variable with the server's token"
+    )
     parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
 
 

@@ -115,6 +115,15 @@ def unknown_rollouts(run: Path, trace_ids: Iterable[str]) -> list[str]:
 
 def posted_by(run: Path, source: str) -> Counter[str]:
     """Return how many rewards a source has posted for each rollout."""
+    return Counter(trace_id for trace_id, _ in _posts_of(run, source))
+
+
+def last_posted(run: Path, source: str) -> dict[str, float]:
+    """Return the last reward that a source has posted for each rollout."""
+    return dict(_posts_of(run, source))
+
+
+def _posts_of(run: Path, source: str) -> list[tuple[str, float]]:
     from composer_mesh.services.store.reading import RunReader
 
     try:
@@ -122,4 +131,4 @@ def posted_by(run: Path, source: str) -> Counter[str]:
             rewards = reader.rewards(state=None)
     except StoreMissing as error:
         raise LateRewardError(str(error)) from None
-    return Counter(one.trace_id for one in rewards if one.source == source)
+    return [(one.trace_id, one.reward) for one in rewards if one.source == source]

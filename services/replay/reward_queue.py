@@ -88,15 +88,29 @@ def follow_rewards(
     """
     check_takes_rewards(run)
     queue, lines = RewardQueue(run, source or f"file {file.name}", report), Lines(file)
-    goes_further = more or (lambda: goes_on(run))
-    while True:
-        again = goes_further()  # checked first, so that the last lines are not missed
+
+    def look() -> None:
         queue.take(lines.new())
         queue.post()
-        if not again:
-            break
-        wait()
+
+    until_ended(run, look, more, wait)
     if queue.waiting:
         name = next(iter(queue.waiting))
         report(f"{len(queue.waiting):,} rewards are for rollouts that {run} has not, as {name!r}")
     return int(bool(queue.waiting))
+
+
+def until_ended(
+    run: Path,
+    look: Callable[[], None],
+    more: Callable[[], bool] | None,
+    wait: Callable[[], None],
+) -> None:
+    """Look for rewards again and again until a run has ended, or there is no `more`."""
+    goes_further = more or (lambda: goes_on(run))
+    while True:
+        again = goes_further()  # checked first, so that the last rewards are not missed
+        look()
+        if not again:
+            return
+        wait()

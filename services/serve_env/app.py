@@ -49,6 +49,8 @@ STATUS = {
 }
 """HTTP statuses of error codes; the others are the client's fault."""
 
+LONGEST_NUMBER = 18
+
 
 @dataclass(frozen=True)
 class Served:
@@ -172,6 +174,8 @@ class _Routes:
         return _json({"episode_id": late.episode_id, "reward": late.reward})
 
     async def get_reward(self, request: Request) -> Response:
+        if "after" in request.query_params:
+            return _json({"rewards": await self._served.rewards.after(_number(request))})
         episode_id = request.query_params.get("episode_id", "")
         found = await self._served.rewards.get(episode_id, _seconds(request))
         return _json(found or {"episode_id": episode_id, "reward": None})
@@ -291,6 +295,14 @@ def _seconds(request: Request) -> float:
     if not wait_s >= 0:
         raise invalid("wait_s must be a number of seconds from 0")
     return wait_s
+
+
+def _number(request: Request) -> int:
+    """Return the number after which rewards are asked for."""
+    text = request.query_params["after"]
+    if not text.isascii() or not text.isdecimal() or len(text) > LONGEST_NUMBER:
+        raise invalid("after must be the number of a reward, or 0 for all")
+    return int(text)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

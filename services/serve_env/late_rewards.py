@@ -18,6 +18,7 @@ from composer_mesh.tasks.openenv.wire import MOST_EPISODE_ID
 
 MOST_REWARDS = 1_000_000
 """Rewards that are kept; the oldest go first."""
+REWARDS_OF_AN_ANSWER = 1000
 LONGEST_WAIT_S = 60.0
 POLL_S = 0.5
 SCHEMA = (
@@ -58,6 +59,20 @@ class LateRewards:
                 return None
             await asyncio.sleep(min(POLL_S, left))
         return found
+
+    async def after(self, number: int) -> list[dict[str, Any]]:
+        """Return the first rewards of those posted after one, by its number, in order."""
+        return await asyncio.to_thread(self._after, number)
+
+    def _after(self, number: int) -> list[dict[str, Any]]:
+        with closing(self._opened()) as file:
+            rows = file.execute(
+                "SELECT number, episode_id, reward, source, posted FROM rewards WHERE number > ? "
+                "ORDER BY number LIMIT ?",
+                (number, REWARDS_OF_AN_ANSWER),
+            ).fetchall()
+        names = ("number", "episode_id", "reward", "source", "posted")
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def _post(self, late: LateReward) -> None:
         values = (late.episode_id, late.reward, late.source, time.time())

@@ -77,6 +77,7 @@ class _Head:
     left_out: list[str] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     turn_advantages: list[float] = field(default_factory=list)
+    episode_id: str = ""
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -230,6 +231,7 @@ def _head(trace: Trace, further: bool) -> _Head:
         trace.left_out,
         trace.turn_rewards,
         trace.turn_advantages,
+        trace.episode_id,
     )
 
 
@@ -268,6 +270,7 @@ def _trace(
         left_out=head.left_out,
         turn_rewards=head.turn_rewards,
         turn_advantages=head.turn_advantages,
+        episode_id=head.episode_id,
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -34,12 +35,15 @@ from composer_mesh.tasks.openenv.wire import (
     MESSAGES,
     METADATA_PATH,
     NUM_TASKS_PATH,
+    REWARDS_PATH,
     SCHEMA_PATH,
     SPLITS_PATH,
     ErrorFrame,
     ListToolsAction,
     ObservationFrame,
     ResetFrame,
+    ServedReward,
+    ServedRewards,
     StateAt,
     StateFrame,
     StateReply,
@@ -124,6 +128,26 @@ class Server:
         if not isinstance(frame, StateReply):
             return False
         return isinstance((frame.data.model_extra or {}).get(MESSAGES), list)
+
+    def rewards_after(self, number: int) -> list[ServedReward]:
+        """Return rewards that came after the ends of their episodes, and after one by its number.
+
+        They are the first ones, in order. By our extension; raises ServerFailure without it.
+        """
+        body = self._required(f"{REWARDS_PATH}?after={number}")
+        try:
+            found = ServedRewards.model_validate(body).rewards
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise self._violation(f"tells rewards of another form ({shown(problem)})") from None
+        numbers = [number, *(one.number for one in found)]
+        if any(later <= earlier for earlier, later in pairwise(numbers)):
+            raise self._violation("tells rewards out of order, or some again")
+        most = self._options.most_reward
+        for one in found:
+            if abs(one.reward) > most:
+                raise self._violation(f"tells a reward of {one.reward:g}, beyond {most:g}")
+        return found
 
     def _in_a_session(self, *questions: Any) -> Any:
         """Return the answer to the last of some questions, in a session of their own."""

@@ -29,6 +29,7 @@ from composer_mesh.tasks.openenv.observations import (
 from composer_mesh.tasks.openenv.wire import (
     FINISH,
     MESSAGE,
+    MOST_EPISODE_ID,
     TURN,
     CallToolAction,
     ErrorCode,
@@ -61,7 +62,7 @@ class OpenEnvSession(Session):
     task: OpenEnvTask
     _connection: Connection | None = None
     _steps, _total, _last = 0, 0.0, 0.0
-    _finished = False
+    _finished, _asked_id = False, ""
     _accepted: frozenset[str] = frozenset()
     _state: StateData | None = None
     _first: ObservationData
@@ -121,6 +122,12 @@ class OpenEnvSession(Session):
         summed = self.task.options.reward == "summed"
         return self._total if summed else self._last if self._finished else 0.0
 
+    @property
+    def episode_id(self) -> str:
+        """The id that the server tells, or the one that it was asked for."""
+        told = "" if self._state is None else self._state.episode_id
+        return (told or self._asked_id)[:MOST_EPISODE_ID]
+
     async def close(self) -> None:
         """End the session on the server."""
         if self._connection is not None:
@@ -128,8 +135,8 @@ class OpenEnvSession(Session):
 
     async def _reset(self, connection: Connection) -> ObservationData:
         until = self._until(self.task.limits.reset_s)
-        self._connection = connection
-        sent = {**self.task.options.reset, **self.row, "episode_id": uuid4().hex}
+        self._connection, self._asked_id = connection, uuid4().hex
+        sent = {**self.task.options.reset, **self.row, "episode_id": self._asked_id}
         frame = await connection.ask(ResetFrame(data=sent), until, "reset")
         data = self._observed(frame, "reset")
         if data.done:

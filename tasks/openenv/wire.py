@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter
 
 SESSION_PATH = "/ws"
+REWARDS_PATH = "/rewards"
 HEALTH_PATH, SCHEMA_PATH, METADATA_PATH = "/health", "/schema", "/metadata"
 LIST_PATH = "/list_environments"
 SPLITS_PATH = "/{env}/splits"
@@ -187,6 +188,20 @@ class StateData(_ServerFrame):
 
     episode_id: str | None = None
     step_count: int = 0
+
+
+class ServedReward(_ServerFrame):
+    """A reward that came after an episode's end; a later one has a larger number."""
+
+    number: Annotated[int, Field(ge=1)]
+    episode_id: Annotated[str, Field(max_length=MOST_EPISODE_ID)]
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ServedRewards(_ServerFrame):
+    """Answer to a question for the rewards after a number: the first of them, in order."""
+
+    rewards: list[ServedReward]
 
 
 class StateReply(_ServerFrame):
