@@ -27,6 +27,7 @@ GO_ON = "train --resume moves it to quarantine/ and goes on without it"
 AGAIN = "train --resume moves it to quarantine/ and samples the group again"
 TRAINED = "train --resume goes on, from the step before where it must be trained again"
 EARLIER = "an earlier version wrote it, in a format that no resume opens"
+WAITS = "train --resume keeps the reward until the rollout is sampled again, or lets it expire"
 COPIES = "train --resume makes it again from run.sqlite"
 
 
@@ -68,7 +69,7 @@ def _store(root: Path, live: bool) -> list[Finding]:
         with RunReader(root) as reader:
             if rows := list(_rows(reader)):  # damaged rows cannot be compared with anything
                 return rows
-            found = [*_groups(root, reader), *_references(reader)]
+            found = [*_groups(root, reader), *_references(reader), *_rewards(reader)]
             return found if live else [*found, *_left(root, reader)]
     except StoreError as error:
         return [Finding("damaged", STORE_FILE, error.reason, NEW_RUN)]
@@ -110,7 +111,7 @@ def _compared(root: Path, reader: RunReader, row: GroupRow) -> Iterator[Finding]
 
 
 def _references(reader: RunReader) -> Iterator[Finding]:
-    """Verify that trained groups and pairs refer to existing steps."""
+    """Verify that trained groups, pairs and late rewards refer to what is there."""
     steps = {step.step for step in reader.steps()}
     for row in reader.groups(GroupState.TRAINED):
         if row.trained is None or row.trained - 1 not in steps:
@@ -121,6 +122,19 @@ def _references(reader: RunReader) -> Iterator[Finding]:
         if pair.step is not None and pair.step not in steps:
             why = f"it was {pair.state} in step {pair.step}, which is not there"
             yield Finding("missing", f"step of pair {pair.pair_id}", why, NEW_RUN)
+
+
+def _rewards(reader: RunReader) -> Iterator[Finding]:
+    """Verify that late rewards are of stored rollouts, and were used by existing steps."""
+    steps, rewards = {step.step for step in reader.steps()}, reader.rewards(state=None)
+    stored = reader.stored({one.trace_id for one in rewards})
+    for one in rewards:
+        if one.trace_id not in stored:
+            why = f"{one.source or 'nobody'} has posted {one.reward:g} for it"
+            yield Finding("missing", f"rollout {one.trace_id}", why, WAITS)
+        if one.step is not None and one.step not in steps:
+            where, why = f"step of reward {one.place}", f"it was {one.state} in step {one.step}"
+            yield Finding("missing", where, f"{why}, which is not there", NEW_RUN)
 
 
 def _left(root: Path, reader: RunReader) -> Iterator[Finding]:

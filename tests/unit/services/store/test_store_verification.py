@@ -28,6 +28,12 @@ def run(tmp_path: Path, build_config: Any) -> Path:
     return tmp_path / "run"
 
 
+REWARD = (
+    "INSERT INTO rewards (trace_id, reward, source, posted, state, step) "
+    "VALUES ('{}', 0.5, 'a reviewer', 1.0, {})"
+)
+
+
 def change(run: Path, statement: str) -> None:
     """A change that is sealed: what a fault of a program would do, and none of the disk."""
     with closing(sqlite3.connect(run / "run.sqlite", isolation_level=None)) as rows:
@@ -81,6 +87,8 @@ def test_json_has_the_same_findings(run: Path, capsys: pytest.CaptureFixture[str
         ("DELETE FROM traces WHERE trace_id = 'train-000000-000'", "index of group 0"),
         ("UPDATE groups SET trained = 9 WHERE group_id = 1", "step of group 1"),
         ("UPDATE pairs SET step = 9 WHERE place = 1", "step of pair train-000000-000/a"),
+        (REWARD.format("train-000000-000", "'trained', 9"), "step of reward 1"),
+        (REWARD.format("train-000077-000", "'waiting', NULL"), "rollout train-000077-000"),
     ],
 )
 def test_rows_that_contradict_each_other_are_found(run: Path, statement: str, where: str) -> None:
