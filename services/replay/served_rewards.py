@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from composer_mesh.services.replay.post_reward import (
 from composer_mesh.services.replay.reward_queue import until_ended
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.tasks.openenv.errors import ServerFailure
-from composer_mesh.tasks.openenv.wire import ServedReward
+from composer_mesh.tasks.openenv.wire import ServedRewards
 
 POLL_S = 5.0
 MOST_WAITING = 100_000
@@ -27,7 +27,7 @@ MOST_WAITING = 100_000
 class RewardServer(Protocol):
     """A server that tells rewards in the order in which it got them."""
 
-    def rewards_after(self, number: int) -> Sequence[ServedReward]: ...
+    def rewards_after(self, number: int) -> ServedRewards: ...
 
 
 class ServedQueue:
@@ -41,7 +41,7 @@ class ServedQueue:
         self, run: Path, server: RewardServer, source: str, report: Callable[[str], object]
     ) -> None:
         self._run, self._server, self._source, self._report = run, server, source, report
-        self._last, self._read = 0, set[int]()
+        self._last, self._store, self._read = 0, "", set[int]()
         self._rollouts: dict[str, str] = {}
         self._posted = last_posted(run, source)
         self.waiting: dict[str, float] = {}
@@ -64,11 +64,8 @@ class ServedQueue:
     def _ask(self) -> None:
         """Take what the server has; an outage is told once, and its rewards come later."""
         try:
-            while found := self._server.rewards_after(self._last):
-                self._last = found[-1].number
-                for one in found:
-                    self.waiting.pop(one.episode_id, None)
-                    self.waiting[one.episode_id] = one.reward
+            while self._takes(self._server.rewards_after(self._last)):
+                pass
         except ServerFailure as error:
             if not self.failed:
                 self._report(f"{cause_of(error)}; it is asked again until the run ends")
@@ -77,6 +74,18 @@ class ServedQueue:
             self.failed = ""
         while len(self.waiting) > MOST_WAITING:
             del self.waiting[next(iter(self.waiting))]
+
+    def _takes(self, told: ServedRewards) -> bool:
+        """Take what the server told; returns whether there may be more."""
+        if told.store != self._store:  # its numbers begin anew
+            again, self._store, self._last = bool(self._last), told.store, 0
+            if again:
+                return True
+        for one in told.rewards:
+            self._last = one.number
+            self.waiting.pop(one.episode_id, None)
+            self.waiting[one.episode_id] = one.reward
+        return bool(told.rewards)
 
     def _learn(self, reader: RunReader) -> None:
         """Read the episode ids of groups that were stored since the last look."""

@@ -175,7 +175,7 @@ class _Routes:
 
     async def get_reward(self, request: Request) -> Response:
         if "after" in request.query_params:
-            return _json({"rewards": await self._served.rewards.after(_number(request))})
+            return _json(await self._served.rewards.after(_number(request)))
         episode_id = request.query_params.get("episode_id", "")
         found = await self._served.rewards.get(episode_id, _seconds(request))
         return _json(found or {"episode_id": episode_id, "reward": None})

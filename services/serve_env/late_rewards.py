@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +22,7 @@ MOST_REWARDS = 1_000_000
 REWARDS_OF_AN_ANSWER = 1000
 LONGEST_WAIT_S = 60.0
 POLL_S = 0.5
+NAME = "CREATE TABLE IF NOT EXISTS store (number INTEGER PRIMARY KEY, name TEXT NOT NULL)"
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS rewards (number INTEGER PRIMARY KEY AUTOINCREMENT, "
     "episode_id TEXT NOT NULL UNIQUE, reward REAL NOT NULL, source TEXT NOT NULL, "
@@ -45,6 +47,8 @@ class LateRewards:
         self._path = path
         with closing(self._opened()) as file, file:
             file.execute(SCHEMA)
+            file.execute(NAME)
+            file.execute("INSERT OR IGNORE INTO store VALUES (1, ?)", (uuid4().hex,))
 
     async def post(self, late: LateReward) -> None:
         """Keep a reward; durable when it returns."""
@@ -60,19 +64,23 @@ class LateRewards:
             await asyncio.sleep(min(POLL_S, left))
         return found
 
-    async def after(self, number: int) -> list[dict[str, Any]]:
-        """Return the first rewards of those posted after one, by its number, in order."""
+    async def after(self, number: int) -> dict[str, Any]:
+        """Return the first rewards of those posted after one, by its number, in order.
+
+        Numbers are those of one file, which has a name of its own.
+        """
         return await asyncio.to_thread(self._after, number)
 
-    def _after(self, number: int) -> list[dict[str, Any]]:
+    def _after(self, number: int) -> dict[str, Any]:
         with closing(self._opened()) as file:
+            (name,) = file.execute("SELECT name FROM store").fetchone()
             rows = file.execute(
                 "SELECT number, episode_id, reward, source, posted FROM rewards WHERE number > ? "
                 "ORDER BY number LIMIT ?",
                 (number, REWARDS_OF_AN_ANSWER),
             ).fetchall()
         names = ("number", "episode_id", "reward", "source", "posted")
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        return {"store": name, "rewards": [dict(zip(names, row, strict=True)) for row in rows]}
 
     def _post(self, late: LateReward) -> None:
         values = (late.episode_id, late.reward, late.source, time.time())

@@ -42,7 +42,6 @@ from composer_mesh.tasks.openenv.wire import (
     ListToolsAction,
     ObservationFrame,
     ResetFrame,
-    ServedReward,
     ServedRewards,
     StateAt,
     StateFrame,
@@ -129,25 +128,25 @@ class Server:
             return False
         return isinstance((frame.data.model_extra or {}).get(MESSAGES), list)
 
-    def rewards_after(self, number: int) -> list[ServedReward]:
+    def rewards_after(self, number: int) -> ServedRewards:
         """Return rewards that came after the ends of their episodes, and after one by its number.
 
         They are the first ones, in order. By our extension; raises ServerFailure without it.
         """
         body = self._required(f"{REWARDS_PATH}?after={number}")
         try:
-            found = ServedRewards.model_validate(body).rewards
+            told = ServedRewards.model_validate(body)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]["msg"]
             raise self._violation(f"tells rewards of another form ({shown(problem)})") from None
-        numbers = [number, *(one.number for one in found)]
+        numbers = [number, *(one.number for one in told.rewards)]
         if any(later <= earlier for earlier, later in pairwise(numbers)):
             raise self._violation("tells rewards out of order, or some again")
         most = self._options.most_reward
-        for one in found:
+        for one in told.rewards:
             if abs(one.reward) > most:
                 raise self._violation(f"tells a reward of {one.reward:g}, beyond {most:g}")
-        return found
+        return told
 
     def _in_a_session(self, *questions: Any) -> Any:
         """Return the answer to the last of some questions, in a session of their own."""

@@ -199,8 +199,12 @@ class ServedReward(_ServerFrame):
 
 
 class ServedRewards(_ServerFrame):
-    """Answer to a question for the rewards after a number: the first of them, in order."""
+    """Answer to a question for the rewards after a number: the first of them, in order.
 
+    Numbers are those of one `store`: a server that was started again may have another one.
+    """
+
+    store: Annotated[str, Field(max_length=100)] = ""
     rewards: list[ServedReward]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from composer_mesh.tasks.openenv.errors import ConnectionLost, ServerFailure
 from composer_mesh.tasks.openenv.options import read_options
 from composer_mesh.tasks.openenv.server import Server
 from composer_mesh.tasks.openenv.task import OpenEnvTask
-from composer_mesh.tasks.openenv.wire import ServedReward
+from composer_mesh.tasks.openenv.wire import ServedReward, ServedRewards
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task, TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -36,16 +35,17 @@ class Told:
 
     def __init__(self) -> None:
         self.rewards: list[ServedReward] = []
-        self.away = False
+        self.away, self.store = False, "first"
 
     def add(self, episode_id: str, reward: float) -> None:
         number = len(self.rewards) + 1
         self.rewards.append(ServedReward(number=number, episode_id=episode_id, reward=reward))
 
-    def rewards_after(self, number: int) -> Sequence[ServedReward]:
+    def rewards_after(self, number: int) -> ServedRewards:
         if self.away:
             raise ConnectionLost("http://127.0.0.1:1", "it is away")
-        return [one for one in self.rewards if one.number > number][:2]
+        later = [one for one in self.rewards if one.number > number][:2]
+        return ServedRewards(store=self.store, rewards=later)
 
 
 @pytest.fixture
@@ -116,6 +116,21 @@ async def test_following_a_server_again_posts_nothing_twice(
     assert [reward for _, reward, _ in posted(run)] == [0.25, 0.9, 0.5]
 
 
+async def test_a_server_that_was_started_again_is_asked_from_its_first_reward_on(
+    run: Path, groups: list[list[Trace]]
+) -> None:
+    told, (first, second) = Told(), groups[0][:2]
+    told.add("another run", 1.0)
+    told.add(first.episode_id, 0.25)
+
+    def restarted() -> None:
+        told.store, told.rewards = "second", []
+        told.add(second.episode_id, 0.5)
+
+    follow(run, told, restarted)
+    assert [one[:2] for one in posted(run)] == [(first.trace_id, 0.25), (second.trace_id, 0.5)]
+
+
 async def test_an_outage_is_told_once_and_loses_no_reward(
     run: Path, groups: list[list[Trace]]
 ) -> None:
@@ -157,10 +172,10 @@ async def test_a_reward_of_our_own_server_names_the_episode_that_was_played(
                 assert (await http.get("/rewards", params={"after": bad})).status_code == 400
         options = read_options({"url": url})
         server = Server(options, {}, 10.0)
-        told = server.rewards_after(0)
+        told = server.rewards_after(0).rewards
         assert [(one.episode_id, one.reward) for one in told] == [("other", 1.0), (played, 0.5)]
-        assert server.rewards_after(told[0].number) == told[1:]
-        assert server.rewards_after(told[1].number) == []
+        assert server.rewards_after(told[0].number).rewards == told[1:]
+        assert server.rewards_after(told[1].number).rewards == []
         command = ["reward", str(run), "--openenv", url]
         assert main(command) == 0
         assert posted(run) == []
