@@ -10,8 +10,10 @@ from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
 
-BUILT_IN = {"bubblewrap": "composer_mesh.mesh.sandboxes:open_sandbox"}
-"""Import paths of the sandboxes that ship, by their names in `environment.sandbox.kind`."""
+NAME_ONE = (
+    "name a function that returns a sandbox as my_package.my_module:my_function, in a folder that "
+    "run.import_paths names"
+)
 
 
 def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
@@ -32,7 +34,12 @@ def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
 def open_configured(config: Config) -> Sandbox:
     """Return the sandbox that a config names."""
     chosen = config.environment.sandbox
-    opener = _imported(BUILT_IN.get(chosen.kind, chosen.kind), chosen.kind)
+    if chosen.kind is None:
+        raise UnusableTask(
+            "environment.sandbox.kind is not set, and no sandbox ships with this version, but a "
+            f"task of data runs code of agents: {NAME_ONE}"
+        )
+    opener = _imported(chosen.kind)
     try:
         sandbox: Sandbox = opener(**chosen.options)
     except TaskError:
@@ -45,13 +52,11 @@ def open_configured(config: Config) -> Sandbox:
     return sandbox
 
 
-def _imported(path: str, kind: str) -> Any:
+def _imported(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnusableTask(
-            f"environment.sandbox.kind is {kind!r}, which cannot be imported ({error}): name "
-            f"{', '.join(BUILT_IN)}, or a function as my_package.my_module:my_function in a folder "
-            "that run.import_paths names"
+            f"environment.sandbox.kind is {path!r}, which cannot be imported ({error}): {NAME_ONE}"
         ) from None

@@ -74,6 +74,12 @@ def test_commands_hand_the_sandbox_in_and_close_it(code_config: Any) -> None:
     assert sandbox.closed
 
 
+def test_code_of_agents_runs_nowhere_without_a_sandbox(code_config: Any) -> None:
+    config = code_config()
+    with pytest.raises(UnusableTask, match="no sandbox ships with this version"):
+        attach_sandbox(config, make_task(config))
+
+
 @pytest.mark.parametrize("kind", ["no_such_module:opener", "code_tasks:none", "docker", ":x"])
 def test_a_sandbox_that_cannot_be_imported_is_refused(code_config: Any, kind: str) -> None:
     config = code_config(kind=kind)
