@@ -101,12 +101,16 @@ class McpSessions:
     async def _in_session(self, request: RpcRequest, session_id: str) -> McpAnswer:
         found = self._open.get(session_id)
         if found is None:
-            text = "the session has ended: initialize a new one"
-            return McpAnswer(404, rpc_error(request.id, INVALID_REQUEST, text))
+            return _ended(request)
         async with found.lock:
-            reply = await mcp_reply(request.model_dump(), found.session)
-        found.expires.cancel()
-        found.expires = self._expiry(session_id)
+            if self._open.get(session_id) is not found:
+                return _ended(request)  # by another request, while this one has waited
+            found.expires.cancel()  # who waits for an answer is not idle
+            try:
+                reply = await mcp_reply(request.model_dump(), found.session)
+            finally:
+                if session_id in self._open:
+                    found.expires = self._expiry(session_id)
         return McpAnswer(202) if reply is None else McpAnswer(200, reply)
 
     async def _without_session(self, request: RpcRequest, query: Mapping[str, str]) -> McpAnswer:
@@ -150,6 +154,11 @@ class McpSessions:
 
     async def _ended(self, session_id: str) -> None:
         await self.delete(session_id)
+
+
+def _ended(request: RpcRequest) -> McpAnswer:
+    text = "the session has ended: initialize a new one"
+    return McpAnswer(404, rpc_error(request.id, INVALID_REQUEST, text))
 
 
 def _arguments(query: Mapping[str, str]) -> dict[str, Any]:
