@@ -13,6 +13,7 @@ from monarch.actor import concurrent_endpoint
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
+from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rendezvous import Meeting, open_store
 from composer_mesh.actors.models.update_gate import UpdateGate
@@ -68,7 +69,7 @@ class TrainerActor(MeshActor):
             self.activity = f"warm start {step + 1}/{total}, loss {loss:.2f}"
 
         def work() -> Path:
-            return prepare_policy(config, make_task(config), report)
+            return prepare_policy(config, make_task(config), report, serving)
 
         self.activity = "preparing the policy"
         folder = await asyncio.to_thread(work)

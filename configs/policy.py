@@ -44,20 +44,29 @@ class WarmStartConfig(Section):
     """Share of demonstrations with a hint at an error, so that the model learns to read hints."""
 
 
-Decoder = Literal["llama", "mistral", "qwen2", "qwen3"]
+Decoder = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
 
 class ModelSizes(Section):
     """Sizes of a decoder, under the names that its config.json has for them."""
 
     model_type: Decoder
-    """Which decoder it is: "llama", "mistral", "qwen2" or "qwen3"."""
+    """Which decoder it is: "llama", "mistral", "qwen2", "qwen3" or "qwen3_moe"."""
 
     hidden_size: Width
     """Width of the residual stream."""
 
     intermediate_size: Width
-    """Width of the gated feed-forward layer."""
+    """Width of the gated feed-forward layer; a mixture has layers of experts in its place."""
+
+    num_experts: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Experts of each layer of a mixture; 0 for other models."""
+
+    num_experts_per_tok: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Experts that compute each token."""
+
+    moe_intermediate_size: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
+    """Width of one expert."""
 
     num_hidden_layers: Layers
     """Decoder layers."""
@@ -88,6 +97,31 @@ class ModelSizes(Section):
                 f"{self.num_attention_heads}, which does not divide it: write head_dim too"
             )
         return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        given = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
+        if self.is_mixture and not all(given):
+            raise ValueError(
+                f"model_type is {self.model_type!r} but num_experts, num_experts_per_tok and "
+                f"moe_intermediate_size are {', '.join(map(str, given))}: write all three"
+            )
+        if any(given) and not self.is_mixture:
+            raise ValueError(
+                f"model_type is {self.model_type!r}, which has no experts: remove num_experts, "
+                "num_experts_per_tok and moe_intermediate_size"
+            )
+        return self
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its layers are mixtures of experts."""
+        return self.model_type == "qwen3_moe"
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normed head by head."""
+        return self.model_type in ("qwen3", "qwen3_moe")
 
 
 class PolicyConfig(Section):

@@ -36,10 +36,11 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of an adapter's inputs in training."""
 
-    targets: Annotated[
-        tuple[str, ...], Field(strict=False, min_length=1, max_length=MOST_ENTRIES)
-    ] = PROJECTIONS
-    """Names of the linear layers that get an adapter."""
+    targets: (
+        Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=MOST_ENTRIES)]
+        | None
+    ) = None
+    """Names of the linear layers that get an adapter; all of the decoder's without it."""
 
 
 class TrainerConfig(Section):

@@ -25,14 +25,19 @@ def _layer(sizes: ModelSizes) -> Iterator[Weight]:
     queries, keys = query_width(sizes), key_width(sizes)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    yield "mlp.gate_proj.weight", (inner, hidden)
-    yield "mlp.up_proj.weight", (inner, hidden)
-    yield "mlp.down_proj.weight", (hidden, inner)
+    if sizes.is_mixture:
+        inner = sizes.moe_intermediate_size
+        yield "mlp.gate.weight", (sizes.num_experts, hidden)
+    experts = [f"experts.{one}." for one in range(sizes.num_experts)] or [""]
+    for expert in experts:
+        yield f"mlp.{expert}gate_proj.weight", (inner, hidden)
+        yield f"mlp.{expert}up_proj.weight", (inner, hidden)
+        yield f"mlp.{expert}down_proj.weight", (hidden, inner)
     yield "self_attn.o_proj.weight", (hidden, queries)
     for part, width in (("q", queries), ("k", keys), ("v", keys)):
         yield f"self_attn.{part}_proj.weight", (width, hidden)
         if sizes.model_type == "qwen2" or sizes.attention_bias:
             yield f"self_attn.{part}_proj.bias", (width,)
-    if sizes.model_type == "qwen3":
+    if sizes.norms_heads:
         yield "self_attn.q_norm.weight", (head_width(sizes),)
         yield "self_attn.k_norm.weight", (head_width(sizes),)

@@ -14,6 +14,7 @@ from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.planning.model_sizes import (
     cache_numbers,
     embedding_parameters,
+    inner_width,
     key_width,
     layer_parameters,
     parameter_count,
@@ -126,12 +127,15 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
     Counted on transformers' decoders with its fused attention. Norms compute in float32 even where
     the rest is in bfloat16.
     """
-    norms_of_heads = sizes.model_type == "qwen3"
+    norms_of_heads = sizes.norms_heads
+    inner = inner_width(sizes)
+    # Each expert of a token gets its input and gives its output.
+    routed = 4 * sizes.num_experts_per_tok * sizes.hidden_size
     heads = query_width(sizes) + key_width(sizes)
     if number == FLOAT:
-        widths = 6 * sizes.hidden_size + 4 * sizes.intermediate_size
+        widths = 6 * sizes.hidden_size + 4 * inner + routed
         return FLOAT * (widths + (4 if norms_of_heads else 2) * heads)
-    widths = 16 * sizes.hidden_size + 8 * sizes.intermediate_size
+    widths = 16 * sizes.hidden_size + 8 * inner + 2 * routed
     return widths + (10 if norms_of_heads else 4) * heads
 
 
@@ -158,7 +162,8 @@ def weight_parts(sizes: ModelSizes, number: int, copies: int = 1, split: int = 1
 
 def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> Parts:
     """Return the temporaries of a forward without gradients over this many tokens."""
-    widest = 3 * (sizes.hidden_size + sizes.intermediate_size)
+    widest = 3 * (sizes.hidden_size + inner_width(sizes))
+    widest += 2 * sizes.num_experts_per_tok * sizes.hidden_size
     working = number * tokens * widest
     scores = SCORES_GPU if on_gpu else SCORES_CPU
     return (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig
 from composer_mesh.planning.memory import (
     CUDA_CONTEXT,
     CUDA_PROCESS,
@@ -13,6 +14,7 @@ from composer_mesh.planning.memory import (
     GB,
     HALF,
     LIGHT_PROCESS,
+    MB,
     MODEL_PROCESS,
     SCORE_BYTES,
     VLLM_PROCESS,
@@ -29,6 +31,8 @@ from composer_mesh.planning.model_sizes import adapter_parameters, parameter_cou
 
 LOGITS_COPIES = 4
 """Logits, their log-softmax, and the gradients of both, in a custom loss that reads logits."""
+BOXED = ("code", "one_liners")
+"""Tasks that ship and run code of agents in boxes."""
 BATCH_CPU, BATCH_GPU = 512, 8192
 """Tokens of one pass after which engines admit no further prompt."""
 
@@ -72,7 +76,8 @@ def memory_of(
         sizes = teacher
     if kind != "trainer" and kind not in _MODELS:
         tokenizes = kind == "rollouts"
-        return Memory((Part("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS),))
+        process = Part("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS)
+        return Memory((process, *_boxes(config)) if kind == "environment" else (process,))
     if sizes is None:
         base = Part("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
         return Memory((base,), (Part("CUDA", CUDA_CONTEXT),) if on_gpu else ())
@@ -86,6 +91,18 @@ def memory_of(
     return Memory(host, (Part("CUDA", CUDA_CONTEXT), *model.device), model.takes)
 
 
+def _boxes(config: Config) -> Parts:
+    """Return what the boxes of an environment may take together, if the config says how many."""
+    boxes = config.environment.sandbox.options.get("boxes")
+    of_tasks = [
+        one.options.get("memory_mib", 1024) for one in config.data.tasks if one.task in BOXED
+    ]
+    limits = [one for one in of_tasks if isinstance(one, int)]
+    if not isinstance(boxes, int) or not limits:
+        return ()
+    return (Part("boxes", boxes * max(limits) * MB),)
+
+
 def served_bytes(config: Config) -> int:
     """Return the bytes per number of the weights that generators serve."""
     return HALF if config.generator.dtype == "bfloat16" else FLOAT
@@ -95,6 +112,10 @@ def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
     """Return the bytes of one version in transfer, or of a part: half precision if all use it."""
     number = FLOAT if config.sdpo.pulls_weights else served_bytes(config)
     return number * parameter_count(sizes) // parts
+
+
+def _adapters(sizes: ModelSizes, lora: LoraConfig) -> int:
+    return adapter_parameters(sizes, lora.rank, lora.targets or PROJECTIONS)
 
 
 def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes | None) -> _Model:
@@ -107,7 +128,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     how = Training(
         ranks=trainer.ranks,
         tokens=trainer.microbatch_tokens,
-        trainable=adapter_parameters(sizes, lora.rank, lora.targets) if lora else whole,
+        trainable=_adapters(sizes, lora) if lora else whole,
         number=HALF if trainer.compute_dtype == "bfloat16" else FLOAT,
         sharded=trainer.sharded,
         checkpointing=trainer.activation_checkpointing,

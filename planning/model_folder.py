@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.errors import ConfigError, one_line
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.planning.decoder_weights import decoder_weights
@@ -21,6 +21,8 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TEMPLATE = "chat_template.jinja"
 OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
+ADAPTER = "adapter_config.json"
+FOREIGN_KEYS = ("transformers_weights", "fusion_config")
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
 LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope", "su"})
 MOST_FILES = 10_000
@@ -38,7 +40,7 @@ class UnfitModelFolder(ConfigError):
         super().__init__(where, why, repair, key)
 
     def __str__(self) -> str:
-        return f"{self.args[3]}: {self.args[0]} {self.args[1]}: {self.args[2]}"
+        return one_line(f"{self.args[3]}: {self.args[0]} {self.args[1]}: {self.args[2]}")
 
     def at(self, key: str) -> "UnfitModelFolder":
         """Return the error for a folder that another key of the config names."""
@@ -50,10 +52,12 @@ def check_model_folder(folder: Path) -> None:
     """Raise `UnfitModelFolder` unless a run could load the model that a folder describes."""
     _only_regular_files(folder)
     found = _object(folder / CONFIG)
+    _nothing_else_is_loaded(folder, found)
     _layers_fit(folder / CONFIG, found)
     _positions_fit(folder / CONFIG, found)
     _tokenizer_is_there(folder)
-    weights = _weights(folder)
+    weights = folder_weights(folder)
+    _layers_have_weights(folder / CONFIG, found, len(weights))
     if "quantization_config" in found:
         why = "has a quantization_config, but weights are trained in float32"
         raise UnfitModelFolder(str(folder / CONFIG), why, "give the model in its full precision")
@@ -75,6 +79,17 @@ def _only_regular_files(folder: Path) -> None:
                 raise UnfitModelFolder(str(path), why, f"remove it, or {AGAIN}")
     except OSError as error:
         raise _unreadable(folder, error) from None
+
+
+def _nothing_else_is_loaded(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse what makes transformers load other weights than the folder's."""
+    if (folder / ADAPTER).exists():
+        why = f"has {ADAPTER}, so transformers would load adapters onto another model"
+        raise UnfitModelFolder(str(folder), why, "merge the adapters, or remove the file")
+    for key in FOREIGN_KEYS:
+        if config.get(key) is not None:
+            why = f"has {key}, by which transformers would load something else"
+            raise UnfitModelFolder(str(folder / CONFIG), why, f"remove {key}")
 
 
 def _object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
@@ -103,6 +118,16 @@ def _layers_fit(path: Path, config: dict[str, Any]) -> None:
         for key in ModelSizes.model_fields:
             if key.startswith(("hidden", "intermediate", "num", "vocab")) and key in table:
                 _count(path, key, table[key])
+
+
+def _layers_have_weights(path: Path, config: dict[str, Any], tensors: int) -> None:
+    """Refuse more layers than tensors, before that many layers are built."""
+    text = config.get("text_config")
+    for table in (config, text if isinstance(text, dict) else {}):
+        layers = table.get("num_hidden_layers", 0)
+        if layers > tensors:
+            why = f"has {layers} layers but its files hold {tensors} tensors"
+            raise UnfitModelFolder(str(path), why)
 
 
 def _positions_fit(path: Path, config: dict[str, Any]) -> None:
@@ -160,8 +185,8 @@ def _text(path: Path) -> None:
         raise UnfitModelFolder(str(path), f"is not UTF-8 ({error})") from None
 
 
-def _weights(folder: Path) -> Shapes:
-    """Return the shape of every tensor of the folder's weights."""
+def folder_weights(folder: Path) -> Shapes:
+    """Return the shape of every tensor of a folder's weights; raises `UnfitModelFolder`."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return _header(folder / WEIGHTS)
     files = _indexed(folder / INDEX)
@@ -169,14 +194,17 @@ def _weights(folder: Path) -> Shapes:
     for tensor, name in files.items():
         if tensor not in held[name]:
             raise UnfitModelFolder(str(folder / name), f"has no {tensor}, which {INDEX} names")
-    return {tensor: held[name][tensor] for tensor, name in files.items()}
+    return {tensor: shape for shapes in held.values() for tensor, shape in shapes.items()}
 
 
 def _indexed(path: Path) -> Mapping[str, str]:
     """Return the file of each tensor that an index names."""
-    found = _object(path).get("weight_map")
+    table = _object(path)
+    found = table.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise UnfitModelFolder(str(path), "has no weight_map")
+    if not isinstance(table.get("metadata"), dict):
+        raise UnfitModelFolder(str(path), "has no metadata, without which it is not loaded")
     for name in found.values():
         if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
             why = f"names {str(name)[:80]!r}, which is no file beside it"

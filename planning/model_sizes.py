@@ -88,7 +88,12 @@ def read_sizes(folder: Path) -> ModelSizes:
         raise UnknownSizes(
             str(file), f"model_type is {found.get('model_type')!r}, counted are {', '.join(KNOWN)}"
         )
-    found = {"num_key_value_heads": found.get("num_attention_heads")} | found
+    if found["model_type"] == "qwen3_moe" and (
+        found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1
+    ):
+        raise UnknownSizes(str(file), "has layers without experts, counted are those with them")
+    experts = {"num_experts": found.get("num_local_experts")}  # as newer files have it
+    found = {"num_key_value_heads": found.get("num_attention_heads"), **experts} | found
     given = {key: found[key] for key in ModelSizes.model_fields if found.get(key) is not None}
     try:
         return ModelSizes.model_validate(given)
@@ -127,7 +132,9 @@ def layer_parameters(sizes: ModelSizes) -> int:
     hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
     attention = hidden * queries + 2 * hidden * keys + queries * hidden + _biases(sizes)
     feed_forward = 3 * hidden * sizes.intermediate_size
-    norms = 2 * hidden + (2 * head_width(sizes) if sizes.model_type == "qwen3" else 0)
+    if sizes.is_mixture:
+        feed_forward = sizes.num_experts * (3 * hidden * sizes.moe_intermediate_size + hidden)
+    norms = 2 * hidden + (2 * head_width(sizes) if sizes.norms_heads else 0)
     return attention + feed_forward + norms
 
 
@@ -136,8 +143,17 @@ def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> 
     hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
     ends = {"q_proj": hidden + queries, "o_proj": queries + hidden}
     ends |= dict.fromkeys(("k_proj", "v_proj"), hidden + keys)
-    ends |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + sizes.intermediate_size)
+    if not sizes.is_mixture:  # experts are one tensor, which gets no adapter
+        width = hidden + sizes.intermediate_size
+        ends |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width)
     return sizes.num_hidden_layers * rank * sum(ends.get(name, 0) for name in targets)
+
+
+def inner_width(sizes: ModelSizes) -> int:
+    """Return the width of the feed-forward layers that compute one token, together."""
+    if not sizes.is_mixture:
+        return sizes.intermediate_size
+    return sizes.num_experts_per_tok * sizes.moe_intermediate_size
 
 
 def cache_numbers(sizes: ModelSizes) -> int:

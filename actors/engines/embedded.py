@@ -108,7 +108,7 @@ class Engine:
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
         self._dropping = False
-        self._cache = RowCache(model.config.num_hidden_layers, rows, length)
+        self._cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, length)
         self._forward = PackedForward(model, self._cache)
         self._device = self._forward.device
         self._budget = TOKENS_AT_ONCE.get(self._device.type, TOKENS_AT_ONCE_ELSEWHERE)

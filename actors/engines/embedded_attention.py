@@ -19,6 +19,9 @@ from composer_mesh.actors.engines.kv_cache import RowCache
 
 NAME = "composer_mesh_rows"
 
+UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""Arguments of other attention functions that change the result: caps, sinks, biases."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -129,7 +132,7 @@ def rows_attention(
 ) -> tuple[Tensor, None]:
     """The attention function of a forward with `packed=`; without it, transformers' "sdpa".
 
-    Raises ValueError for a sliding window that is shorter than a row.
+    Raises ValueError for a sliding window that is shorter than a row, and for caps and sinks.
     """
     if packed is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
@@ -140,6 +143,8 @@ def rows_attention(
         raise ValueError(
             f"attention looks back {sliding_window} tokens but a row has {packed.cache.length}"
         )
+    if asked := [name for name in UNKNOWN if others.get(name) is not None]:
+        raise ValueError(f"attention has {', '.join(asked)}")
     return packed.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.embedded_attention import NAME, Packed, Run
 from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.models.language_model import layer_kinds
+from composer_mesh.planning.model_facts import FULL, SLIDING
+from composer_mesh.planning.model_refusals import ModelNotServed
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +23,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 PROBE = 8
 """Number of tokens with which a model is verified."""
-
-
-class ModelNotServed(ValueError):
-    """A model whose attention cannot be replaced: its class and the observed difference."""
-
-    def __str__(self) -> str:
-        return (
-            f"the embedded engine cannot serve {self.args[0]}: {self.args[1]}; set "
-            'generator.engine to "vllm"'
-        )
 
 
 class PackedForward:
@@ -82,7 +75,10 @@ class PackedForward:
     def _prove(self) -> None:
         """Compare with the model's own logits for a prompt, a continuation and a decoded token."""
         name = type(self._model).__name__
-        tokens = torch.arange(PROBE, device=self.device) % self._model.config.vocab_size
+        if others := set(layer_kinds(self._model.config)) - {FULL, SLIDING}:
+            raise ModelNotServed(name, f"it has layers of {', '.join(sorted(others))}")
+        words = self._model.config.get_text_config().vocab_size
+        tokens = torch.arange(PROBE, device=self.device) % words
         wanted = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
         try:
             self._model.set_attn_implementation(NAME)

@@ -21,7 +21,8 @@ from composer_mesh.actors.engines.port import (
     refuse_too_long,
 )
 from composer_mesh.actors.engines.vllm_settings import engine_arguments, refuse_unknown
-from composer_mesh.actors.engines.vllm_weights import VllmWeights, checkpoint_names
+from composer_mesh.actors.engines.vllm_weights import VllmWeights
+from composer_mesh.actors.models.checkpoint_names import CheckpointNames
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
@@ -187,11 +188,13 @@ def start(config: Config, folder: Path) -> VllmEngine:
     refuse_unknown(config.generator.vllm.engine_args, [field.name for field in fields(EngineArgs)])
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     model = llm.model_config
+    checkpoint = CheckpointNames(folder)
     weights = VllmWeights(
         llm.collective_rpc,
-        checkpoint_names(folder),
+        checkpoint.expected,
         tied=bool(model.hf_text_config.tie_word_embeddings),
         here=config.generator.vllm.tensor_parallel == 1,
+        converted=checkpoint.converted,
     )
     limits = Limits(
         config.policy.max_context, model.get_vocab_size(), config.generator.max_concurrent

@@ -5,20 +5,23 @@ that is not named, would silently leave stale copies: so incomplete weights end 
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from composer_mesh.actors.engines.port import Weights
+from composer_mesh.actors.models.checkpoint_names import Named
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SHARED_MEMORY = Path("/dev/shm")
 FILE_BYTES = 1 << 30
+
+Converted = Callable[[Iterable[Named]], Iterator[tuple[str, Tensor]]]
+"""Makes the tensors of a checkpoint from those of the transformers model."""
 
 
 class WeightsIncomplete(ValueError):
@@ -42,13 +45,28 @@ class CollectiveRpc(Protocol):
     def __call__(self, method: str, *, kwargs: dict[str, Any]) -> Any: ...
 
 
+def under_every_name(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor under all its names."""
+    for names, tensor in tensors:
+        for name in names:
+            yield name, tensor
+
+
 class VllmWeights:
     """Loads complete versions of the weights into the workers of an engine."""
 
-    def __init__(self, call: CollectiveRpc, expected: set[str], tied: bool, here: bool) -> None:
+    def __init__(
+        self,
+        call: CollectiveRpc,
+        expected: set[str],
+        tied: bool,
+        here: bool,
+        converted: Converted = under_every_name,
+    ) -> None:
         """`expected` names the checkpoint's tensors; `tied`: the head is the embedding; `here`: the
-        engine has one worker, in this process."""
+        engine has one worker, in this process; `converted` makes the checkpoint's tensors."""
         self._call, self._expected, self._tied, self._here = call, expected, tied, here
+        self._converted = converted
 
     def update(self, weights: Weights) -> None:
         """Replace the served version. An engine where this fails is unusable.
@@ -68,24 +86,14 @@ class VllmWeights:
         """Yield every tensor under every name; raises `WeightsIncomplete` after the last one."""
         seen: set[str] = set()
         embedding: Tensor | None = None
-        for names, tensor in weights.tensors():
-            for name in names:
-                seen.add(name)
-                yield name, tensor
-            embedding = tensor if EMBEDDING in names else embedding
+        for name, tensor in self._converted(weights.tensors()):
+            seen.add(name)
+            yield name, tensor
+            embedding = tensor if name == EMBEDDING else embedding
         if self._tied and HEAD not in seen and embedding is not None:
             yield HEAD, embedding
         if missing := sorted(self._expected - seen):
             raise WeightsIncomplete(weights.version, missing)
-
-
-def checkpoint_names(folder: Path) -> set[str]:
-    """Return the names of all tensors in a folder's safetensors files."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return names
 
 
 def write(named: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = FILE_BYTES) -> None:

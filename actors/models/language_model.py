@@ -17,50 +17,20 @@ from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.packed import Packed
 from composer_mesh.actors.models.shared_prefixes import shared_states
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
+from composer_mesh.planning.model_refusals import (
+    UnsupportedHead,
+    UnsupportedPacking,
+    UnsupportedSharing,
+)
 from composer_mesh.rollouts.prefix_tree import MIN_SHARED, PrefixTree
 
 STATES = "decoder_states"
 PROBE_IDS = 3
 PROBE_SCALE = 1e3
 PROBE_TOLERANCE = 1e-3
-
-
-class UnsupportedHead(ValueError):
-    """A model whose logits are not a linear function of its last hidden states."""
-
-    def __init__(self, model: str, difference: float) -> None:
-        super().__init__(model, difference)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: its logits differ from those of its hidden states and head by up to "
-            f"{self.args[1]:.3g}, so it caps or scales them, which the fused losses do not know: "
-            "use a model with a plain linear head"
-        )
-
-
-class UnsupportedPacking(ValueError):
-    """A model in which packed sequences of one row see each other."""
-
-    def __init__(self, model: str, difference: float) -> None:
-        super().__init__(model, difference)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: hidden states of packed sequences differ from their own by up to "
-            f"{self.args[1]:.3g}, so it does not keep the sequences of a row apart: set "
-            "trainer.packing to false"
-        )
-
-
-class UnsupportedSharing(ValueError):
-    """A model that cannot compute what sequences share once."""
-
-    def __init__(self, model: str, reason: str) -> None:
-        super().__init__(model, reason)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}: {self.args[1]}: set trainer.prefix_sharing to false"
+FULL = "full_attention"
+MULTIPLIERS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
+"""What configs call the number by which a model scales its logits."""
 
 
 class LanguageModel:
@@ -111,7 +81,7 @@ class LanguageModel:
         finally:
             louder.remove()
         difference = float((own - apart).abs().max())
-        if not difference <= PROBE_TOLERANCE * max(1.0, float(own.abs().max())):
+        if not is_plain(difference, own):
             raise UnsupportedHead(type(self.model).__name__, difference)
 
     @torch.no_grad()
@@ -187,19 +157,56 @@ class LanguageModel:
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 
+def is_plain(difference: float, own: Tensor) -> bool:
+    """Whether a model's own logits are those of its hidden states and head, but for rounding."""
+    return difference <= PROBE_TOLERANCE * max(1.0, float(own.abs().max()))
+
+
 def layers_without_full_attention(config: Any) -> str:
     """Return what kinds of layers a model has that do not attend to all positions; else empty."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    return ", ".join(sorted(kinds - {"full_attention"}))
+    return ", ".join(sorted(set(layer_kinds(config)) - {FULL}))
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kinds of a model's layers, those of its text part where it has several parts."""
+    text = config.get_text_config()
+    kinds = tuple(getattr(text, "layer_types", None) or ())
+    if not kinds and getattr(text, "sliding_window", None) is not None:
+        return ("sliding_attention",)
+    return kinds or (FULL,)
 
 
 def decoder_states(model: Any, **inputs: Any) -> Tensor:
-    """Return the last hidden states [B, T, H] of a causal LM, before its head."""
+    """Return the last hidden states [B, T, H] of a causal LM, before its head.
+
+    Those of a model that scales its logits are scaled, so that the head gives its own logits.
+    """
     cached = "past_key_values" in inputs
-    states: Tensor = model.base_model(use_cache=cached, **inputs).last_hidden_state
-    return states
+    states: Tensor = decoder_of(model)(use_cache=cached, **inputs).last_hidden_state
+    scale = logit_scale(model.config)
+    return states if scale == 1.0 else states * scale
+
+
+def logit_scale(config: Any) -> float:
+    """Return by what a model multiplies its logits; `check_head` proves that it does."""
+    text, scale = config.get_text_config(), 1.0
+    for name in MULTIPLIERS:
+        scale *= getattr(text, name, None) or 1.0
+    for name in DIVISORS:
+        scale /= getattr(text, name, None) or 1.0
+    return scale
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a causal LM that comes before its head."""
+    if model.base_model is not model:
+        return model.base_model
+    return next(child for child in model.children() if hasattr(child, "get_input_embeddings"))
+
+
+def text_decoder_of(model: Any) -> Any:
+    """Return the part of a causal LM that has its decoder layers, without other modalities."""
+    return decoder_of(model).get_decoder()
 
 
 def padded(rows: Sequence[Sequence[Any]], device: torch.device | None = None) -> Tensor:

@@ -10,35 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_mesh.actors.models.language_model import text_decoder_of
 from composer_mesh.actors.models.optimizer_state import Kept
 from composer_mesh.actors.models.rows import is_dtensor
 from composer_mesh.configs.trainer import LoraConfig
+from composer_mesh.planning.model_refusals import LoraMissing, NoSuchLayers
 
 ADAPTER = "default"
+HELD = "policy"
 PARTS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
-
-
-class LoraMissing(ImportError):
-    """Adapters are configured but peft is not installed."""
-
-    def __str__(self) -> str:
-        return (
-            "trainer.lora is set but peft is not installed: pip install 'composer-mesh[lora]', or "
-            "remove the section"
-        )
-
-
-class NoSuchLayers(ValueError):
-    """The configured adapter targets are not suitable layers of the model."""
-
-    def __init__(self, targets: tuple[str, ...], why: str) -> None:
-        super().__init__(targets, why)
-
-    def __str__(self) -> str:
-        return (
-            f"trainer.lora.targets is {', '.join(self.args[0])} but {self.args[1]}: name linear "
-            "layers of the model"
-        )
 
 
 class OtherAdapters(ValueError):
@@ -68,24 +48,64 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=list(config.targets),
+        target_modules=[f"{HELD}.{name}" for name in _targets(model, config.targets)],
     )
-    _check_targets(model, config.targets)
-    peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    # peft reads other targets out of these names where it sees a mixture of transformers.
+    holder = nn.Module()
+    holder.add_module(HELD, model)
+    peft.inject_adapter_in_model(settings, holder, adapter_name=ADAPTER)
     for _, layer in adapted_layers(model):
         layer.lora_dropout.train()
 
 
-def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
-    named = [(name, layer) for name, layer in model.named_modules() if _last(name) in targets]
-    for target in targets:
-        if not any(_last(name) == target for name, _ in named):
-            raise NoSuchLayers(targets, f"no layer is called {target}")
-    for name, layer in named:
-        if layer is model.get_output_embeddings():
-            raise NoSuchLayers(targets, f"{name} is the head, which losses read without adapters")
-        if type(layer) is not nn.Linear:
-            raise NoSuchLayers(targets, f"{name} is a {type(layer).__name__}")
+def _targets(model: Any, names: tuple[str, ...] | None) -> list[str]:
+    """Return the whole names of the layers that get an adapter; raises `NoSuchLayers`."""
+    possible = linear_layers(model)
+    if names is None:
+        if not possible:
+            raise NoSuchLayers((), f"{type(model).__name__} has no linear layers in its decoder")
+        return possible
+    return fitting_layers(model, names, possible)
+
+
+def fitting_layers(model: Any, names: tuple[str, ...], possible: list[str]) -> list[str]:
+    """Return the layers among `possible` that have these last names; raises `NoSuchLayers`."""
+    fitting = tuple(sorted({_last(name) for name in possible}))
+    for name in names:
+        if name not in fitting:
+            raise NoSuchLayers(names, _unfit(model, name), fitting)
+    return [name for name in possible if _last(name) in names]
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Return the names of the decoder's linear layers that can have an adapter.
+
+    Those beside a convolution cannot: fused kernels read their weights past the adapter.
+    """
+    decoder, found = text_decoder_of(model), []
+    beside = {id(one) for one in decoder.modules() if _has_convolution(one)}
+    for name, layer in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if type(layer) is nn.Linear and id(parent) not in beside:
+            found.append((name, layer))
+    own = {id(one) for one in decoder.modules()}
+    return [name for name, layer in found if id(layer) in own]
+
+
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
+def _unfit(model: Any, name: str) -> str:
+    """Return why layers of this name get no adapter."""
+    for whole, layer in model.named_modules():
+        if _last(whole) == name:
+            if layer is model.get_output_embeddings():
+                return f"{whole} is the head, which losses read without adapters"
+            if type(layer) is not nn.Linear:
+                return f"{whole} is a {type(layer).__name__}"
+            return f"{whole} is outside of the decoder, or beside a convolution"
+    return f"no layer is called {name}"
 
 
 def _last(name: str) -> str:

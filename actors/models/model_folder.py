@@ -8,17 +8,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from composer_mesh.actors.models.policy import empty_model, save_policy
+from composer_mesh.actors.models.checkpoint_names import CheckpointNames
+from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.tokenizer import load_tokenizer
 
 
 class ModelFolder:
-    """Writes folders with the architecture of the initial policy."""
+    """Writes folders with the architecture of the initial policy, and its names of tensors."""
 
     def __init__(self, initial: Path) -> None:
         from transformers import GenerationConfig
 
-        self._model, self._tokenizer = empty_model(initial), load_tokenizer(initial)
+        self._model, self._tokenizer = CheckpointNames(initial).model, load_tokenizer(initial)
         if (initial / "generation_config.json").exists():
             self._model.generation_config = GenerationConfig.from_pretrained(initial)
 

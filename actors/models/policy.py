@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from composer_mesh.configs.policy import PolicyConfig
@@ -17,6 +18,12 @@ from composer_mesh.planning.model_folder import UnfitModelFolder
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+UNLOADABLE = (
+    *(AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError),
+    ValueError,
+)
+"""What transformers raises for folders that it cannot load."""
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -109,32 +116,31 @@ def save_policy(
 
 
 def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """Load the model in float32, in eval mode; raises ValueError for sliding-window layers.
+    """Load the model in float32, in eval mode.
 
-    Raises `UnfitModelFolder` where transformers refuses the folder.
+    Raises `UnfitModelFolder` where transformers refuses the folder, or its files lack tensors of
+    the model or have others.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, told = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             dtype=torch.float32,
             attn_implementation=IMPLEMENTATIONS[attention],
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
+    except UNLOADABLE as error:
         why = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
         repair = "mend what the reason names, or export the model again"
         raise UnfitModelFolder(str(folder), why, repair) from error
-    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if layers != {"full_attention"}:
-        raise ValueError(
-            f"{folder} has layers {sorted(layers)}: the embedded engine serves models with full "
-            "attention in every layer"
-        )
+    for what, names in (("lack", told["missing_keys"]), ("have", told["unexpected_keys"])):
+        if names:
+            why = f"has files that {what} {min(names)[:120]}, unlike the model of its config.json"
+            raise UnfitModelFolder(str(folder), why)
     return cast("PreTrainedModel", model.eval())
 
 

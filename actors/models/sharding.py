@@ -16,29 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_mesh.actors.models.language_model import STATES, decoder_states
+from composer_mesh.actors.models.language_model import STATES, decoder_states, text_decoder_of
+from composer_mesh.planning.model_refusals import UnknownLayers
 
 OWN = "own_weights"
 
 
-class UnknownLayers(ValueError):
-    """A model whose decoder layers cannot be identified."""
-
-    def __init__(self, model: str, layers: int) -> None:
-        super().__init__(model, layers)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} has no list of {self.args[1]} decoder layers, so it cannot be taken "
-            "layer by layer: set trainer.sharding to 'none', and trainer.activation_checkpointing "
-            "and trainer.compile to false"
-        )
-
-
 def decoder_layers(model: Any) -> nn.ModuleList:
     """Return the list of a model's decoder layers; raises `UnknownLayers`."""
-    count = model.config.num_hidden_layers
-    for module in model.base_model.modules():
+    count = model.config.get_text_config().num_hidden_layers
+    for module in text_decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnknownLayers(type(model).__name__, count)

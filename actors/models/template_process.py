@@ -16,7 +16,9 @@ from typing import Any, cast
 
 from jinja2 import TemplateError
 
+from composer_mesh.actors.models.tokenizer import PANIC
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
+from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatTemplateError, Tokenizer
 from composer_mesh.rollouts.traces import Message
@@ -24,9 +26,6 @@ from composer_mesh.rollouts.traces import Message
 PROGRAM = "composer_mesh.actors.models.template_program"
 DEADLINE_S = 600.0
 """Longest wait for an answer, should its process stand still; its CPU time is limited before."""
-
-PANIC = "PanicException"
-"""Class of errors of native code written in Rust; it cannot be imported."""
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
 _REPAIR = "use a tokenizer and a chat template that somebody vouches for"
@@ -37,7 +36,7 @@ class Limits:
     """CPU seconds and bytes beyond those in use: to load a folder, and to render messages."""
 
     load_cpu_s: int = 60
-    load_bytes: int = 8 << 30
+    load_bytes: int = 2 << 30
     render_cpu_s: int = 5
     render_bytes: int = 1 << 30
 
@@ -57,8 +56,11 @@ class TemplateProcess:
             {**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
 
-    def check(self, tools: list[dict[str, Any]], hints: bool) -> None:
-        """Raise `UnfitModelFolder` unless the folder's model and chat template can be used."""
+    def check(self, tools: list[dict[str, Any]], hints: bool) -> ModelFacts:
+        """Return what is known of the folder's model.
+
+        Raises `UnfitModelFolder` unless the model can be built and its chat template be used.
+        """
         try:
             found = self._asked({"check": {"tools": tools, "hints": hints}})
         except ProgramFailed as error:
@@ -66,10 +68,12 @@ class TemplateProcess:
             raise self._unfit(f"{why} ({error.said})") from None
         if "error" in found:
             raise self._unfit(found["error"])
+        return ModelFacts.of(found["facts"])
 
-    def check_teacher_of(self, policy: Path | None) -> None:
-        """Raise `UnfitModelFolder` unless the folder's model can teach the policy of another one.
+    def check_teacher_of(self, policy: Path | None) -> ModelFacts:
+        """Return what is known of the folder's model.
 
+        Raises `UnfitModelFolder` unless it can teach the policy of another folder.
         Without a policy's folder the tokenizers are compared later, when that is made.
         """
         try:
@@ -80,6 +84,7 @@ class TemplateProcess:
         if "error" in found:
             why = found["error"]
             raise UnfitModelFolder(str(self._folder), why, OTHER_TOKENIZER, TEACHER_KEY)
+        return ModelFacts.of(found["facts"])
 
     def render(self, messages: list[Message], options: dict[str, Any]) -> str:
         """Return the rendered messages.

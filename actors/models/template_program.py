@@ -1,7 +1,7 @@
 """The program of `template_process`: loads a model folder within limits, and answers requests.
 
-    {"check": {"tools", "hints"}}    -> {} or {"error"}
-    {"teacher_of": folder or null}   -> {} or {"error"}
+    {"check": {"tools", "hints"}}    -> {"facts"} or {"error"}
+    {"teacher_of": folder or null}   -> {"facts"} or {"error"}
     {"messages", "options"}          -> {"text"}, {"refused"} or {"error"}
 
 One line each. It knows nothing of a run. A request that exceeds its CPU time ends the process.
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from jinja2 import TemplateError
 
 from composer_mesh.actors.models.same_tokenizer import difference
-from composer_mesh.actors.models.tokenizer import load_tokenizer
+from composer_mesh.actors.models.tokenizer import PANIC, load_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 
@@ -33,14 +33,26 @@ def main(folder: Path, limits: Mapping[str, int], requests: BinaryIO, answers: B
     for line in requests:
         request = json.loads(line)
         if tokenizer is None:
-            import transformers  # noqa: F401 before the limits, as it is no stranger's
+            import transformers  # before the limits, as it is no stranger's
 
+            transformers.logging.disable_progress_bar()
             _limit(limits["load_cpu_s"], limits["load_bytes"])
-            tokenizer, answer = _loaded(folder)
-        if tokenizer is not None:
-            answer = _answered(folder, tokenizer, request, limits)
+        try:
+            if tokenizer is None:
+                tokenizer, answer = _loaded(folder)
+            if tokenizer is not None:
+                answer = _answered(folder, tokenizer, request, limits)
+        except BaseException as error:  # noqa: BLE001 a panic is no `Exception`
+            answer = _told(error)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """Return the answer to a panic of a tokenizer's native code; raises every other error."""
+    if type(error).__name__ != PANIC:
+        raise error
+    return {"error": f"has a tokenizer that fails ({_line(error)})"}
 
 
 def _loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -56,15 +68,18 @@ def _loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
 def _answered(
     folder: Path, tokenizer: Any, request: dict[str, Any], limits: Mapping[str, int]
 ) -> dict[str, Any]:
-    if ("check" in request or "teacher_of" in request) and (unfit := _built(folder)):
-        return {"error": unfit}
+    found: dict[str, Any] = {}
+    if "check" in request or "teacher_of" in request:
+        found = described(folder, len(tokenizer))
+    if "error" in found:
+        return found
     if "teacher_of" in request:
         _limit(limits["load_cpu_s"], limits["load_bytes"])
-        return _compared(tokenizer, request["teacher_of"])
+        return found | _compared(tokenizer, request["teacher_of"])
     _limit(limits["render_cpu_s"], limits["render_bytes"])
     try:
         if "check" in request:
-            return _checked(tokenizer, **request["check"])
+            return found | _checked(tokenizer, **request["check"])
         text = tokenizer.apply_chat_template(request["messages"], **request["options"])
         if not isinstance(text, str) or len(text) > MOST_TEXT:
             return {"error": f"writes more than {MOST_TEXT} characters"}
@@ -75,14 +90,32 @@ def _answered(
         return {"error": f"cannot be rendered ({_line(error)})"}
 
 
-def _built(folder: Path) -> str:
-    """Return why the folder's model cannot be built, without its weights, or an empty string."""
-    from composer_mesh.actors.models.policy import empty_model
+def described(folder: Path, ids: int) -> dict[str, Any]:
+    """Return what is known of the folder's model, built without its weights, or its error."""
+    from composer_mesh.actors.models.model_facts import facts_of
 
     try:
-        empty_model(folder)
+        found = facts_of(folder)
     except Exception as error:  # noqa: BLE001 whatever a stranger's config raises is the answer
-        return f"has a config.json of which no model can be built ({_line(error)})"
+        why = _line(error).partition(". ")[0]
+        return {"error": f"has a config.json of which no model can be built ({why})"}
+    if why := _generation_fault(folder):
+        return {"error": f"has a generation_config.json that cannot be used ({why})"}
+    if "facts" in found and ids > (rows := found["facts"]["rows"]):
+        return {"error": f"has a tokenizer of {ids} ids but a model that knows only {rows}"}
+    return found
+
+
+def _generation_fault(folder: Path) -> str:
+    """Return why a folder's generation config can be neither loaded nor saved, else nothing."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").exists():
+        return ""
+    try:
+        GenerationConfig.from_pretrained(folder, local_files_only=True).validate(strict=True)
+    except Exception as error:  # noqa: BLE001 whatever a stranger's file raises is the answer
+        return _line(error)
     return ""
 
 

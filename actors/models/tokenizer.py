@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # imported where it is used: it takes seconds at each control
 
 CONFIG = "tokenizer_config.json"
 MOST_BYTES = 64 << 20
+PANIC = "PanicException"
+"""Class of errors of native code written in Rust; it cannot be imported and is no `Exception`."""
+
 GENERIC = "TokenizersBackend"
 """Class of a tokenizer that `tokenizer.json` describes completely, as ours."""
 

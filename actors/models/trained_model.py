@@ -29,18 +29,18 @@ from composer_mesh.actors.models.sharding import (
 )
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.planning.model_refusals import UnfitModel
 
 
 def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     """Return the model to train, on the rank's device.
 
-    Raises `UnsupportedHead`, `UnsupportedPacking` and `UnsupportedSharing` for models that the
-    losses cannot train, ValueError for attention that the device does not support, and the errors
-    of adapters and sharding.
+    Raises `UnfitModel` for models that the losses cannot train as configured, for attention that
+    the device does not support, and for adapters and sharding that do not fit.
     """
     trainer = config.trainer
     if trainer.attention != "sdpa" and ranks.device.type == "cpu":
-        raise ValueError(
+        raise UnfitModel(
             f"trainer.attention is {trainer.attention!r} but the trainer computes on a CPU, where "
             "only sdpa has a backward: set it to 'sdpa', or placement.trainer.gpus to 1"
         )

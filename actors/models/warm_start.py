@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def _silent(_step: int, _loss: float) -> None:
     pass
 
 
+def _unserved(_config: Config, _task: Task) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def policy_folder(config: Config) -> Path:
     """Return the path of this config's warm-started policy, whether or not it exists yet."""
     parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
@@ -57,10 +62,16 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def prepare_policy(config: Config, task: Task, report: Report | None = None) -> Path:
+def prepare_policy(
+    config: Config,
+    task: Task,
+    report: Report = _silent,
+    serving: Callable[[Config, Task], AbstractContextManager[None]] = _unserved,
+) -> Path:
     """Return the folder of the initial policy: the user's own, the cached, or a new warm start.
 
-    A partially written cache is never used.
+    A partially written cache is never used. `serving` opens what the task's sessions use, for as
+    long as demonstrations are played.
     """
     if config.policy.path is not None:
         return config.policy.path
@@ -68,8 +79,8 @@ def prepare_policy(config: Config, task: Task, report: Report | None = None) -> 
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        model, tokenizer = warm_start(config, task, report or _silent)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, serving(config, task):
+        model, tokenizer = warm_start(config, task, report)
         save_policy(model, tokenizer, Path(scratch) / "policy")
         if not folder.exists():
             shutil.move(Path(scratch) / "policy", folder)

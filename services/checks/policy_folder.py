@@ -12,6 +12,7 @@ from typing import Any
 
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_plain_head
 from composer_mesh.planning.model_folder import (
     TEACHER_KEY,
     UnfitModelFolder,
@@ -33,24 +34,25 @@ def check_policy_files(config: Config) -> None:
 def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
     """Raise `UnfitModelFolder` where a tokenizer or the policy's chat template cannot be used.
 
-    They run in a process of their own, whose CPU time and memory are limited.
+    Raises `UnfitModel` where a model cannot do what the config asks of it. Tokenizers and templates
+    run in a process of their own, whose CPU time and memory are limited.
     """
     if (folder := _folder(config)) is not None:
-        _check_template(folder, json.dumps(tools), config.sdpo.on)
+        check_model_fits(_checked(folder, json.dumps(tools), config.sdpo.on), config)
     if (other := _teacher_folder(config)) is not None:
-        _check_teacher(other, folder)
+        check_plain_head(_checked_teacher(other, folder))
 
 
 @lru_cache
-def _check_teacher(folder: Path, policy: Path | None) -> None:
+def _checked_teacher(folder: Path, policy: Path | None) -> ModelFacts:
     with closing(TemplateProcess(folder)) as templates:
-        templates.check_teacher_of(policy)
+        return templates.check_teacher_of(policy)
 
 
 @lru_cache
-def _check_template(folder: Path, tools: str, hints: bool) -> None:
+def _checked(folder: Path, tools: str, hints: bool) -> ModelFacts:
     with closing(TemplateProcess(folder)) as templates:
-        templates.check(json.loads(tools), hints)
+        return templates.check(json.loads(tools), hints)
 
 
 def _folder(config: Config) -> Path | None:

@@ -46,6 +46,10 @@ class Breaker:
         ways += [self._plant, self._other_kind, *[self._change_json] * 6]
         self._rng.choice(ways)(path)
 
+    def plant_pickle(self, path: Path) -> None:
+        """Put a pickle in place of a file."""
+        path.write_bytes(self._attack)
+
     def _flip(self, path: Path) -> None:
         content = bytearray(path.read_bytes()) or bytearray(1)
         for _ in range(self._rng.randint(1, 8)):

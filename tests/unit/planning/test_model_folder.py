@@ -106,7 +106,8 @@ def indexed(**weight_map: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         names = dict.fromkeys(load_file(folder / WEIGHTS), "one.safetensors")
         (folder / WEIGHTS).rename(folder / "one.safetensors")
-        (folder / INDEX).write_text(json.dumps({"weight_map": {**names, **weight_map}}))
+        told = {"metadata": {}, "weight_map": {**names, **weight_map}}
+        (folder / INDEX).write_text(json.dumps(told))
 
     return write
 
@@ -229,3 +230,23 @@ def test_rotary_positions_that_depend_on_batch_neighbours_are_refused(
 def test_rotary_positions_that_no_neighbour_changes_are_accepted(folder: Path, kind: str) -> None:
     changed("config.json", rope_parameters={"rope_type": kind, "factor": 4.0})(folder)
     check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (changed("config.json", transformers_weights="../x"), "has transformers_weights, by which"),
+        (changed("config.json", num_hidden_layers=10**6), "has 1000000 layers but its files hold"),
+        (written("adapter_config.json", b"{}"), "adapters onto another model: merge the adapters"),
+    ],
+)
+def test_a_folder_that_would_load_or_build_something_else_is_refused(
+    break_it: Callable[[Path], None], told: str, folder: Path
+) -> None:
+    break_it(folder)
+    with pytest.raises(UnfitModelFolder, match=told):
+        check_model_folder(folder)
+
+
+def test_the_line_of_a_refusal_holds_no_control_characters() -> None:
+    assert str(UnfitModelFolder("a\x1b[31m", "b\nc")).isprintable()

@@ -12,8 +12,9 @@ import transformers
 from engine_requests import ask, assert_faithful, replay_outcome, serve
 
 from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.engines.embedded_forward import ModelNotServed, PackedForward
+from composer_mesh.actors.engines.embedded_forward import PackedForward
 from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.planning.model_refusals import ModelNotServed
 
 SIZES = {
     "vocab_size": 120,

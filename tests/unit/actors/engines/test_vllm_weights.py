@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stepped import Plain, weight
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from composer_mesh.actors.engines.vllm_weights import (
     HEAD,
     VllmWeights,
     WeightsIncomplete,
-    checkpoint_names,
     write,
 )
 
@@ -94,12 +93,6 @@ def test_files_hold_what_fits_and_views_of_larger_memory_alone(tmp_path: Path) -
     for name, tensor in named:
         found = [load_file(file)[name] for file in files if name in load_file(file)]
         assert torch.equal(found[0], tensor)
-
-
-def test_the_names_of_a_checkpoint_are_those_of_all_its_files(tmp_path: Path) -> None:
-    save_file({"a": weight(1.0)}, tmp_path / "model-1.safetensors")
-    save_file({"b": weight(1.0)}, tmp_path / "model-2.safetensors")
-    assert checkpoint_names(tmp_path) == {"a", "b"}
 
 
 def test_the_error_of_incomplete_weights_travels() -> None:

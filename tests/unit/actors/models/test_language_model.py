@@ -21,27 +21,28 @@ from transformers import (
     Qwen3Config,
 )
 
-from composer_mesh.actors.models.language_model import LanguageModel, UnsupportedHead, padded
+from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.losses.policy import token_logprobs
+from composer_mesh.planning.model_refusals import UnsupportedHead
 
 VOCABULARY = 50
 IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
 DECODER = {**IDS, **LAYERS, "hidden_size": 16, "intermediate_size": 32, "num_key_value_heads": 1}
-PLAIN: dict[str, PretrainedConfig] = {
+LINEAR: dict[str, PretrainedConfig] = {
     "Qwen3": Qwen3Config(**DECODER, head_dim=8),
     "Qwen3 tied": Qwen3Config(**DECODER, head_dim=8, tie_word_embeddings=True),
     "Llama": LlamaConfig(**DECODER),
     "GPT-2": GPT2Config(**IDS, n_embd=16, n_layer=2, n_head=2, n_positions=64),
     "OPT": OPTConfig(**IDS, **LAYERS, hidden_size=16, ffn_dim=32),
     "Phi": PhiConfig(**DECODER),
-    "Granite unscaled": GraniteConfig(**DECODER, logits_scaling=1.0),
+    "Granite": GraniteConfig(**DECODER, logits_scaling=8.0),
+    "Cohere": CohereConfig(**DECODER, logit_scale=0.0625),
     "Gemma2 uncapped": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=None),
 }
-NOT_PLAIN: dict[str, PretrainedConfig] = {
+NOT_LINEAR: dict[str, PretrainedConfig] = {
     "Gemma2ForCausalLM": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=30.0),
-    "GraniteForCausalLM": GraniteConfig(**DECODER, logits_scaling=8.0),
-    "CohereForCausalLM": CohereConfig(**DECODER, logit_scale=0.0625),
+    "LlamaForCausalLM": LlamaConfig(**DECODER, logit_scale=2.0),  # which it does not read
 }
 SEQUENCES = [[5, 7, 9, 11, 13, 2], [3], [49, 4, 4], [6, 2, 8, 1]]
 
@@ -63,9 +64,9 @@ def logits(model: Any, ids: list[int]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", LINEAR)
 def test_head_and_hidden_states_of_padded_rows_give_the_logits_of_each_sequence(name: str) -> None:
-    model = built(PLAIN[name])
+    model = built(LINEAR[name])
     apart = LanguageModel(model)
     with torch.no_grad():
         states = apart.hidden(SEQUENCES).whole()
@@ -81,7 +82,7 @@ def test_head_and_hidden_states_of_padded_rows_give_the_logits_of_each_sequence(
 def test_log_probs_are_those_of_whole_logits_under_the_mask_and_zero_elsewhere(
     name: str, temperature: float
 ) -> None:
-    model = built(PLAIN[name])
+    model = built(LINEAR[name])
     apart, ids = LanguageModel(model), padded(SEQUENCES)
     mask = torch.zeros(ids[:, 1:].shape, dtype=torch.bool)
     mask[0, 1:4] = mask[2, 1] = mask[3, :3] = True
@@ -96,7 +97,7 @@ def test_log_probs_are_those_of_whole_logits_under_the_mask_and_zero_elsewhere(
 
 
 def test_the_bias_of_a_head_is_found_and_counts() -> None:
-    phi, llama = (LanguageModel(built(PLAIN[name])) for name in ("Phi", "Llama"))
+    phi, llama = (LanguageModel(built(LINEAR[name])) for name in ("Phi", "Llama"))
     assert llama.bias is None
     assert phi.bias is not None
     assert phi.bias.shape == (VOCABULARY,)
@@ -114,21 +115,21 @@ def test_the_bias_of_a_head_is_found_and_counts() -> None:
 
 
 @pytest.mark.parametrize("std", [0.02, 0.3])
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_head_is_accepted_and_left_as_it_is(name: str, std: float) -> None:
-    model = built(PLAIN[name], std)
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_head_is_accepted_and_left_as_it_is(name: str, std: float) -> None:
+    model = built(LINEAR[name], std)
     before = logits(model, SEQUENCES[0])
     LanguageModel(model).check_head()
     assert torch.equal(logits(model, SEQUENCES[0]), before)
 
 
 @pytest.mark.parametrize("std", [0.02, 0.3])
-@pytest.mark.parametrize("name", NOT_PLAIN)
-def test_a_head_that_caps_or_scales_is_refused_by_the_name_of_its_model(
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_head_that_is_not_linear_is_refused_by_the_name_of_its_model(
     name: str, std: float
 ) -> None:
     """Also with the small logits of a fresh model, which a cap hardly changes."""
-    model = built(NOT_PLAIN[name], std)
+    model = built(NOT_LINEAR[name], std)
     with pytest.raises(UnsupportedHead, match=f"{name}: its logits differ .* plain linear head"):
         LanguageModel(model).check_head()
 

@@ -13,8 +13,9 @@ from step_batches import ALL_ON, Make, batch_of, largest_change, taught, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
-from composer_mesh.actors.models.language_model import LanguageModel, UnsupportedPacking
+from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.packed import Packed
+from composer_mesh.planning.model_refusals import UnsupportedPacking
 from composer_mesh.rollouts.packing import microbatches
 
 IDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

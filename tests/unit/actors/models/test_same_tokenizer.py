@@ -71,7 +71,9 @@ def test_a_folder_is_compared_within_limits_before_a_run(
     save_policy(build_model(1), tokenizer, tmp_path / "policy")
     changed = deepcopy(tokenizer)
     changed.add_tokens(["<other>"])
-    save_policy(build_model(1), changed, tmp_path / "teacher")
+    wider = build_model(1)
+    wider.resize_token_embeddings(len(changed))
+    save_policy(wider, changed, tmp_path / "teacher")
     with closing(TemplateProcess(tmp_path / "teacher")) as templates:
         templates.check_teacher_of(None)
         templates.check_teacher_of(tmp_path / "teacher")

@@ -19,10 +19,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from composer_mesh.actors.models.language_model import LanguageModel, UnsupportedSharing, padded
+from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.lora import add_adapters
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.configs.trainer import LoraConfig
+from composer_mesh.planning.model_refusals import UnsupportedSharing
 
 IDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 256}

@@ -10,18 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from model_families import family_folder
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from step_batches import batch_of, largest_change, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.export import export_state
-from composer_mesh.actors.models.lora import LoraMissing, NoSuchLayers, OtherAdapters
+from composer_mesh.actors.models.lora import OtherAdapters, adapted_layers
 from composer_mesh.actors.models.optimizer_state import OtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.sharding import UnknownLayers, decoder_layers
+from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.planning.model_folder import UnfitModelFolder
+from composer_mesh.planning.model_refusals import (
+    LoraMissing,
+    NoSuchLayers,
+    UnfitModel,
+    UnknownLayers,
+)
 
 ADAPTED = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"]}
 
@@ -131,7 +140,7 @@ def test_dropout_of_adapters_is_on_and_that_of_the_model_is_not(build: Any, peft
 def test_layers_that_can_have_no_adapter_are_refused(
     build: Any, peft: Any, target: str, why: str
 ) -> None:
-    with pytest.raises(NoSuchLayers, match=f"{why}: name linear layers of the model"):
+    with pytest.raises(NoSuchLayers, match=rf"{why}: name linear layers of the model \("):
         build(lora={"targets": ["q_proj", target]})
 
 
@@ -145,7 +154,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients(build: Any) -> N
 
 
 def test_attention_without_a_backward_on_the_device_is_refused(build: Any) -> None:
-    with pytest.raises(ValueError, match=r"attention is 'flex' but .* only sdpa has a backward"):
+    with pytest.raises(UnfitModel, match=r"attention is 'flex' but .* only sdpa has a backward"):
         build(attention="flex")
 
 
@@ -196,3 +205,34 @@ def test_auto_shards_where_ranks_are_several_or_halves_compute(
 def test_what_cannot_be_computed_is_refused(trainer: dict[str, Any], repair: str) -> None:
     with pytest.raises(ValidationError, match=repair):
         TrainerConfig(**trainer)
+
+
+def test_adapters_without_targets_are_on_all_layers_outside_of_fused_experts(
+    build_config: Any, tokenizer: Any, peft: Any, tmp_path: Path
+) -> None:
+    folder = family_folder("deepseek_v3", tokenizer, tmp_path / "mixture")
+    config = build_config(trainer={"lora": {"rank": 2}})
+    adapted = {name for name, _ in adapted_layers(trained_model(config, folder, Ranks()))}
+    assert "model.layers.0.mlp.gate_proj" in adapted
+    assert "model.layers.1.mlp.shared_experts.up_proj" in adapted
+    assert "model.layers.1.self_attn.kv_b_proj" in adapted
+    assert not any("lm_head" in name or name.endswith("experts") for name in adapted)
+
+
+def test_targets_that_a_mixture_lacks_are_refused_with_the_names_that_work(
+    build_config: Any, tokenizer: Any, peft: Any, tmp_path: Path
+) -> None:
+    folder = family_folder("qwen3_moe", tokenizer, tmp_path / "mixture")
+    config = build_config(trainer={"lora": {"rank": 2, "targets": ["q_proj", "gate_proj"]}})
+    with pytest.raises(
+        NoSuchLayers, match=r"gate_proj: name .* \(k_proj, o_proj, q_proj, v_proj\)"
+    ):
+        trained_model(config, folder, Ranks())
+
+
+def test_files_that_lack_a_tensor_are_not_filled_with_random_numbers(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnfitModelFolder, match=r"files that lack model\.norm\.weight"):
+        load_model(folder)

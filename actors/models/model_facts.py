@@ -1,0 +1,146 @@
+"""Collects what a folder tells of its model without reading weights.
+
+The model is built without memory (torch's meta device). Its attention is called there with a
+function that notes its arguments; its head is called with a few small numbers in place of hidden
+states.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_mesh.actors.models.checkpoint_names import CheckpointNames
+from composer_mesh.actors.models.language_model import (
+    PROBE_IDS,
+    PROBE_SCALE,
+    decoder_of,
+    is_plain,
+    layer_kinds,
+    logit_scale,
+)
+from composer_mesh.actors.models.lora import linear_layers
+from composer_mesh.actors.models.policy import empty_model
+from composer_mesh.actors.models.sharding import decoder_layers
+from composer_mesh.planning.model_facts import AttentionCall, ModelFacts
+from composer_mesh.planning.model_refusals import UnknownLayers
+
+NOTING = "composer_mesh_noting"
+PASSED_ON = "packed"
+"""The keyword by which the embedded engine hands its layout to its attention function."""
+
+MORE = ("softcap", "s_aux", "position_bias")
+WORDS, WIDTH = 64, 8
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return the `ModelFacts` of a folder as a dict for JSON, or why its weights do not fit."""
+    names = CheckpointNames(folder)
+    for told in names.differences():
+        return {"error": f"has weights that do not fit its config.json: {told}"}
+    return {"facts": asdict(_facts(names.model, folder))}
+
+
+def _facts(model: Any, folder: Path) -> ModelFacts:
+    text = model.config.get_text_config()
+    layers = [name.rpartition(".")[-1] for name in linear_layers(model)]
+    return ModelFacts(
+        name=type(model).__name__,
+        rows=len(model.get_input_embeddings().weight),
+        layers=text.num_hidden_layers,
+        kinds=tuple(dict.fromkeys(layer_kinds(model.config))),
+        listed=_listed(model),
+        linear=tuple(sorted(set(layers))),
+        positions=getattr(text, "max_position_embeddings", None),
+        head=_head_difference(empty_model(folder)),
+        attention=_attention(empty_model(folder)),
+    )
+
+
+def _listed(model: Any) -> bool:
+    try:
+        decoder_layers(model)
+    except UnknownLayers:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _attention(model: Any) -> tuple[AttentionCall, ...] | None:
+    """Return the attention calls of a forward, None where the model needs numbers for one."""
+    from transformers import AttentionInterface
+
+    calls: list[AttentionCall] = []
+
+    def noting(*given: Any, **options: Any) -> tuple[Tensor, None]:
+        _, query, _, value, _ = given
+        calls.append(_call(options))
+        heads, tokens = query.shape[1:3]
+        return query.new_empty(query.shape[0], tokens, heads, value.shape[-1]), None
+
+    AttentionInterface.register(NOTING, noting)
+    try:
+        model.set_attn_implementation(NOTING)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")
+        with torch.device("meta"):
+            ids = torch.zeros(1, PROBE_IDS, dtype=torch.long)
+            model(input_ids=ids, use_cache=False, **{PASSED_ON: True})
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None  # the engine compares numbers when it starts
+    return tuple(calls)
+
+
+def _call(options: Mapping[str, Any]) -> AttentionCall:
+    more = tuple(name for name in MORE if options.get(name) is not None)
+    return AttentionCall(PASSED_ON in options, options.get("sliding_window"), more)
+
+
+class _States:
+    """What a decoder returns, with nothing but hidden states."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Decoder(nn.Module):
+    """Stands for a decoder: whatever it is given, its hidden states are the same."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self._states = states
+
+    def forward(self, *_: Any, **__: Any) -> _States:
+        return _States(self._states)
+
+
+@torch.no_grad()
+def _head_difference(model: Any) -> float | None:
+    """Return by how much logits differ from those of a linear head, None where they do not.
+
+    Of a model that needs more than hidden states for its logits nothing is known.
+    """
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, PROBE_IDS, WIDTH, generator=generator)
+    head = nn.Linear(WIDTH, WORDS, bias=False)
+    head.weight.normal_(std=PROBE_SCALE, generator=generator)
+    decoder = decoder_of(model)
+    place = next(name for name, module in model.named_modules() if module is decoder)
+    try:
+        model.set_submodule(place, _Decoder(states))
+        model.set_output_embeddings(head)
+        own = model(input_ids=torch.zeros(1, PROBE_IDS, dtype=torch.long), use_cache=False).logits
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None  # the trainer compares numbers when it starts
+    plain = head(states * logit_scale(model.config))
+    difference = float((own - plain).abs().max())
+    return None if is_plain(difference, own) else difference

@@ -1,0 +1,135 @@
+"""What is known of a model without its weights, and what a run may therefore not ask of it.
+
+`actors.models.model_facts` collects the facts in a process with limits; they are compared with the
+config here. Knows neither torch nor transformers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_refusals import (
+    ModelNotServed,
+    NoSuchLayers,
+    UnfitModel,
+    UnknownLayers,
+    UnsupportedHead,
+    UnsupportedSharing,
+)
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How a layer calls its attention: in the embedded engine's way, with a window, with more."""
+
+    replaceable: bool
+    window: int | None
+    more: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a model: its class, token ids, layers and their kinds, and what its parts can do.
+
+    `head` is the difference between its logits and those of a plain head; it and `attention` are
+    None where only a model with weights shows them.
+    """
+
+    name: str
+    rows: int
+    layers: int
+    kinds: tuple[str, ...]
+    listed: bool
+    linear: tuple[str, ...]
+    positions: int | None
+    head: float | None
+    attention: tuple[AttentionCall, ...] | None
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Self:
+        """Return facts from a dict, as JSON has them."""
+        calls = told["attention"]
+        attention = None if calls is None else tuple(_call(one) for one in calls)
+        plain = {key: tuple(told[key]) for key in ("kinds", "linear")}
+        return cls(**{**told, **plain, "attention": attention})
+
+
+def _call(told: dict[str, Any]) -> AttentionCall:
+    return AttentionCall(told["replaceable"], told["window"], tuple(told["more"]))
+
+
+def check_model_fits(facts: ModelFacts, config: Config) -> None:
+    """Raise `UnfitModel` where the policy's model cannot do what the config asks for."""
+    check_plain_head(facts)
+    _check_positions(facts, config.policy.max_context)
+    _check_layers(facts, config)
+    _check_adapters(facts, config)
+    if config.generator.engine == "embedded":
+        check_embedded_serves(facts, config.policy.max_context)
+
+
+def check_plain_head(facts: ModelFacts) -> None:
+    """Raise `UnsupportedHead` for a head that is not linear."""
+    if facts.head is not None:
+        raise UnsupportedHead(facts.name, facts.head)
+
+
+def _check_positions(facts: ModelFacts, context: int) -> None:
+    if facts.positions is not None and context > facts.positions:
+        raise UnfitModel(
+            f"policy.max_context is {context} but {facts.name} has positions up to "
+            f"{facts.positions}: lower policy.max_context to {facts.positions}"
+        )
+
+
+def _check_layers(facts: ModelFacts, config: Config) -> None:
+    trainer = config.trainer
+    if (trainer.sharded or trainer.activation_checkpointing or trainer.compile) and not (
+        facts.listed
+    ):
+        raise UnknownLayers(facts.name, facts.layers)
+    if trainer.packing and (states := _others(facts, ATTENTION_KINDS)):
+        raise UnfitModel(
+            f"{facts.name} has layers of {states}, which carry a state from one packed sequence "
+            "into the next: set trainer.packing to false"
+        )
+    if trainer.prefix_sharing and (others := _others(facts, frozenset({FULL}))):
+        raise UnsupportedSharing(facts.name, f"prefixes are not shared across {others}")
+
+
+def _check_adapters(facts: ModelFacts, config: Config) -> None:
+    lora = config.trainer.lora
+    if lora is None:
+        return
+    if lora.targets is None:
+        if not facts.linear:
+            raise NoSuchLayers((), f"{facts.name} has no linear layers in its decoder")
+        return
+    for name in lora.targets:
+        if name not in facts.linear:
+            why = f"{facts.name} has no layer {name} that can have an adapter"
+            raise NoSuchLayers(lora.targets, why, facts.linear)
+
+
+def check_embedded_serves(facts: ModelFacts, context: int) -> None:
+    """Raise `ModelNotServed` for layers whose attention the embedded engine cannot compute."""
+    if others := _others(facts, frozenset({FULL, SLIDING})):
+        raise ModelNotServed(facts.name, f"it has layers of {others}")
+    for number, call in enumerate(facts.attention or ()):
+        if not call.replaceable:
+            raise ModelNotServed(facts.name, f"its layer {number} computes attention of its own")
+        if call.more:
+            raise ModelNotServed(facts.name, f"its attention has {', '.join(call.more)}")
+        if call.window is not None and call.window < context:
+            why = f"attention looks back {call.window} tokens but policy.max_context is {context}"
+            raise ModelNotServed(facts.name, why)
+    if facts.attention is not None and len(facts.attention) != facts.layers:
+        why = f"{len(facts.attention)} of its {facts.layers} layers call an attention function"
+        raise ModelNotServed(facts.name, why)
+
+
+def _others(facts: ModelFacts, kinds: frozenset[str]) -> str:
+    return ", ".join(sorted(set(facts.kinds) - kinds))

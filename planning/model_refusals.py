@@ -1,0 +1,99 @@
+"""Why a model cannot be trained or served as a config asks: errors with a complete message.
+
+`check` raises them before anything is started, and the processes of a run where they find the same.
+"""
+
+from composer_mesh.configs.errors import ConfigError
+
+
+class UnfitModel(ConfigError):
+    """A model that a run's config asks for more than it can do."""
+
+
+class UnsupportedHead(UnfitModel):
+    """A model whose logits are not a linear function of its last hidden states."""
+
+    def __init__(self, model: str, difference: float) -> None:
+        super().__init__(model, difference)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}: its logits differ from those of its hidden states and head by up to "
+            f"{self.args[1]:.3g}, so it caps or scales them, which the fused losses do not know: "
+            "use a model with a plain linear head"
+        )
+
+
+class UnsupportedPacking(UnfitModel):
+    """A model in which packed sequences of one row see each other."""
+
+    def __init__(self, model: str, difference: float) -> None:
+        super().__init__(model, difference)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}: hidden states of packed sequences differ from their own by up to "
+            f"{self.args[1]:.3g}, so it does not keep the sequences of a row apart: set "
+            "trainer.packing to false"
+        )
+
+
+class UnsupportedSharing(UnfitModel):
+    """A model that cannot compute what sequences share once."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(model, reason)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}: set trainer.prefix_sharing to false"
+
+
+class UnknownLayers(UnfitModel):
+    """A model whose decoder layers cannot be identified."""
+
+    def __init__(self, model: str, layers: int) -> None:
+        super().__init__(model, layers)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} has no list of {self.args[1]} decoder layers, so it cannot be taken "
+            "layer by layer: set trainer.sharding to 'none', and trainer.activation_checkpointing "
+            "and trainer.compile to false"
+        )
+
+
+class LoraMissing(UnfitModel):
+    """Adapters are configured but peft is not installed."""
+
+    def __str__(self) -> str:
+        return (
+            "trainer.lora is set but peft is not installed: pip install 'composer-mesh[lora]', or "
+            "remove the section"
+        )
+
+
+class NoSuchLayers(UnfitModel):
+    """The configured adapter targets are not suitable layers of the model."""
+
+    def __init__(self, targets: tuple[str, ...], why: str, fitting: tuple[str, ...] = ()) -> None:
+        super().__init__(targets, why, fitting)
+
+    def __str__(self) -> str:
+        targets, why, fitting = self.args
+        if not targets:
+            return f"trainer.lora is set but {why}: remove the section"
+        names = ", ".join(fitting) or "there are none"
+        return (
+            f"trainer.lora.targets is {', '.join(targets)} but {why}: name linear layers of the "
+            f"model ({names}), or leave it out for all of them"
+        )
+
+
+class ModelNotServed(UnfitModel):
+    """A model whose attention cannot be replaced: its class and the observed difference."""
+
+    def __str__(self) -> str:
+        return (
+            f"the embedded engine cannot serve {self.args[0]}: {self.args[1]}; set "
+            'generator.engine to "vllm"'
+        )

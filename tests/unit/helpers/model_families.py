@@ -1,0 +1,176 @@
+"""Tiny models with random weights of the families that people train, as folders of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_mesh.actors.models.policy import save_policy
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
+WINDOW: dict[str, Any] = {"sliding_window": 8}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 512},
+    "ministral": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi": {},
+    "phi3": {"sliding_window": None},
+    "olmo": {},
+    "olmo2": {},
+    "glm": {},
+    "glm4": {},
+    "smollm3": {},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "helium": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": None},
+    "nemotron": {},
+    "arcee": {},
+    "gemma": {},
+    "granite": {"logits_scaling": 8.0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512},
+    "gpt_neox": {},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
+    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {**LATENT, **ROUTED},
+    "deepseek_v3": {**LATENT, **ROUTED},
+    "glm4_moe": {**ROUTED},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "dots1": {**ROUTED, "layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 6.0},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "ernie4_5_moe": {**EXPERTS, "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
+    "cohere": {},
+    "cohere2": {**WINDOW},
+    "gemma2": {**WINDOW},
+    "gemma3_text": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3": {
+        "text_config": {**SMALL, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "mm_tokens_per_image": 4,
+    },
+    "olmo3": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_next": {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16},
+    "qwen3_5": {"text_config": {**SMALL, **LINEAR}, "vision_config": {"depth": 1, **VISION}},
+    "qwen3_5_text": {**LINEAR},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "moe_latent_size": None,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+}
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+
+
+def family_config(name: str, tokenizer: Any) -> Any:
+    """The config of a tiny model whose vocabulary is the tokenizer's."""
+    from transformers import AutoConfig
+
+    ids = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    own = FAMILIES[name]
+    if "text_config" in own:
+        return AutoConfig.for_model(name, **{**own, "text_config": {**own["text_config"], **ids}})
+    return AutoConfig.for_model(name, **{**SMALL, **ids, **own})
+
+
+def family_model(name: str, tokenizer: Any, seed: int = 0) -> Any:
+    """A model in float32, with weights wide enough that predictions depend on the context."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = family_config(name, tokenizer)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.normal_(std=0.15)
+    return model.eval()
+
+
+def family_folder(name: str, tokenizer: Any, folder: Path) -> Path:
+    """A folder with such a model, its tokenizer and its chat template."""
+    save_policy(family_model(name, tokenizer), tokenizer, folder)
+    return folder

@@ -1,0 +1,97 @@
+"""What a config asks of a model is refused by the facts that are known of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from composer_mesh.planning.model_facts import AttentionCall, ModelFacts, check_model_fits
+from composer_mesh.planning.model_refusals import UnfitModel
+
+PLAIN = AttentionCall(replaceable=True, window=None, more=())
+FACTS = ModelFacts(
+    name="QwenForCausalLM",
+    rows=400,
+    layers=2,
+    kinds=("full_attention",),
+    listed=True,
+    linear=("k_proj", "o_proj"),
+    positions=4096,
+    head=None,
+    attention=(PLAIN, PLAIN),
+)
+WINDOW = replace(
+    FACTS, kinds=("sliding_attention",), attention=(replace(PLAIN, window=8),) * 2, listed=False
+)
+EMBEDDED = {"generator": {"engine": "embedded"}}
+VLLM = {"generator": {"engine": "vllm"}}
+
+
+def lora(*targets: str) -> dict[str, Any]:
+    return {"trainer": {"lora": {"targets": list(targets)} if targets else {}}}
+
+
+def test_facts_survive_json() -> None:
+    assert ModelFacts.of(json.loads(json.dumps(asdict(WINDOW)))) == WINDOW
+
+
+@pytest.mark.parametrize("sections", [EMBEDDED, VLLM, lora(), lora("k_proj")])
+def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> None:
+    check_model_fits(FACTS, build_config(**sections))
+
+
+@pytest.mark.parametrize(
+    ("facts", "sections", "told"),
+    [
+        (replace(FACTS, head=2.5), VLLM, "so it caps or scales them"),
+        (replace(FACTS, positions=16), VLLM, "positions up to 16: lower policy.max_context to 16"),
+        (FACTS, lora("q_proj"), r"no layer q_proj .*: name linear layers .* \(k_proj, o_proj\)"),
+        (replace(FACTS, linear=()), lora(), "trainer.lora is set but QwenForCausalLM has no linea"),
+        (WINDOW, EMBEDDED, 'looks back 8 tokens but policy.max_context is .*engine to "vllm"'),
+        (replace(FACTS, kinds=("conv",)), EMBEDDED, "has layers of conv; set generator.engine"),
+        (replace(FACTS, attention=(PLAIN,)), EMBEDDED, "1 of its 2 layers call an attention"),
+        (
+            replace(FACTS, attention=(PLAIN, replace(PLAIN, replaceable=False))),
+            EMBEDDED,
+            "its layer 1 computes attention of its own",
+        ),
+        (
+            replace(FACTS, attention=(replace(PLAIN, more=("s_aux",)),) * 2),
+            EMBEDDED,
+            "its attention has s_aux",
+        ),
+        (
+            replace(FACTS, kinds=("mamba",)),
+            {**VLLM, "trainer": {"packing": True}},
+            "set trainer.packing to false",
+        ),
+        (WINDOW, {**VLLM, "trainer": {"prefix_sharing": True}}, "set trainer.prefix_sharing to"),
+        (
+            WINDOW,
+            {**VLLM, "trainer": {"activation_checkpointing": True}},
+            "no list of 2 decoder layers",
+        ),
+    ],
+)
+def test_what_a_model_cannot_do_is_told_with_the_repair(
+    facts: ModelFacts, sections: Any, told: str, build_config: Any
+) -> None:
+    with pytest.raises(UnfitModel, match=told) as refused:
+        check_model_fits(facts, build_config(**sections))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "facts", [WINDOW, replace(FACTS, kinds=("conv",)), replace(FACTS, attention=(PLAIN,))]
+)
+def test_nothing_of_the_embedded_engine_is_said_where_vllm_serves(
+    facts: ModelFacts, build_config: Any
+) -> None:
+    check_model_fits(facts, build_config(**VLLM))
+
+
+def test_what_only_weights_show_is_not_refused(build_config: Any) -> None:
+    check_model_fits(replace(FACTS, attention=None), build_config(**EMBEDDED))
