@@ -7,12 +7,12 @@ its caller goes on. A connection that broke is replaced, later after each failur
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from composer_mesh.actors.mcp_servers.connection import Connection
 from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.mesh.loop_thread import LoopThread
 from composer_mesh.tasks.errors import ToolServerLost
 
 T = TypeVar("T")
@@ -25,10 +25,7 @@ class ServerConnections:
 
     def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
         self._server, self._environ = server, environ
-        self._loop = asyncio.new_event_loop()
-        name = f"mcp {server.name}"
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(f"mcp {server.name}")
         self._shared: list[Connection] = []
         self._own: dict[str, Connection] = {}
         most = server.processes if server.transport == "stdio" else 1_000_000
@@ -49,22 +46,19 @@ class ServerConnections:
     def end(self, key: str) -> None:
         """Close the connection of a session, if it has one; does not wait."""
         if self._server.sessions == "own":
-            asyncio.run_coroutine_threadsafe(self._end(key), self._loop)
+            self._thread.start(self._end(key))
 
     async def close(self) -> None:
         """Close all connections. Waits for the ends of the server's processes."""
         await self._there(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
+        await asyncio.to_thread(self._thread.close)
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop of the connections; raise ToolServerLost if that is stuck."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
         limit_s = self._server.start_s + self._server.call_s
         try:
             async with asyncio.timeout(limit_s + 2.0):
-                return await asyncio.wrap_future(running)
+                return await self._thread.run(work)
         except TimeoutError:
             raise ToolServerLost(
                 self._server.name, f"its connections have not moved for {limit_s:g} s"
@@ -130,13 +124,14 @@ class ServerConnections:
 
     async def _opened(self) -> Connection:
         """Open a connection, not before the pause after the last failure is over."""
-        await asyncio.sleep(max(0.0, self._not_before - self._loop.time()))
+        await asyncio.sleep(max(0.0, self._not_before - self._thread.loop.time()))
         one = Connection(self._server, self._environ)
         try:
             await one.open()
         except BaseException:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failures)
-            self._failures, self._not_before = self._failures + 1, self._loop.time() + pause_s
+            self._failures += 1
+            self._not_before = self._thread.loop.time() + pause_s
             await one.close()
             raise
         self._failures = 0

@@ -27,6 +27,7 @@ from composer_mesh.services.serve_env.app import Served, make_app
 from composer_mesh.services.serve_env.forwarding import Forwarding
 from composer_mesh.services.serve_env.late_rewards import LateRewards
 from composer_mesh.services.serve_env.mcp_sessions import McpSessions
+from composer_mesh.services.serve_env.open_sockets import OpenSocket
 from composer_mesh.services.serve_env.options import WorkerStart
 from composer_mesh.services.serve_env.session_counts import SessionCounts
 from composer_mesh.services.serve_env.session_pool import SessionPool
@@ -115,7 +116,7 @@ def _uvicorn_config(app: Access) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="h11",
-        ws="wsproto",
+        ws=OpenSocket,
         lifespan="off",
         log_config=None,
         access_log=False,
