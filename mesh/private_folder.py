@@ -24,6 +24,8 @@ from pathlib import Path
 PRIVATE = "COMPOSER_MESH_PRIVATE"
 """Environment variable with the folder, set for all processes of a run on a machine."""
 PREFIX = "composer-mesh-run-"
+ENTERED = "composer-mesh-box-"
+"""Begin of the names of folders that other users of the machine may enter, but not list."""
 OWNER = "owner"
 LONGEST_PATH = 64
 """Characters; the path of a Unix socket below it must fit into 107."""
@@ -78,12 +80,35 @@ def own_private_folder(environ: MutableMapping[str, str] = os.environ) -> Path:
     return folder
 
 
-def remove_abandoned(base: Path) -> list[Path]:
+def entered_folder() -> Path:
+    """Make a folder in which other users reach what they know the name of; they list nothing.
+
+    It is removed when this process ends, or by the next one that makes such a folder.
+    """
+    with _one_at_a_time:
+        base = _base()
+        if not _is_entered(base):
+            base = next(one for one in SHARED if _is_entered(one))
+        own = _make(base, ENTERED)
+        own.folder.chmod(0o711)
+        atexit.register(_remove, own)
+        return own.folder
+
+
+SHARED = (Path("/tmp"), Path("/var/tmp"))
+
+
+def _is_entered(base: Path) -> bool:
+    """Whether all users may enter a folder and those that it lies in."""
+    return all(one.stat().st_mode & 0o001 for one in (base, *base.parents))
+
+
+def remove_abandoned(base: Path, prefix: str = PREFIX) -> list[Path]:
     """Remove the folders that dead processes of this user left in `base`; return which.
 
     Folders of other users, links, and folders whose owner lives are left alone.
     """
-    return [one for one in sorted(base.glob(f"{PREFIX}*")) if _remove_if_abandoned(one)]
+    return [one for one in sorted(base.glob(f"{prefix}*")) if _remove_if_abandoned(one)]
 
 
 def _own_folder(environ: MutableMapping[str, str]) -> Path:
@@ -117,10 +142,10 @@ def _base() -> Path:
     return outside
 
 
-def _make(base: Path) -> _Own:
-    remove_abandoned(base)
+def _make(base: Path, prefix: str = PREFIX) -> _Own:
+    remove_abandoned(base, prefix)
     for _ in range(TRIES):
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         if (lock := _claim(folder)) is not None:
             return _Own(folder, lock, os.getpid())
     raise PrivateFolderRefused(
@@ -143,17 +168,18 @@ def _claim(folder: Path) -> int | None:
     return None
 
 
-def _is_private(folder: Path) -> bool:
+def _is_private(folder: Path, others: int = 0) -> bool:
+    """Whether a folder is this user's, and other users have no more than these rights."""
     try:
         found = folder.lstat()
     except OSError:
         return False
     own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return own and not found.st_mode & 0o077
+    return own and not found.st_mode & 0o077 & ~others
 
 
 def _remove_if_abandoned(folder: Path) -> bool:
-    if not _is_private(folder):
+    if not _is_private(folder, 0o011 if folder.name.startswith(ENTERED) else 0):
         return False
     with _lock_of_the_dead(folder) as dead:
         if dead:

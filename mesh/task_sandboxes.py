@@ -11,9 +11,10 @@ from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
 
 NAME_ONE = (
-    "name a function that returns a sandbox as my_package.my_module:my_function, in a folder that "
-    "run.import_paths names"
+    'write "bubblewrap", or name a function that returns a sandbox as '
+    "my_package.my_module:my_function, in a folder that run.import_paths names"
 )
+SHIPPED = {"bubblewrap": "composer_mesh.mesh.sandboxes.probes:open_sandbox"}
 
 
 def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
@@ -34,12 +35,7 @@ def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
 def open_configured(config: Config) -> Sandbox:
     """Return the sandbox that a config names."""
     chosen = config.environment.sandbox
-    if chosen.kind is None:
-        raise UnusableTask(
-            "environment.sandbox.kind is not set, and no sandbox ships with this version, but a "
-            f"task of data runs code of agents: {NAME_ONE}"
-        )
-    opener = _imported(chosen.kind)
+    opener = _imported(SHIPPED.get(chosen.kind, chosen.kind))
     try:
         sandbox: Sandbox = opener(**chosen.options)
     except TaskError:

@@ -7,14 +7,18 @@ hands a `Sandbox` in.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from composer_mesh.tasks.errors import TaskError
 
 MIB = 1024 * 1024
-LONGEST_PATH = 300
+LONGEST_PATH, LONGEST_NAME = 300, 255
+"""Bytes of a path, and of each name in it."""
+MOST_EDITS, LARGEST_EDITS = 10_000, 24 * MIB
+"""What the edits of a session may be together, so that its tree always fits into a box."""
+MOST_TOLD = 100
 UNUSABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 Ended = Literal["exited", "signal", "wall_time", "cpu_time", "memory"]
@@ -86,10 +90,53 @@ class FileTree:
         return self.with_edits({path: content})
 
     def with_edits(self, edits: Mapping[str, bytes | None]) -> FileTree:
-        """Return the tree with more edits; raise ValueError for a path that is no path."""
+        """Return the tree with more edits.
+
+        Raises ValueError for a path that is no path, or is that of a folder or below a file; and
+        where the edits become more than any box takes.
+        """
         for path in edits:
             check_path(path)
-        return replace(self, edits={**self.edits, **edits})
+        edited = replace(self, edits={**self.edits, **edits})
+        if clashes := edited.clashes():
+            raise ValueError(
+                f"{min(clashes)[:LONGEST_PATH]!r} would be a file and a folder: remove the file or "
+                "write another path"
+            )
+        if not edited.fits():
+            raise ValueError(
+                f"the edits of a session may be {MOST_EDITS:,} files and {LARGEST_EDITS:,} bytes "
+                "together: write less"
+            )
+        return edited
+
+    def with_changes(self, changes: Mapping[str, bytes | None]) -> tuple[FileTree, list[str]]:
+        """Return the tree with what a command changed, and the paths that were not taken over.
+
+        Code in a box can report what no folder can hold; the smallest files are taken first.
+        """
+        clashes = replace(self, edits={**self.edits, **changes}).clashes()
+        taken = {
+            path: content
+            for path, content in sorted(changes.items(), key=lambda one: len(one[1] or b""))
+            if not clashes & {path, *folders_of(path)}
+        }
+        edited = replace(self, edits={**self.edits, **taken})
+        while taken and not edited.fits():
+            for path in list(taken)[len(taken) // 2 :]:
+                del taken[path]
+            edited = replace(self, edits={**self.edits, **taken})
+        return edited, sorted(changes.keys() - taken.keys())
+
+    def clashes(self) -> set[str]:
+        """Return the paths that are both a file and a folder."""
+        files = self.files()
+        return {folder for path in files for folder in folders_of(path)}.intersection(files)
+
+    def fits(self) -> bool:
+        """Whether the edits are no more than boxes take."""
+        size = sum(len(content or b"") for content in self.edits.values())
+        return len(self.edits) <= MOST_EDITS and size <= LARGEST_EDITS
 
 
 class Sandbox(Protocol):
@@ -108,6 +155,14 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """End all boxes."""
+
+
+@runtime_checkable
+class DescribedSandbox(Protocol):
+    """A sandbox that says what it keeps in; `check` prints it."""
+
+    def described(self) -> Iterator[str]:
+        """Yield lines."""
 
 
 class SandboxSession:
@@ -143,12 +198,26 @@ class SandboxSession:
     ) -> CommandResult:
         """Run a command on the tree and take over what it changed. Waits for a box."""
         result = await self._sandbox.run(self.tree, argv, stdin=stdin, limits=limits)
-        if keep_changes:
-            self.tree = self.tree.with_edits(result.changed)
-        return result
+        if not keep_changes:
+            return result
+        self.tree, left_out = self.tree.with_changes(result.changed)
+        if not left_out:
+            return result
+        taken = {path: one for path, one in result.changed.items() if path not in set(left_out)}
+        refused = (*result.refused_paths, *left_out[:MOST_TOLD])
+        return replace(result, changed=taken, refused_paths=refused)
 
     async def close(self) -> None:
         """Nothing is held between commands."""
+
+
+def folders_of(path: str) -> list[str]:
+    """Return the folders that a path lies in.
+
+    >>> folders_of("a/b/c.py")
+    ['a', 'a/b']
+    """
+    return [path[:place] for place, sign in enumerate(path) if sign == "/"]
 
 
 def check_path(path: str) -> None:
@@ -161,10 +230,15 @@ def check_path(path: str) -> None:
     """
     parts = path.split("/")
     try:
-        size = len(path.encode())
+        size, longest = len(path.encode()), max(len(one.encode()) for one in parts)
     except UnicodeEncodeError:
-        size = LONGEST_PATH + 1
-    if not 0 < size <= LONGEST_PATH or {"", ".", ".."} & set(parts) or UNUSABLE.search(path):
+        size, longest = LONGEST_PATH + 1, 0
+    if (
+        not 0 < size <= LONGEST_PATH
+        or longest > LONGEST_NAME
+        or {"", ".", ".."} & set(parts)
+        or UNUSABLE.search(path)
+    ):
         raise ValueError(
             f"{path[:LONGEST_PATH]!r} is no path below the root of the tree: write one such as "
             '"folder/file.py"'

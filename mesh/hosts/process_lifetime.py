@@ -12,8 +12,6 @@ import signal
 import sys
 import time
 
-from composer_mesh.mesh.processes import descendants
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 0.05
 
@@ -38,6 +36,8 @@ def end_descendants(deadline_s: float = 10.0) -> list[int]:
 
     Waits until none is left; returns those that remain at the deadline.
     """
+    from composer_mesh.mesh.processes import descendants  # the keeper of boxes has no psutil
+
     end = time.monotonic() + deadline_s
     while (left := descendants(os.getpid())) and time.monotonic() < end:
         for pid in left:

@@ -5,6 +5,7 @@ Loads neither torch nor Monarch, so that a refusal is immediate.
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.mcp_servers.servers import with_tools
@@ -12,6 +13,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
+from composer_mesh.planning.model_refusals import LoraMissing
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
@@ -73,6 +75,8 @@ def startable(config: Config) -> None:
     refuse_other_hosts(config)
     if not config.cluster.remote:  # remote hosts are checked when the run attaches to them
         check_vllm_installed(config)
+        if config.trainer.lora is not None and find_spec("peft") is None:
+            raise LoraMissing()
 
 
 def items(text: str) -> list[str]:

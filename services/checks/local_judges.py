@@ -6,8 +6,6 @@ process, where the task's code runs too.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +16,20 @@ from composer_mesh.actors.panel.configured import judge_settings
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.panel.replies import reply_of
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.loop_thread import LoopThread
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 
 
 class LocalJudges:
     """The port `Judges` over a panel, which lives on another event loop."""
 
-    def __init__(self, panel: TeacherPanel, loop: asyncio.AbstractEventLoop) -> None:
-        self._panel, self._loop = panel, loop
+    def __init__(self, panel: TeacherPanel, thread: LoopThread) -> None:
+        self._panel, self._thread = panel, thread
 
     async def ask(self, question: JudgeQuestion) -> JudgeReply:
         """Return a judge's answer. Waits for it, at most `judges.timeout_s`."""
         asking = self._panel.ask_one(question.judge, question.messages)
-        reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
-        return reply_of(question.judge, reply)
+        return reply_of(question.judge, await self._thread.run(asking))
 
 
 @contextmanager
@@ -46,17 +44,13 @@ def local_judges(
     if not config.judges.on:
         yield None
         return
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="judges", daemon=True)
-    thread.start()
+    thread = LoopThread("judges")
     try:
         opening = TeacherPanel.open(judge_settings(config, run), transport=transport)
-        panel = asyncio.run_coroutine_threadsafe(opening, loop).result()
+        panel = thread.run_blocking(opening)
         try:
-            yield LocalJudges(panel, loop)
+            yield LocalJudges(panel, thread)
         finally:
-            asyncio.run_coroutine_threadsafe(panel.aclose(), loop).result()
+            thread.run_blocking(panel.aclose())
     finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        thread.close()

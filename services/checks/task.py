@@ -17,6 +17,7 @@ from composer_mesh.services.checks.example_judges import ExampleJudges
 from composer_mesh.services.checks.timed_episode import TimedEpisode
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.sandbox import DescribedSandbox
 from composer_mesh.tasks.task import Task
 
 
@@ -64,6 +65,9 @@ def told_of(config: Config, task: Task) -> Iterator[str]:
     for server in config.environment.mcp:
         tools = [f"{server.prefix}{one.name}" for one in server.tools or ()]
         yield f"MCP server {server.name!r}: {len(tools)} tools: {', '.join(tools)}"
+    for sandbox in {id(one): one for part in task.parts if (one := part.sandbox)}.values():
+        if isinstance(sandbox, DescribedSandbox):
+            yield from sandbox.described()
     dry = dry_run(config, task)
     success = "a success" if dry.success else "no success"
     yield (

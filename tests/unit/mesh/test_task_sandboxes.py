@@ -12,7 +12,7 @@ from code_tasks import ROW
 from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.mesh.actor import own_endpoint
-from composer_mesh.mesh.task_sandboxes import attach_sandbox
+from composer_mesh.mesh.task_sandboxes import attach_sandbox, open_configured
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
@@ -74,10 +74,10 @@ def test_commands_hand_the_sandbox_in_and_close_it(code_config: Any) -> None:
     assert sandbox.closed
 
 
-def test_code_of_agents_runs_nowhere_without_a_sandbox(code_config: Any) -> None:
-    config = code_config()
-    with pytest.raises(UnusableTask, match="no sandbox ships with this version"):
-        attach_sandbox(config, make_task(config))
+def test_code_of_agents_runs_in_boxes_if_nothing_else_is_named(code_config: Any) -> None:
+    assert code_config().environment.sandbox.kind == "bubblewrap"
+    with pytest.raises(UnusableTask, match=r"options\.boxes is 0"):
+        open_configured(code_config(options={"boxes": 0}))
 
 
 @pytest.mark.parametrize("kind", ["no_such_module:opener", "code_tasks:none", "docker", ":x"])

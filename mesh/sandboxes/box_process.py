@@ -1,0 +1,119 @@
+"""What a forked keeper does to become a box: gives up its rights, and executes bubblewrap.
+
+Imports only the standard library and `cgroups`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from resource import RLIMIT_CORE, setrlimit
+
+from composer_mesh.mesh.sandboxes.cgroups import BoxGroup
+
+UIDS_A_KEEPER = 64
+UID_BLOCKS = 900
+INNER_UID = "1000"
+NOT_STARTED = 125
+SIZED = ("/w", "/tmp", "/dev/shm")
+Sizes = tuple[int, ...]
+"""Bytes of the folders in `SIZED`."""
+
+
+def become_box(
+    bwrap: int,
+    libraries: int | None,
+    rules: int,
+    command: list[str],
+    streams: tuple[int, int],
+    uid: int | None,
+    group: BoxGroup | None,
+) -> None:
+    """Become bubblewrap, with a socket and a file for its errors; never returns.
+
+    `bwrap`, `libraries` and `rules` are descriptors: its user may be unable to reach their paths.
+    """
+    try:
+        if group is not None:
+            group.join()
+        os.dup2(streams[0], 0)
+        os.dup2(streams[1], 1)
+        os.dup2(streams[1], 2)
+        # An own open file: the shared one is read to its end by the first box.
+        os.dup2(os.open(f"/proc/self/fd/{rules}", os.O_RDONLY), rules)
+        inherited = {0, 1, 2, rules} if libraries is None else {0, 1, 2, rules, libraries}
+        close_all_but(sorted({*inherited, bwrap}))
+        for one in inherited:
+            os.set_inheritable(one, True)
+        os.set_inheritable(bwrap, False)
+        setrlimit(RLIMIT_CORE, (0, 0))
+        os.setsid()
+        if uid is not None:
+            give_up_rights(uid)
+        os.execve(bwrap, command, {} if libraries is None else library_path(libraries))
+    except BaseException as error:  # noqa: BLE001 a forked child must not return
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    os._exit(NOT_STARTED)
+
+
+def arguments(root: str, rules: int, sizes: Sizes) -> list[str]:
+    """Return bubblewrap's arguments for a box with sized folders that can be written."""
+    sized = [
+        part
+        for place, size in zip(SIZED, sizes, strict=True)
+        for part in ("--size", str(size), "--tmpfs", place)
+    ]
+    return [
+        *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+        *("--new-session", "--cap-drop", "ALL", "--clearenv", "--hostname", "box"),
+        *("--uid", INNER_UID, "--gid", INNER_UID, "--ro-bind", root, "/"),
+        *("--proc", "/proc", "--dev", "/dev", *sized),
+        *("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/"),
+        *("--chdir", "/w", "--seccomp", str(rules), "--", *RUNNER),
+    ]
+
+
+RUNNER = (
+    *("/usr/bin/python3", "-I", "-S", "-c"),
+    "import sys; sys.path.insert(0, '/usr/lib/composer-mesh'); "
+    "from composer_mesh.mesh.sandboxes.runner import main; main()",
+)
+
+
+def claimed_uids(first: int | None) -> tuple[int | None, socket.socket | None]:
+    """Return the first of some user ids that no other keeper uses, and what holds them.
+
+    None where this process may not change its user. The holder is a name that the kernel frees
+    with this process.
+    """
+    if first is None:
+        return None, None
+    for block in range(UID_BLOCKS):
+        uid = first + block * UIDS_A_KEEPER
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0composer-mesh-uids-{uid}")
+        except OSError:
+            holder.close()
+            continue
+        return uid, holder
+    raise RuntimeError(f"all {UID_BLOCKS} blocks of user ids from {first} on are in use")
+
+
+def library_path(folder: int) -> dict[str, str]:
+    """Return the environment by which bubblewrap finds libraries below an unreadable path."""
+    return {"LD_LIBRARY_PATH": f"/proc/self/fd/{folder}"}
+
+
+def give_up_rights(uid: int) -> None:
+    """Become an unprivileged user with no other groups."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def close_all_but(kept: Sequence[int]) -> None:
+    """Close all descriptors but these, which are sorted."""
+    for low, high in zip(kept, [*kept[1:], 1 << 20], strict=True):
+        os.closerange(low + 1, high)

@@ -1,0 +1,200 @@
+"""Tries real attacks on boxes before one is used, and says what holds on this machine.
+
+Nothing is concluded from versions or settings: what counts is what an attack gets. Boxes that keep
+something in are used; where one leaks, code of agents is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.mesh.sandboxes import attacks
+from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.sandbox import MIB, FileTree, Sandbox, SandboxError, SandboxLimits
+
+SMALL = SandboxLimits(wall_s=20.0, cpu_s=10, memory_bytes=256 * MIB, disk_bytes=8 * MIB)
+ATTACKS = Path(attacks.__file__).read_text(encoding="utf-8")
+SECRET = "a file that each user of this machine may read"
+FORKS = """
+import os, sys, time
+made = 0
+try:
+    for made in range(300):
+        if os.fork() == 0:
+            time.sleep(60)
+except OSError:
+    pass
+sys.stdout.write(str(made))
+"""
+DISK = """
+import os
+size = 0
+for folder in ("/w", "/tmp", "/dev/shm"):
+    for name in range(1000):
+        try:
+            with open(f"{folder}/{name}", "wb", buffering=0) as file:
+                size += file.write(bytes(1 << 20))
+        except OSError:
+            break
+print(size)
+"""
+MEMORY = """
+import os, sys
+children = []
+for _ in range(4):
+    child = os.fork()
+    if child == 0:
+        held = bytearray(os.urandom(1 << 20) * 100)
+        os.read(0, 1)
+        os._exit(0 if held else 1)
+    children.append(child)
+print(sum(os.waitpid(one, 0)[1] == 0 for one in children))
+"""
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        open("late.txt", "a").write("x")
+        time.sleep(0.01)
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an attack got; nothing if it was held. `needed` ones refuse the sandbox."""
+
+    attack: str
+    got: str
+    needed: bool = True
+
+    def __str__(self) -> str:
+        result = (
+            "held" if not self.got else f"{'LEAKS' if self.needed else 'not bounded'}: {self.got}"
+        )
+        return f"{self.attack.replace('_', ' '):24} {result}"
+
+
+class ProbedBubblewrap(Bubblewrap):
+    """Boxes of bubblewrap that were attacked before their first use."""
+
+    findings: Sequence[Finding] = ()
+
+    def described(self) -> Iterator[str]:
+        """Yield lines: what boxes are, and what each probe found."""
+        groups = self.groups_told if self.groups else f"none ({self.groups_told})"
+        yield f"sandbox: bubblewrap {self.version}; a box runs as {self.runs_as}; cgroups: {groups}"
+        for finding in self.findings:
+            yield f"  {finding}"
+
+
+def open_sandbox(**options: Any) -> ProbedBubblewrap:
+    """Return a sandbox whose boxes hold; raises UnusableTask where they do not. Takes seconds."""
+    sandbox = ProbedBubblewrap(**options)
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have a loop
+        try:
+            sandbox.findings = thread.submit(asyncio.run, probed(sandbox)).result()
+            refuse_leaks(sandbox.findings)
+        except BaseException as error:
+            thread.submit(asyncio.run, sandbox.close()).result()
+            if isinstance(error, SandboxError):
+                raise UnusableTask(
+                    f"no box can be made here: {error}. Boxes need user namespaces, which "
+                    "containers and some systems forbid: allow them, or name a sandbox of your "
+                    "own as environment.sandbox.kind"
+                ) from error
+            raise
+    return sandbox
+
+
+def refuse_leaks(findings: Sequence[Finding]) -> None:
+    """Raise UnusableTask where a needed probe got something."""
+    leaks = [f"{one.attack} ({one.got})" for one in findings if one.got and one.needed]
+    if leaks:
+        raise UnusableTask(
+            f"boxes do not hold on this machine, so no code of agents runs: {'; '.join(leaks)}. "
+            "Use another machine, or name a sandbox of your own as environment.sandbox.kind"
+        )
+
+
+async def probed(sandbox: Bubblewrap) -> list[Finding]:
+    """Return what attacks on boxes of a sandbox get."""
+    with targets(sandbox.folder) as (facts, arrived):
+        argv = ["python3", "-c", ATTACKS, json.dumps(facts)]
+        result = await sandbox.run(FileTree({}), argv, limits=SMALL)
+        try:
+            got: dict[str, str] = json.loads(result.stdout)
+        except ValueError:
+            raise SandboxError(f"the probes did not end: {result.stderr[-500:]!r}") from None
+        got["udp_to_host"] = arrived()
+    return [
+        *(Finding(one.__name__, str(got[one.__name__])) for one in attacks.ATTACKS),
+        *await asyncio.gather(_forks(sandbox), _disk(sandbox), _memory(sandbox), _daemon(sandbox)),
+    ]
+
+
+async def _forks(sandbox: Sandbox) -> Finding:
+    result = await _run(sandbox, FORKS)
+    made = int(result.stdout or b"0")
+    return Finding("fork_bomb", f"{made} processes" if made > SMALL.processes else "")
+
+
+async def _disk(sandbox: Sandbox) -> Finding:
+    result = await _run(sandbox, DISK)
+    size = int(result.stdout or b"0")
+    return Finding("fill_the_disk", f"{size} bytes" if size > SMALL.disk_bytes + 2 * MIB else "")
+
+
+async def _memory(sandbox: Sandbox) -> Finding:
+    result = await _run(sandbox, MEMORY)
+    held = 100 * int(result.stdout or b"0")
+    got = f"{held} MiB by 4 processes, whose limit is 256" if held > 300 else ""
+    return Finding("memory_of_all_processes", got, needed=False)
+
+
+async def _daemon(sandbox: Sandbox) -> Finding:
+    result = await _run(sandbox, DAEMON)
+    return Finding("daemon", "" if result.ended == "exited" else f"the box {result.ended}")
+
+
+async def _run(sandbox: Sandbox, source: str) -> Any:
+    limits = replace(SMALL, processes=16)
+    return await sandbox.run(FileTree({}), ["python3", "-c", source], limits=limits)
+
+
+@contextlib.contextmanager
+def targets(folder: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Make what boxes must not reach: a file, two servers, a socket; yield where, and a check."""
+    name = f"composer-mesh-probe-{secrets.token_hex(8)}"
+    with contextlib.ExitStack() as opened:
+        tcp = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        udp = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        udp.setblocking(False)
+        abstract = opened.enter_context(socket.socket(socket.AF_UNIX))
+        abstract.bind("\0" + name)
+        abstract.listen()
+        file = folder / name
+        file.write_text(SECRET)
+        file.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
+        opened.callback(os.unlink, file)
+
+        def arrived() -> str:
+            with contextlib.suppress(BlockingIOError):
+                return f"received {udp.recv(100)!r}"
+            return ""
+
+        facts = {"tcp": tcp.getsockname()[1], "udp": udp.getsockname()[1], "abstract": name}
+        yield {**facts, "file": str(file)}, arrived
