@@ -54,6 +54,7 @@ COMMANDS = {
     "query": inspection.query,
     "tui": inspection.tui,
     "new-task": tasks.new_task,
+    "make-code-tasks": tasks.make_code_tasks,
     "play": tasks.play,
     "serve-env": tasks.serve_env,
 }

@@ -9,6 +9,7 @@ from composer_mesh.services.ablation.plan import CHANNELS_OF
 from composer_mesh.services.commands.arguments import add_set, seconds
 from composer_mesh.services.commands.task_arguments import (
     add_eval,
+    add_make_code_tasks,
     add_new_task,
     add_play,
     add_serve_env,
@@ -244,6 +245,7 @@ COMMANDS = {
     "verify": ("find what is damaged or missing in a run directory", _add_verify),
     "train": ("train and evaluate a run", _add_train),
     "new-task": ("write a package with a task of your own, ready to run", add_new_task),
+    "make-code-tasks": ("make coding tasks of source distributions", add_make_code_tasks),
     "play": ("play an episode of a task in the terminal", add_play),
     "serve-env": ("offer a task to others as an OpenEnv and MCP server", add_serve_env),
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),

@@ -1,6 +1,7 @@
-"""Arguments of the commands that concern tasks: new-task, play, serve-env and eval."""
+"""Arguments of the commands that concern tasks: new-task, make-code-tasks, play and others."""
 
 import argparse
+from pathlib import Path
 
 from composer_mesh.services.commands.arguments import add_set, dollars, seconds
 from composer_mesh.services.directory.claim import output_path
@@ -13,6 +14,63 @@ def add_new_task(parser: argparse.ArgumentParser) -> None:
         type=output_path,
         metavar="DIR",
         help="where it is written; ./NAME when not given; must be new or empty",
+    )
+
+
+def add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="SOURCE",
+        help="a package of the index as NAME or NAME==VERSION, or an archive or folder of one",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where tasks are written")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="features of a package that are tried at most"
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="boxes at once; as many as there are cores by default"
+    )
+    parser.add_argument(
+        "--heldout",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a package whose tasks are held out; may be repeated; each fifth when not given",
+    )
+    parser.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        dest="packages",
+        metavar="NAME",
+        help="an installed package that boxes have, because tests need it; may be repeated",
+    )
+    parser.add_argument(
+        "--folder",
+        action="append",
+        default=[],
+        dest="folders",
+        metavar="DIR",
+        help="a folder whose modules boxes have; may be repeated",
+    )
+    parser.add_argument(
+        "--index-url", action="append", default=[], metavar="URL", help="PyPI by default"
+    )
+    parser.add_argument(
+        "--suite-s", type=seconds, default=240.0, metavar="S", help="for a whole suite; 240"
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="make nothing: let the judge grade the original and the empty tree of each task",
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="tasks that --check grades; all by default"
+    )
+    parser.add_argument(
+        "--gradings", type=int, default=1, metavar="N", help="times --check grades each; 1"
     )
 
 

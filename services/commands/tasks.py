@@ -22,6 +22,30 @@ def new_task(arguments: argparse.Namespace) -> int:
         raise UsageError(str(refused)) from refused
 
 
+def make_code_tasks(arguments: argparse.Namespace) -> int:
+    """Make coding tasks of source distributions, or check those of a file."""
+    from composer_mesh.services.make_code_tasks import command
+
+    options = command.MakeOptions(
+        sources=tuple(arguments.sources),
+        output=arguments.output,
+        limit=arguments.limit,
+        jobs=arguments.jobs,
+        heldout=tuple(arguments.heldout),
+        packages=tuple(arguments.packages),
+        folders=tuple(arguments.folders),
+        indexes=tuple(arguments.index_url),
+        suite_s=arguments.suite_s,
+        check=arguments.check,
+        sample=arguments.sample,
+        gradings=arguments.gradings,
+    )
+    try:
+        return command.make_code_tasks_command(options, functools.partial(print, flush=True))
+    except command.MakeRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
 def play(arguments: argparse.Namespace) -> int:
     """Play an episode of a task in the terminal."""
     from composer_mesh.services.play.command import PlayOptions, play_command

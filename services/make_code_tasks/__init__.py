@@ -1,0 +1,1 @@
+"""The command that makes coding tasks of source distributions."""

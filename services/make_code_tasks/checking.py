@@ -1,0 +1,82 @@
+"""Grades made tasks by the real tools and judge: original work is worth 1, empty work 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from composer_mesh.rollouts.tasks import Episode, Outcome
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import Split
+from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.code.making.features import spread
+from composer_mesh.tasks.code.task import CodeTask
+from composer_mesh.tasks.rows import Row
+from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.sandbox import Sandbox
+from composer_mesh.tasks.task import TaskSettings
+
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+EMPTY = (call_text("submit", {}),)
+
+
+async def check_tasks(
+    sandbox: Sandbox,
+    path: Path,
+    sample: int | None,
+    gradings: int,
+    at_once: int,
+    say: Callable[[str], None],
+) -> int:
+    """Grade tasks of a file; return 0 where each is graded rightly each time, else 1.
+
+    Waits for boxes; raises SandboxError where one fails.
+    """
+    started = time.monotonic()
+    task = CodeTask.create(TaskSettings(path=path, heldout_every=2, max_turns=100))
+    task.sandbox = sandbox
+    rows = {task.identity(row): (split, row) for split in SPLITS for row in task.rows(split) or ()}
+    names = list(rows) if sample is None else spread(list(rows), sample)
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(name: str) -> list[str]:
+        async with slots:
+            return await faults_of(task, *rows[name], gradings)
+
+    wrong = 0
+    for graded in asyncio.as_completed([one(name) for name in names]):
+        for fault in await graded:
+            wrong += 1
+            say(fault)
+    say(
+        f"{len(names)} tasks graded {gradings} times: {wrong} gradings are wrong "
+        f"({time.monotonic() - started:.0f} s)"
+    )
+    return 1 if wrong else 0
+
+
+async def faults_of(task: CodeTask, split: Split, row: Row, gradings: int) -> list[str]:
+    """Return what is wrong with the rewards of gold and of empty work on a task."""
+    faults = []
+    for _ in range(gradings):
+        gold = await played(task, split, row, task.gold(row))
+        if gold.reward != 1.0 or not gold.success:
+            faults.append(f"{task.identity(row)}: original work is worth {gold.reward:g}")
+        empty = await played(task, split, row, EMPTY)
+        if empty.reward != 0.0 or empty.success:
+            faults.append(f"{task.identity(row)}: empty work is worth {empty.reward:g}")
+    return faults
+
+
+async def played(task: CodeTask, split: Split, row: Row, actions: Sequence[str]) -> Outcome:
+    """Play an episode with stated actions; return how it is scored."""
+    episode = RunningEpisode(task, Episode(task.name, split, 0, row), Calls())
+    try:
+        await episode.begin()
+        for action in actions:
+            await episode.step(action)
+        return await episode.outcome()
+    finally:
+        await episode.close()

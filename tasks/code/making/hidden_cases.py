@@ -1,0 +1,121 @@
+"""Hidden cases: recorded inputs, and what the original functions do with them in fresh boxes.
+
+Inputs are called twice, in opposite orders, by the program that the judge uses. A function is left
+out if its answers to any input do not agree by the judge's own comparison: it draws numbers, or
+depends on what was called before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_mesh.tasks.code.judge.edits import without_tests
+from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
+from composer_mesh.tasks.code.judge.tests_box import run_program
+from composer_mesh.tasks.code.judge.values_box import agrees
+from composer_mesh.tasks.code.making.functions import Function
+from composer_mesh.tasks.code.making.package import Package
+from composer_mesh.tasks.code.making.survey import MakingLimits
+from composer_mesh.tasks.sandbox import FileTree, Sandbox
+
+MOST_LOST = 12
+"""Calls that may end or hang their box before the rest of a package's inputs is given up."""
+
+CALLS_S = 30.0
+MOST_OF_TARGET = 8
+NOTHING = {"returned": None}
+Call = dict[str, Any]
+Answers = dict[int, Mapping[str, Any]]
+
+
+def calls_of(functions: Mapping[int, Function], inputs: Mapping[int, Sequence[Any]]) -> list[Call]:
+    """Return the recorded calls, in order of the functions."""
+    return [
+        {"target": functions[number].target, "arguments": arguments, "keywords": keywords}
+        for number in sorted(inputs)
+        if number in functions
+        for arguments, keywords in inputs[number]
+    ]
+
+
+async def cases_of(
+    sandbox: Sandbox, package: Package, calls: Sequence[Call], limits: MakingLimits
+) -> dict[str, list[HiddenCase]]:
+    """Return the cases of each target whose outcomes agree. Waits for boxes, one at a time."""
+    places = list(range(len(calls)))
+    first = await _answers(sandbox, package, calls, places, limits)
+    second = await _answers(sandbox, package, calls, sorted(first, reverse=True), limits)
+    found = steady_cases(calls, first, second)
+    return {target: cases[:MOST_OF_TARGET] for target, cases in found.items() if _tell(cases)}
+
+
+def steady_cases(
+    calls: Sequence[Call], first: Answers, second: Answers
+) -> dict[str, list[HiddenCase]]:
+    """Return the cases by target; a function that differs on any input has none at all."""
+    found: dict[str, list[HiddenCase]] = {}
+    unsteady: set[str] = set()
+    for place in sorted(first.keys() & second.keys()):
+        case = case_of(calls[place], first[place])
+        if case is None:
+            continue
+        found.setdefault(case.target, []).append(case)
+        if not agrees(case, second[place]):
+            unsteady.add(case.target)
+    return {target: cases for target, cases in found.items() if target not in unsteady}
+
+
+def case_of(call: Call, answer: Mapping[str, Any]) -> HiddenCase | None:
+    """Return the case of a call and its answer; None where JSON cannot carry the outcome."""
+    expected = {kind: answer[kind] for kind in ("returned", "raised") if kind in answer}
+    if not expected or expected == {"raised": "builtins.NotImplementedError"}:
+        return None
+    after = answer.get("arguments")
+    return HiddenCase(
+        call["target"],
+        tuple(call["arguments"]),
+        call["keywords"],
+        expected,
+        None if after is None else tuple(after),
+    )
+
+
+def _tell(cases: Sequence[HiddenCase]) -> bool:
+    """Whether a function that does nothing would fail any of the cases."""
+    return any(
+        one.expected != NOTHING
+        or (one.arguments_after is not None and one.arguments_after != one.arguments)
+        for one in cases
+    )
+
+
+async def _answers(
+    sandbox: Sandbox,
+    package: Package,
+    calls: Sequence[Call],
+    places: Sequence[int],
+    limits: MakingLimits,
+) -> Answers:
+    """Return the outcomes of calls by place; one that ends or hangs its box has none."""
+    found: Answers = {}
+    waiting = list(places)
+    for _ in range(MOST_LOST):
+        if not waiting:
+            break
+        spec: dict[str, Any] = {"imports": list(package.imports), "changed": []}
+        spec["calls"] = [calls[place] for place in waiting]
+        box = await run_program(
+            sandbox, _tree(package), "call_functions", spec, limits.box(CALLS_S)
+        )
+        told = box.report.of("value")
+        found |= {waiting[line["place"]]: line for line in told}
+        waiting = waiting[len(told) + 1 :]
+    return found
+
+
+def _tree(package: Package) -> FileTree:
+    """Return the tree that the judge's box of values has."""
+    tests = tuple(package.test_files)
+    task = JudgedTask(package.name, package.files, package.sources, tests, ())
+    return FileTree(without_tests(task))

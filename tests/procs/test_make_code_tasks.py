@@ -1,0 +1,73 @@
+"""Coding tasks of a small package are made, proved and graded in real boxes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_boxes import why_no_boxes
+from small_packages import FILES
+
+from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.services.make_code_tasks.checking import check_tasks
+from composer_mesh.services.make_code_tasks.making import Results
+from composer_mesh.tasks.code.making.make import made_of
+from composer_mesh.tasks.code.making.package import PackageRefused, package_of
+from composer_mesh.tasks.code.making.survey import MakingLimits
+
+LIMITS = MakingLimits(suite_s=60)
+
+
+@pytest.fixture(scope="module")
+def boxes() -> Iterator[Bubblewrap]:
+    import asyncio
+
+    if (missing := why_no_boxes()) is not None:
+        pytest.skip(missing)
+    sandbox = Bubblewrap(boxes=2, bytecode=True)
+    yield sandbox
+    asyncio.run(sandbox.close())
+
+
+async def test_tasks_of_a_package_are_proved_and_graded_rightly(
+    boxes: Bubblewrap, tmp_path: Path
+) -> None:
+    made = await made_of(boxes, package_of("small", "1.2", "", FILES), LIMITS)
+    tasks = {row["name"].partition("/")[2]: row for row in made.tasks}
+    assert set(tasks) == {
+        *("small.sums:total", "small.sums:upwards", "small.sums:Counter.after"),
+        *("small.sums:Counter.reset", "small.sums:Counter", "small.texts:shout"),
+    } | {one for one in tasks if one.startswith("tests/")}
+    assert (made.tests, made.stable) == (8, 7)
+    total = tasks["small.sums:total"]
+    assert not any("test_wrong_by_itself" in one for one in total["fail_to_pass"])
+    assert {"returned": 5} in [one["expected"] for one in total["cases"]]
+    (upwards,) = tasks["small.sums:upwards"]["cases"]
+    assert upwards["expected"] == {"returned": {"iterator": [0, 1, 2]}}
+    (after, _) = tasks["small.sums:Counter.after"]["cases"]
+    assert after["arguments"] == [{"object": ["small.sums:Counter", [3], {}]}, 2]
+    assert after["expected"] == {"returned": 6}
+    results, file = Results(["small"], {"small": made}), tmp_path / "tasks.jsonl"
+    assert results.write(file, []) == len(tasks)
+    assert json.loads(file.read_text().split("\n")[0])["tree"] == "small-1.2"
+    told: list[str] = []
+    assert await check_tasks(boxes, file, 2, 1, 2, told.append) == 0, told
+    assert told[-1].startswith("2 tasks graded 1 times: 0 gradings are wrong")
+
+
+async def test_a_package_whose_tests_do_not_pass_is_refused(boxes: Bubblewrap) -> None:
+    broken = {**FILES, "tests/test_small.py": b"import nothing_like_this\n"}
+    with pytest.raises(PackageRefused, match=r"none of its tests passes unmodified: .*nothing"):
+        await made_of(boxes, package_of("small", "1.2", "", broken), LIMITS)
+
+
+async def test_a_package_that_every_box_has_already_is_refused(boxes: Bubblewrap) -> None:
+    moved = {
+        path.replace("small/", "pluggy/"): content.replace(b"small.", b"pluggy.")
+        for path, content in FILES.items()
+        if "egg-info" not in path
+    }
+    with pytest.raises(PackageRefused, match=r"not imported from|none of its tests passes"):
+        await made_of(boxes, package_of("other", "1.2", "", moved), LIMITS)
