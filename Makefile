@@ -41,7 +41,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: test-security test-mcp fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
 	@sed -n '1,6p;8,15p' Makefile
@@ -85,6 +85,10 @@ test-openenv: $(STAMPS)/dev $(OPENENV)/.installed
 test-security: $(STAMPS)/dev
 	PATH="$$PATH:/usr/sbin:/sbin" COMPOSER_MESH_TEST_SECURITY=1 $(BIN)/python -m pytest tests/security -rs $(PYTEST_ARGS)
 
+# A policy that tries the attacks on the judge and on boxes at random, for 2,000 episodes.
+test-attacks: $(STAMPS)/dev
+	COMPOSER_MESH_ATTACK_EPISODES=2000 $(BIN)/python -m pytest tests/procs/test_random_attacks.py -rs --timeout=14400 $(PYTEST_ARGS)
+
 # Tools of real MCP servers from npm and PyPI, each in a folder of its own. Needs Node.js with npm.
 test-mcp: $(STAMPS)/mcp-servers/installed $(STAMPS)/dev
 	COMPOSER_MESH_TEST_MCP=$(STAMPS)/mcp-servers $(BIN)/python -m pytest tests/mcp -rs $(PYTEST_ARGS)
@@ -101,6 +105,12 @@ $(STAMPS)/mcp-servers/installed:
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
+
+# Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
+# writes it anew. Takes a few minutes.
+families: $(STAMPS)/dev
+	COMPOSER_MESH_TEST_FAMILIES=$(or $(FAMILIES),all) \
+		$(BIN)/python -m pytest tests/unit/docs/test_docs_models.py --timeout 0 $(PYTEST_ARGS)
 
 # The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
 fuzz: $(STAMPS)/dev

@@ -27,6 +27,7 @@ BUILT_IN = {
     "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
     "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
     "code": "composer_mesh.tasks.code.task:CodeTask",
+    "one_liners": "composer_mesh.tasks.code.one_liners:OneLiners",
     "bfcl": "composer_mesh.tasks.packages.bfcl.task:BfclMultiTurn",
     "reasoning_gym": "composer_mesh.tasks.packages.reasoning_gym:ReasoningGym",
     "tau2_telecom": "composer_mesh.tasks.packages.tau2_telecom:Tau2Telecom",

@@ -1,75 +1,30 @@
-"""A session on a coding task: a tree that the agent's tools read, change and run.
-
-The tree is data. A box exists only while a command runs in it.
-"""
+"""The tools for a repository: list, read, search, edit, patch, and run a program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from composer_mesh.tasks.calls import waiting_for_others
-from composer_mesh.tasks.code.judge.judged_task import JudgedTask, file_of
-from composer_mesh.tasks.code.judge.tests_box import TestResults, run_tests
-from composer_mesh.tasks.code.judge.verdict import Verdict
 from composer_mesh.tasks.code.patches import PatchFailed, apply_hunks, read_patch
-from composer_mesh.tasks.code.texts import cut, decoded, numbered, syntax_error
-from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxSession
-from composer_mesh.tasks.session import Session
+from composer_mesh.tasks.code.texts import decoded, numbered
+from composer_mesh.tasks.code.work import LONGEST_SHOWN, CodeWork, Path, Text
+from composer_mesh.tasks.errors import ToolError
+from composer_mesh.tasks.sandbox import CommandResult
 from composer_mesh.tasks.tool import tool
 
-if TYPE_CHECKING:
-    from composer_mesh.tasks.code.task import CodeTask
-
-Path = Annotated[str, Field(min_length=1, max_length=300)]
-Text = Annotated[str, Field(max_length=400_000)]
 Line = Annotated[int, Field(ge=1, le=1_000_000)]
 Count = Annotated[int, Field(ge=1, le=1000)]
 Word = Annotated[str, Field(max_length=20_000)]
 Words = Annotated[list[Word], Field(min_length=1, max_length=100)]
-Files = Annotated[list[Path], Field(max_length=50)]
 MOST_FOUND = 100
 MOST_LISTED = 500
-LONGEST_SHOWN = 200
 
 
-class CodeSession(Session):
-    """One attempt at a coding task."""
-
-    task: CodeTask
-    judged: JudgedTask
-    work: SandboxSession
-    test_runs = 0
-    _verdict: Verdict | None = None
-
-    def start(self) -> None:
-        self.judged = self.task.judged(self.row)
-        self.work = SandboxSession(self.task.boxes, FileTree(self.judged.files))
-
-    async def close(self) -> None:
-        await self.work.close()
-
-    @property
-    def edits(self) -> dict[str, bytes | None]:
-        """What the agent has changed so far; None stands for a removed file."""
-        return dict(self.work.tree.edits)
-
-    @property
-    def judgement(self) -> Verdict:
-        """The verdict, once rewards have asked for it."""
-        if self._verdict is None:
-            raise UnusableTask("the session is not judged yet: its rewards are computed first")
-        return self._verdict
-
-    async def verdict(self) -> Verdict:
-        """Judge the session's edits, once. Waits for two boxes; raises SandboxError."""
-        if self._verdict is None:
-            with waiting_for_others():
-                self._verdict = await self.task.judge_of_code.judge(self.judged, self.edits)
-        return self._verdict
+class CodeSession(CodeWork):
+    """One attempt at a coding task of a repository."""
 
     @tool
     def list_files(self, folder: Annotated[str, Field(max_length=300)] = "") -> str:
@@ -135,16 +90,6 @@ class CodeSession(Session):
         return self._write(path, text.replace(old, new, 1))
 
     @tool
-    def write_file(self, path: Path, content: Text) -> str:
-        """Writes a whole file; one that exists is replaced.
-
-        Args:
-            path: Path of the file from the root of the repository.
-            content: All that the file contains afterwards.
-        """
-        return self._write(path, content)
-
-    @tool
     def apply_patch(self, diff: Text) -> str:
         """Applies a unified diff, to all of its files or to none.
 
@@ -168,32 +113,6 @@ class CodeSession(Session):
         )
 
     @tool
-    async def run_tests(self, files: Files = []) -> str:  # noqa: B006  a default of a schema
-        """Runs tests with pytest and says which failed and why.
-
-        Args:
-            files: Paths of test files; by default those that the task names.
-        """
-        wanted = files or self._known_tests()
-        if not wanted:
-            raise ToolError("no_tests", "no tests of the task are shown: write some, and name them")
-        for path in wanted:
-            if path not in self.work.list():
-                raise self._no_file(path, "file")
-        self.test_runs += 1
-        with waiting_for_others():
-            results = await run_tests(
-                self.task.boxes,
-                self.work.tree,
-                wanted,
-                None,
-                self.judged.imports,
-                [],
-                self.task.limits.tests,
-            )
-        return self._told(results)
-
-    @tool
     async def run_command(self, command: Words) -> str:
         """Runs a program in the repository, without a network; Python is python3.
 
@@ -211,61 +130,10 @@ class CodeSession(Session):
         code = "ended by a signal" if result.exit_code is None else f"exit code {result.exit_code}"
         return f"{code}\n{text}"
 
-    @tool
-    def submit(self) -> str:
-        """Ends the work; what the repository is now is judged."""
-        self.end()
-        return "submitted"
-
-    def _known_tests(self) -> list[str]:
-        """Return the test files of the feature that are shown, or those of everything else."""
-        shown = set(self.work.list())
-        feature = {file_of(one) for one in self.judged.visible_tests} & shown
-        return sorted(feature or set(self.judged.test_files) & shown)
-
-    def _told(self, results: TestResults) -> str:
-        """Return what a run of tests says; raise ToolError where one failed."""
-        outcomes = results.outcomes
-        bad = [one for one, how in outcomes.items() if how not in {"passed", "skipped", "xfail"}]
-        counts = f"{len(outcomes) - len(bad)} passed or skipped, {len(bad)} failed"
-        if not bad and outcomes and not results.collection and results.box.report.end is not None:
-            return counts
-        if results.box.result.ended in {"wall_time", "cpu_time"}:
-            limit = f"{results.box.result.seconds:.0f}"
-            raise ToolError("tests_timeout", f"{counts}; then they took too long", {"limit": limit})
-        texts = [results.failures.get(one, "") for one in bad] + list(results.collection)
-        facts = {"test": bad[0] if bad else "none", "assertion": _assertion(texts)}
-        body = "\n\n".join([*bad[:20], *texts[:5]])
-        if not bad and not texts:
-            body = "pytest ended early\n" + decoded(results.box.result.stderr)
-        kind = "test_failed" if bad else "tests_not_run"
-        raise ToolError(kind, self._cut(f"{counts}\n{body}"), facts)
-
     def _text(self, path: str) -> str:
         if path not in self.work.list():
             raise self._no_file(path, "file")
         return decoded(self.work.read(path))
-
-    def _write(self, path: str, content: str) -> str:
-        try:
-            self.work.write(path, content.encode("utf-8", errors="replace"))
-        except ValueError as error:
-            raise ToolError("bad_path", str(error), {"path": path[:LONGEST_SHOWN]}) from None
-        broken = syntax_error(path, content)
-        if broken is not None:
-            line, message = broken
-            facts = {"path": path, "line": str(line), "message": message}
-            raise ToolError(
-                "syntax_error", f"{path} was written, but line {line} is wrong: {message}", facts
-            )
-        return f"{path} was written"
-
-    def _no_file(self, path: str, what: str) -> ToolError:
-        shown = path[:LONGEST_SHOWN]
-        return ToolError("no_such_file", f"there is no {what} {shown}", {"path": shown})
-
-    def _cut(self, text: str) -> str:
-        return cut(text, self.task.output_characters)
 
 
 def _matches(path: str, content: str, text: str) -> Sequence[str]:
@@ -280,12 +148,3 @@ def _output(result: CommandResult) -> str:
     parts = [decoded(result.stdout), decoded(result.stderr)]
     cut_off = "\n[the output was too long and is cut]" if result.output_cut else ""
     return "\n".join(part for part in parts if part.strip()) + cut_off
-
-
-def _assertion(texts: Sequence[str]) -> str:
-    """Return the lines of the first failure that pytest marks as the error."""
-    for text in texts:
-        marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
-        if marked:
-            return " ".join(marked[:3])[:400]
-    return "nothing was asserted"

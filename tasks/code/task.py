@@ -6,12 +6,13 @@ in fresh ones. Work that the monitor flags is reported, penalized or kept from t
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
-from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.rollouts.traces import Split
+from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
+from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.code.hints import HINTS
 from composer_mesh.tasks.code.judge.judge import CodeJudge
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask, with_hidden_tests
@@ -19,7 +20,9 @@ from composer_mesh.tasks.code.judge.verdict import Verdict
 from composer_mesh.tasks.code.kinds import KINDS, flagged_by
 from composer_mesh.tasks.code.options import CodeLimits, CodeOptions
 from composer_mesh.tasks.code.session import CodeSession
-from composer_mesh.tasks.code.task_file import TaskFile
+from composer_mesh.tasks.code.shared_trees import restoring_patch
+from composer_mesh.tasks.code.task_file import TaskFile, is_tree
+from composer_mesh.tasks.code.work import CodeWork
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.reward import RewardFunction, Transcript
 from composer_mesh.tasks.rows import Row, held_out, read_rows
@@ -31,7 +34,7 @@ class CodeTask(Task):
     """Coding tasks of one file; options are those of CodeOptions."""
 
     name = "code"
-    session_class = CodeSession
+    session_class: ClassVar[type[CodeWork]] = CodeSession
     hint_templates: ClassVar[Mapping[str, str]] = HINTS
     needs_sandbox: ClassVar[bool] = True
 
@@ -56,9 +59,9 @@ class CodeTask(Task):
         self._split = held_out(self._file.rows, every, self.identity, path)
 
     def _is_played(self, row: Row) -> bool:
-        return bool(row.get("cases")) or self.options.without_values == "tests"
+        return is_tree(row) or bool(row.get("cases")) or self.options.without_values == "tests"
 
-    def rows(self, split: Split) -> Sequence[Row]:
+    def rows(self, split: Split) -> Sequence[Row] | None:
         return self._split[split]
 
     def identity(self, row: Row) -> str:
@@ -69,18 +72,49 @@ class CodeTask(Task):
 
     def judged(self, row: Row) -> JudgedTask:
         """Return what the judge knows of a row."""
-        task = self._file.tasks[str(row["name"])]
+        return self.shown(self._file.tasks[str(row["name"])])
+
+    def shown(self, task: JudgedTask) -> JudgedTask:
+        """Return a task with its tests shown to the agent or hidden, as the options say."""
         return task if self.options.tests == "task" else with_hidden_tests(task)
 
     def gold(self, row: Row) -> Sequence[str]:
-        """Return the calls that write the original files, then submit."""
-        files = self._file.solutions[str(row["name"])]
+        """Return the calls that restore the original files, then submit."""
+        name = str(row["name"])
+        judged, files = self._file.tasks[name], self._file.solution(name)
         if not files:
-            raise UnusableTask(f"coding task {row['name']!r} has no solution in its file")
+            raise UnusableTask(f"coding task {name!r} has no solution in its file")
+        patch = restoring_patch(judged.files, files)
+        if patch is not None:
+            return [call_text("apply_patch", {"diff": patch}), call_text("submit", {})]
         written = [
             call_text("write_file", {"path": path, "content": text}) for path, text in files.items()
         ]
         return [*written, call_text("submit", {})]
+
+    def expert(self, messages: list[Message]) -> str:
+        """Return the next gold action of the task whose prompt the conversation begins with."""
+        said = next((one["content"] for one in messages if one["role"] == "user"), None)
+        row = self._by_prompt.get(str(said))
+        if row is None:
+            raise UnusableTask("the conversation begins with the prompt of no coding task here")
+        actions = self.gold(row)
+        turn = sum(one["role"] == "assistant" for one in messages)
+        return actions[min(turn, len(actions) - 1)]
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        """Return a patch without one of its lines, or an end before the work is done."""
+        call = parse_action(self.expert(messages))
+        if not isinstance(call, ToolCall) or call.name != "apply_patch":
+            return call_text("submit", {})
+        lines = str(call.arguments["diff"]).split("\n")
+        added = [n for n, one in enumerate(lines) if one[:1] == "+" and one[:4] != "+++ "]
+        lines[rng.choice(added)] = "+"
+        return call_text("apply_patch", {"diff": "\n".join(lines)})
+
+    @cached_property
+    def _by_prompt(self) -> dict[str, Row]:
+        return {self.prompt(row): row for row in self._file.rows}
 
     def remarks(self) -> Sequence[str]:
         tasks = list(self._file.tasks.values())
@@ -150,11 +184,11 @@ class CodeTask(Task):
         return bool(flagged_by(verdict.flags, self.options.flag))
 
 
-def _session(transcript: Transcript) -> CodeSession:
+def _session(transcript: Transcript) -> CodeWork:
     session = transcript.session
     if session is None:
         raise UnusableTask(
             "coding tasks are judged by what their session changed, and a workflow scored messages "
             "alone: let the workflow finish a session"
         )
-    return cast(CodeSession, session)
+    return cast(CodeWork, session)

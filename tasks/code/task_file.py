@@ -1,7 +1,8 @@
 """Coding tasks as rows of a file, checked before any of them is played.
 
 A row has the fields of `TaskRow`. Files are texts, or {"base64": …} for other bytes; equal files of
-many rows are kept once.
+many rows are kept once. A row with the fields of `TreeRow` is no task but the original files of a
+package, which rows after it name and delete lines of.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from composer_mesh.tasks.code.deletions import Deletion
 from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask, file_of
+from composer_mesh.tasks.code.shared_trees import DeletedFiles
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.rows import Row
 
@@ -27,6 +30,7 @@ LEAKS = re.compile(
 PATH = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
 Path = Annotated[str, Field(min_length=1, max_length=300)]
 Content = str | dict[Literal["base64"], str]
+T = TypeVar("T", bound=BaseModel)
 Name = Annotated[str, Field(min_length=1, max_length=300)]
 
 
@@ -42,6 +46,26 @@ class CaseRow(BaseModel):
     arguments_after: list[Any] | None = None
 
 
+class TreeRow(BaseModel):
+    """The original files of a package, for tasks of later rows."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    tree: Name
+    files: dict[Path, Content]
+
+
+class DeletionRow(BaseModel):
+    """Lines of an original file that a task deletes; see `Deletion`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path
+    first: Annotated[int, Field(ge=1)]
+    last: Annotated[int, Field(ge=1)]
+    text: str
+
+
 class TaskRow(BaseModel):
     """One coding task; see `JudgedTask` for what the judge reads."""
 
@@ -51,7 +75,11 @@ class TaskRow(BaseModel):
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)]
     package: str = ""
     split: Literal["train", "heldout"] | None = None
-    files: dict[Path, Content]
+    tree: Name | None = None
+    """An earlier row's tree, whose files the task has besides its own."""
+    deletions: list[DeletionRow] = Field(default_factory=list)
+    """Lines that the task deletes of the tree's files; the original files are its solution."""
+    files: dict[Path, Content] = Field(default_factory=dict)
     hidden_files: dict[Path, Content] = Field(default_factory=dict)
     sources: Annotated[list[Path], Field(min_length=1)]
     imports: list[str] = Field(default_factory=lambda: ["."])
@@ -70,18 +98,30 @@ class TaskFile:
     def __init__(self, rows: Sequence[Row]) -> None:
         """Raises UnusableTask where a row is no task that can be judged."""
         self._known: dict[bytes, bytes] = {}
+        self._trees: dict[str, dict[str, bytes]] = {}
+        self._solutions: dict[str, Mapping[str, str]] = {}
         self.tasks: dict[str, JudgedTask] = {}
-        self.solutions: dict[str, Mapping[str, str]] = {}
         self.rows: list[Row] = []
         for number, row in enumerate(rows, 1):
-            self._add(number, _checked(number, row))
+            if is_tree(row):
+                tree = _checked(number, row, TreeRow)
+                self._trees[tree.tree] = self._files(number, tree.files)
+            else:
+                self._add(number, _checked(number, row, TaskRow))
+
+    def solution(self, name: str) -> Mapping[str, str]:
+        """Return the files of a task with what was deleted; none if its row has no solution."""
+        files = self.tasks[name].files
+        if isinstance(files, DeletedFiles):
+            return files.solution
+        return self._solutions[name]
 
     def _add(self, number: int, row: TaskRow) -> None:
         if row.name in self.tasks:
             raise UnusableTask(f"row {number}: two tasks are called {row.name!r}: rename one")
         task = JudgedTask(
             name=row.name,
-            files=self._files(number, row.files),
+            files=self._tree(number, row),
             hidden_files=self._files(number, row.hidden_files),
             sources=tuple(row.sources),
             imports=tuple(row.imports),
@@ -93,12 +133,33 @@ class TaskFile:
         )
         refuse_unjudgeable(number, task)
         self.tasks[row.name] = task
-        self.solutions[row.name] = {
+        self._solutions[row.name] = {
             path: content.decode("utf-8")
             for path, content in self._files(number, row.solution).items()
         }
         about = {"name": row.name, "package": row.package, "prompt": row.prompt}
         self.rows.append({**about, **({} if row.split is None else {"split": row.split})})
+
+    def _tree(self, number: int, row: TaskRow) -> Mapping[str, bytes]:
+        """Return the files of a task: its own, or a shared tree with its deletions."""
+        own = self._files(number, row.files)
+        if row.tree is None:
+            return own
+        if row.tree not in self._trees:
+            raise UnusableTask(
+                f"row {number}: no earlier row is the tree {row.tree!r}: put that row first"
+            )
+        if own or row.solution:
+            raise UnusableTask(
+                f"row {number} has a tree and also files or a solution: state deletions alone"
+            )
+        deletions = [Deletion(one.path, one.first, one.last, one.text) for one in row.deletions]
+        try:
+            return DeletedFiles(self._trees[row.tree], deletions)
+        except KeyError as error:
+            raise UnusableTask(f"row {number}: tree {row.tree!r} has no file {error}") from None
+        except ValueError as error:
+            raise UnusableTask(f"row {number}: {error}") from None
 
     def _files(self, number: int, files: Mapping[str, Content]) -> dict[str, bytes]:
         return {path: self._content(number, path, one) for path, one in files.items()}
@@ -144,9 +205,14 @@ def _case(row: CaseRow) -> HiddenCase:
     return HiddenCase(row.target, tuple(row.arguments), row.keywords, expected, after)
 
 
-def _checked(number: int, row: Row) -> TaskRow:
+def is_tree(row: Row) -> bool:
+    """Whether a row is a tree and no task."""
+    return "tree" in row and "name" not in row
+
+
+def _checked(number: int, row: Row, kind: type[T]) -> T:
     try:
-        return TaskRow.model_validate(row)
+        return kind.model_validate(row)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -20,6 +20,7 @@ os.environ[REPORTS] = LOOP_REPORTS.name  # before the first run of a fixture, wh
 STATE_HOME = tempfile.TemporaryDirectory(prefix="state-")
 os.environ["XDG_STATE_HOME"] = STATE_HOME.name  # where an account keeps its signing key
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.
 # Workers take it from their parent: what is forked has to have the one of its server.

@@ -75,6 +75,8 @@ def canaries_for(task: JudgedTask) -> Canaries:
 def _calling(task: JudgedTask) -> list[str]:
     """Return a canary that calls a deleted function on inputs that can be written as literals."""
     for case in task.cases:
+        if case.has_objects:
+            continue
         written = repr(tuple(decode(one) for one in case.arguments))
         if case.keywords or not _is_literal(written):
             continue

@@ -13,7 +13,8 @@ class HiddenCase:
 
     `target` is "module:name". `expected` has one key: `returned`, or `raised` with the full name of
     the exception's class. `arguments_after` are the positional arguments after the call; None
-    where they are not compared.
+    where they are not compared. An argument may be
+    {"object": ["module:Class", arguments, keywords]}: the class makes it in the box.
     """
 
     target: str
@@ -21,6 +22,11 @@ class HiddenCase:
     keywords: Mapping[str, Any]
     expected: Mapping[str, Any]
     arguments_after: tuple[Any, ...] | None = None
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether an argument is made by a class of the tree."""
+        return any(isinstance(one, dict) and set(one) == {"object"} for one in self.arguments)
 
 
 @dataclass(frozen=True)

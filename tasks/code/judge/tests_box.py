@@ -16,6 +16,18 @@ LIMIT_FLAGS = {"wall_time": "timeout", "cpu_time": "timeout", "memory": "memory"
 
 
 @dataclass(frozen=True)
+class Start:
+    """How the interpreter of a program is started."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+UNSEEDED = Start(ARGV)
+"""The usual way: nothing of the environment but PYTHONPATH is read."""
+
+
+@dataclass(frozen=True)
 class BoxReport:
     """What a program reported from a box, and how the box ended."""
 
@@ -48,12 +60,19 @@ class TestResults:
 
 
 async def run_program(
-    sandbox: Sandbox, tree: FileTree, program: Program, spec: dict[str, Any], limits: SandboxLimits
+    sandbox: Sandbox,
+    tree: FileTree,
+    program: Program,
+    spec: dict[str, Any],
+    limits: SandboxLimits,
+    start: Start = UNSEEDED,
 ) -> BoxReport:
     """Run a program of ours on a tree. Waits for a box; raises SandboxError where that fails."""
     mark = secrets.token_hex(16)
     stdin = stdin_of(program, {**spec, "mark": mark})
-    result = await sandbox.run(tree, ARGV, stdin=stdin, limits=limits)
+    result = await sandbox.run(
+        tree, start.argv, stdin=stdin, limits=limits, environment=start.environment
+    )
     report = read_report(result.stdout, mark, result.output_cut)
     return BoxReport(report, result, _flags(report, result))
 

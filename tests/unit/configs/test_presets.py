@@ -1,9 +1,11 @@
 """`check` accepts each shipped preset on any machine, says what it could not check, and refuses
 the same run on hosts that are too small, with the sum."""
 
+import json
 from pathlib import Path
 
 import pytest
+from code_tasks import ROW
 from repository import ROOT
 
 from composer_mesh.configs.load import load_config
@@ -15,22 +17,36 @@ REAL = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-coder": 30_532_122_624,
 }
 
 
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
-    """A GSM8K-format file of more rows than are held out."""
+    """A file of GSM8K's form with more rows than are held out, and one of coding tasks beside."""
     path = tmp_path / "problems.jsonl"
     rows = [f'{{"question": "{n}+1?", "answer": "#### {n + 1}"}}\n' for n in range(20)]
     path.write_text("".join(rows))
+    splits = {"double": "train", "again": "heldout"}
+    tasks = [{**ROW, "name": name, "split": split} for name, split in splits.items()]
+    path.with_name("tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
     return path
 
 
 def checked(name: str, problems: Path, *overrides: str) -> int:
-    data = [f"data.path={problems}"] if 'task = "gsm8k"' in preset(name).read_text() else []
-    given = [part for one in [*data, *overrides] for part in ("--set", one)]
+    given = [part for one in [*own(name, problems), *overrides] for part in ("--set", one)]
     return main(["check", str(preset(name)), *given])
+
+
+def own(name: str, problems: Path) -> list[str]:
+    """What a preset is given: data of its task, and boxes that run nothing."""
+    text = preset(name).read_text()
+    boxes = "environment.sandbox.kind=code_tasks:open_scripted"
+    if 'task = "gsm8k"' in text:
+        return [f"data.path={problems}"]
+    if 'task = "code"' in text:
+        return [f"data.path={problems.with_name('tasks.jsonl')}", boxes]
+    return [boxes] if 'task = "one_liners"' in text else []
 
 
 def preset(name: str) -> Path:
@@ -51,7 +67,7 @@ def test_check_accepts_every_preset(
 def test_a_preset_declares_the_sizes_of_the_model_that_it_names(
     name: str, parameters: int, problems: Path
 ) -> None:
-    config = load_config(preset(name), [f"data.path={problems}"], model_later=True)
+    config = load_config(preset(name), own(name, problems), model_later=True)
     assert parameter_count(sizes_of(config.policy)) == parameters
 
 
@@ -59,7 +75,7 @@ def test_a_preset_declares_the_sizes_of_the_model_that_it_names(
 def test_a_preset_is_not_trained_without_its_model(
     name: str, problems: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--set", f"data.path={problems}"]
+    given = [part for one in own(name, problems) for part in ("--set", one)]
     assert main(["train", str(preset(name)), *given]) == 2
     assert "must be a model folder that holds config.json" in capsys.readouterr().err
 
@@ -71,6 +87,7 @@ SMALLER = {
     ),
     "qwen3-8b": ("gpu_memory_gb=40", "master weights 7.63 + gradients 7.63 + Adam's moments 15.3"),
     "qwen3-32b": ("gpus=6", "all GPUs: trainer 16 x 1 + generator 3 x 4 = 28, of 24"),
+    "qwen3-coder": ("memory_gb=100", "environment 4 x 16.09"),
 }
 
 

@@ -31,6 +31,7 @@ def test_every_command_of_the_page_is_one() -> None:
         make_parser().parse_args(typed(command))
     named = {typed(command)[0] for command in shown}
     others = {
+        "make-code-tasks",
         "new-task",
         "serve-env",
         "play",

@@ -40,17 +40,23 @@ def test_every_module_says_what_it_is() -> None:
     assert [path for path in SOURCES if not ast.get_docstring(parsed(path))] == []
 
 
-def test_only_five_places_start_processes() -> None:
-    """Actors of a run, their forks, the agent of each of its hosts, programs and their guards."""
+def test_only_eight_places_start_processes() -> None:
+    """Actors, their forks, agents of hosts, programs and their guards, boxes, their commands.
+
+    The last one is a program that runs inside a box.
+    """
     starters = [path for path in SOURCES if starts_processes(parsed(path))]
     places = (
         "fork_server/server.py",
         "hosts/guard.py",
         "hosts/remote.py",
         "programs.py",
+        "sandboxes/keeper.py",
+        "sandboxes/runner.py",
         "spawn.py",
     )
-    assert starters == [ROOT / "mesh" / place for place in places]
+    in_boxes = ROOT / "tasks/code/making/programs/try_deletions.py"
+    assert starters == [*(ROOT / "mesh" / place for place in places), in_boxes]
 
 
 def starts_processes(module: ast.Module) -> bool:

@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 PACKAGE = "composer_mesh"
 HERE = f"{PACKAGE}.tasks.code.judge.programs"
-Program = Literal["run_tests", "call_functions"]
+MAKING = f"{PACKAGE}.tasks.code.making.programs"
+Program = Literal["run_tests", "call_functions", "survey_suite", "try_deletions"]
+PLACES: dict[Program, str] = {"survey_suite": MAKING, "try_deletions": MAKING}
+"""Packages of programs that are not in this one."""
 
 START = (
     "import os, sys\n"
@@ -39,7 +42,7 @@ def stdin_of(program: Program, spec: dict[str, Any]) -> bytes:
 def script(program: Program) -> str:
     """Return the source of a program, with that of our modules in front of it."""
     parts: dict[str, str] = {}
-    _collect(f"{HERE}.{program}", parts)
+    _collect(f"{PLACES.get(program, HERE)}.{program}", parts)
     return "\n\n".join(parts.values())
 
 
