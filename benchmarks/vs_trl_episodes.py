@@ -63,6 +63,5 @@ class Player:
             outcome = session.outcome()
             played.reward, played.success = outcome.reward, outcome.success
             return False
-        closed = bool(answer) and answer[-1] == self._chat.stop_id
-        played.add(self._chat.continuation(step.messages, closed), sampled=False)
+        played.add(self._chat.continuation(step.messages, answer), sampled=False)
         return True

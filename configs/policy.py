@@ -1,11 +1,19 @@
 """The trained model: built-in sizes or a model folder, and its supervised warm start."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import MOST_TOKENS, CountOrZero, FilePath, Positive, Section, Share
+from composer_mesh.configs.base import (
+    MOST_TOKENS,
+    CountOrZero,
+    FilePath,
+    FreeTable,
+    Positive,
+    Section,
+    Share,
+)
 
 MOST_WIDTH = 1_000_000
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
@@ -43,6 +51,32 @@ class WarmStartConfig(Section):
     hinted_share: Share = 0.25
     """Share of demonstrations with a hint at an error, so that the model learns to read hints."""
 
+
+ToolCallFormat = Literal[
+    "auto",
+    "hermes",
+    "qwen_xml",
+    "glm",
+    "harmony",
+    "mistral_args",
+    "mistral",
+    "granite",
+    "phi4",
+    "cohere",
+    "kimi",
+    "deepseek",
+    "lfm2",
+    "gemma",
+    "llama_json",
+    "llama_pythonic",
+]
+
+RESERVED_OPTIONS = frozenset(
+    {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+    | {"conversation", "continue_final_message", "return_tensors", "return_dict", "padding"}
+    | {"truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+"""What the run itself says to a chat template, or what is no option of one."""
 
 Decoder = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
@@ -158,11 +192,46 @@ class PolicyConfig(Section):
     max_context: Annotated[int, Field(ge=16, le=MOST_TOKENS)] = 384
     """Maximum tokens of a conversation, prompt and all turns together; a full one ends."""
 
+    tool_calls: ToolCallFormat = "auto"
+    """Format in which the model writes tool calls; "auto" is the one that its chat template writes
+    (model in path)."""
+
+    stop_tokens: Annotated[tuple[str, ...], Field(strict=False, max_length=16)] = ()
+    """Tokens that end an action, besides the tokenizer's eos_token and those of the folder's
+    generation_config.json (model in path)."""
+
+    chat_template_options: FreeTable = Field(default_factory=dict)
+    """Values that the chat template reads, such as enable_thinking (model in path)."""
+
     cache_dir: FilePath = Path(".cache/composer-mesh")
     """Cache of warm-started models, shared by runs."""
 
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised warm start of the built-in model."""
+
+    @model_validator(mode="after")
+    def _chat_fits(self) -> Self:
+        wrong = sorted(RESERVED_OPTIONS & self.chat_template_options.keys())
+        if wrong:
+            raise ValueError(
+                f"chat_template_options has {wrong[0]!r}, which the run sets itself: remove it"
+            )
+        given = (self.tool_calls != "auto", self.stop_tokens, self.chat_template_options)
+        if self.path is None and any(given):
+            raise ValueError(
+                "tool_calls, stop_tokens or chat_template_options is set but path is not, and the "
+                "built-in model has a format of its own: set path, or remove them"
+            )
+        return self
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """How its chat template is used, as JSON has it."""
+        return {
+            "stops": list(self.stop_tokens),
+            "tool_calls": self.tool_calls,
+            "options": dict(self.chat_template_options),
+        }
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

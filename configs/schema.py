@@ -76,6 +76,9 @@ class EnvironmentConfig(Section):
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Number of assistant turns after which an episode ends unsolved."""
 
+    calls_per_turn: Annotated[int, Field(ge=1, le=1_000)] = 1
+    """Maximum tool calls of one action; they run in order, and more make the action malformed."""
+
     tool_error_penalty: Share = 0.0
     """Reward penalty for each failed tool call; it takes no reward below 0."""
 

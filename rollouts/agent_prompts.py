@@ -112,7 +112,7 @@ class Conversations:
 
 
 def _continued(chat: ChatFormat, known: CapturedTurn, messages: list[Message]) -> list[int]:
-    return chat.continuation(messages, known.turn.action_ids[-1:] == [chat.stop_id])
+    return chat.continuation(messages, known.turn.action_ids)
 
 
 def _for_template(chat: ChatFormat, message: Message) -> Message:

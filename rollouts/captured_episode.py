@@ -82,7 +82,9 @@ class CapturedEpisode:
     ) -> CapturedTurn:
         """Add a sampled answer to a request with messages."""
         cut = cut_at_stop(self._format.chat, result.token_ids, stops)
-        reply = reply_to(cut.text, self._format.style, bool(prompt.tools), result.request_id)
+        chat = self._format.formats.of(prompt.tools, own_system=True)
+        text = chat.readable(cut.text)
+        reply = reply_to(text, self._format.style, bool(prompt.tools), result.request_id)
         turn = self._added(prompt, result, cut, reply.message)
         ended = [ended_key(reply.message["content"] or "")] if stops else []
         self._conversations.remember(turn, prompt.path, [*reply.keys, *ended])
@@ -129,15 +131,15 @@ def cut_at_stop(chat: ChatFormat, ids: list[int], stops: Sequence[str]) -> Cut:
     They are what sampling with that stop string would have returned: later ids never influence
     earlier ones.
     """
-    text = chat.action_text(ids)
+    text = chat.raw_text(ids)
     if not any(stop in text for stop in stops):
         return Cut(ids, text, stopped=False)
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        if any(stop in chat.action_text(ids[:middle]) for stop in stops):
+        if any(stop in chat.raw_text(ids[:middle]) for stop in stops):
             high = middle
         else:
             low = middle + 1
-    text = chat.action_text(ids[:low])
+    text = chat.raw_text(ids[:low])
     return Cut(ids[:low], text[: min(text.find(s) for s in stops if s in text)], stopped=True)

@@ -7,20 +7,33 @@ untrusted: control tokens in it are encoded as plain text.
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from composer_mesh.rollouts.call_formats.choosing import CallStyle
+from composer_mesh.rollouts.call_formats.known import HERMES
+from composer_mesh.rollouts.call_formats.port import Schemas, Spoken
+from composer_mesh.rollouts.chat_template import (
+    MARK,
+    MOST_RENDERED,
+    ChatTemplate,
+    ChatTemplateError,
+)
+from composer_mesh.rollouts.tool_calls import (
+    CLOSE,
+    OPEN,
+    MalformedCall,
+    ToolCall,
+    malformed_text,
+    parse_calls,
+    text_before_calls,
+)
 from composer_mesh.rollouts.traces import Message
-
-_MARK = "COMPOSERMESHMARK"
-
-MOST_RENDERED = 1024
-"""Maximum number of cached rendered templates, and of cached encoded template pieces."""
 
 
 class Tokenizer(Protocol):
@@ -42,47 +55,94 @@ class Tokenizer(Protocol):
     def convert_tokens_to_ids(self, token: str) -> int: ...
 
 
-class ChatTemplateError(ValueError):
-    """The model's chat template cannot extend a conversation by ids."""
-
-
 @dataclass(frozen=True)
 class ChatFormat:
-    """Renders messages with the tokenizer's own chat template.
+    """Renders messages with the tokenizer's own chat template, and reads what a policy writes.
 
-    A non-empty `system` is prepended to every conversation as the system message.
+    A non-empty `system` is prepended to every conversation as the system message. `stops` are
+    tokens that end an action besides the tokenizer's own; `tool_calls` names a format of calls, or
+    "auto"; `options` are given to the template.
     """
 
     tokenizer: Tokenizer
     tools: list[dict[str, Any]]
     system: str = ""
+    stops: tuple[str, ...] = ()
+    tool_calls: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def stop_id(self) -> int:
-        """The token id that ends an assistant turn."""
-        return self.tokenizer.convert_tokens_to_ids(self.tokenizer.eos_token)
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template, which renders texts."""
+        stops = tuple(dict.fromkeys([self.tokenizer.eos_token, *self.stops]))
+        return ChatTemplate(self.tokenizer, stops, self.options, self.tool_calls)
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """The token ids that end an action; the tokenizer's own comes first."""
+        return [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.template.stops]
+
+    @cached_property
+    def style(self) -> CallStyle:
+        """How actions are written: with calls where there are tools."""
+        return self.template.call_style if self.tools else self.template.text_style
+
+    def stop_of(self, action: Sequence[int]) -> str | None:
+        """Return the stop token that an action ends with; None if it was cut."""
+        stops = dict(zip(self.stop_ids, self.template.stops, strict=True))
+        return stops.get(action[-1]) if action else None
 
     def first_prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of the conversation so far, including the generation prompt."""
         return self._render(self._opening(messages), generate=True)
 
-    def continuation(self, messages: list[Message], closed: bool) -> list[int]:
-        """Return the ids between an action and the next one.
+    def continuation(self, messages: list[Message], action: Sequence[int]) -> list[int]:
+        """Return the ids between an action, given by its ids, and the next one.
 
-        `closed` means that the action ended with the stop token; otherwise the stop token is
-        prepended here, as context that was not sampled.
+        They begin with what ends the action, unless it was sampled. A stop token that was sampled
+        in place of the template's stays as it is.
         """
-        after = self._after_action(_marked(messages), generate=True)
+        marked = _marked(messages)
+        calls = self._answered(messages, action)
+        if calls:
+            after = self.template.after_calls(calls, marked, generate=True)
+        else:
+            after = self.template.after_answer(marked, generate=True)
         ids = self._encode(after, [str(m.get("content") or "") for m in messages])
-        return ids if closed else [self.stop_id, *ids]
+        if self.stop_of(action) is None:
+            return ids
+        return ids[1:] if action[-1] == ids[0] or self.template.ends_turns else ids
 
     def action(self, text: str) -> list[int]:
         """Return the ids of an assistant action given as text, with the stop token."""
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self.stop_id]
+        calls = parse_calls(text) if self.tools else ()
+        made = () if isinstance(calls, MalformedCall) else calls
+        if self.style.format != HERMES:
+            before = text_before_calls(text) if made else text
+            text = self.style.format.write(Spoken(before, made))
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self._end_id(made)]
 
     def action_text(self, ids: list[int]) -> str:
-        """Return the text of sampled ids, without the stop token."""
-        kept = ids[:-1] if ids and ids[-1] == self.stop_id else ids
+        """Return the readable text of sampled ids, without the stop token."""
+        return self.readable(self.raw_text(ids))
+
+    def readable(self, text: str) -> str:
+        """Return what a policy wrote with its calls as `tool_calls` has them."""
+        if self.style.format == HERMES:
+            return text
+        found = self.style.format.read(text, self._schemas)
+        if isinstance(found, Spoken) and (OPEN in found.text or CLOSE in found.text):
+            written = f"a call is not written with {OPEN} here"
+            found = MalformedCall(text, written)
+        if isinstance(found, Spoken):
+            found = self._without_controls(text, found)
+        if isinstance(found, MalformedCall):
+            return malformed_text(text, found.reason)
+        return HERMES.write(found)
+
+    def raw_text(self, ids: list[int]) -> str:
+        """Return sampled ids as the policy wrote them, without the stop token."""
+        kept = ids if self.stop_of(ids) is None else ids[:-1]
         return self.tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -117,7 +177,7 @@ class ChatFormat:
         used.
         """
         asked, hint = {"role": "user", "content": "q"}, {"role": "user", "content": _mark(0)}
-        after_action = self._after_action([hint], generate=False)
+        after_action = self._behind_end(self.template.after_answer([hint], generate=False))
         frame = self.added_by([asked], hint) or after_action.lstrip("\n")
         if frame.count(_mark(0)) != 1:
             raise ChatTemplateError(
@@ -148,6 +208,11 @@ class ChatFormat:
             )
         return self.tokenizer.encode(after[len(before) :], add_special_tokens=False)
 
+    def _behind_end(self, after: str) -> str:
+        """Return a text without the token that ends an action, where it does not begin a turn."""
+        ends = self.template.ends(self.style.format) if self.template.ends_turns else ()
+        return next((after.removeprefix(end) for end in ends if after.startswith(end)), after)
+
     def _opening(self, messages: list[Message]) -> list[Message]:
         return [{"role": "system", "content": self.system}] * bool(self.system) + messages
 
@@ -157,30 +222,44 @@ class ChatFormat:
         text = self._known(key, lambda: self._text(marked, generate, tools=self.tools))
         return self._encode(text, [str(m.get("content") or "") for m in messages])
 
-    def _after_action(self, messages: list[Message], generate: bool) -> str:
-        """Return what the template writes after an assistant turn that is followed by messages."""
-        key = json.dumps(["after", messages, generate])
-        return self._known(key, lambda: self._written_after(messages, generate))
+    def _answered(self, messages: list[Message], action: Sequence[int]) -> tuple[ToolCall, ...]:
+        """Return the calls of an action whose results messages begin with."""
+        answered = bool(messages) and messages[0]["role"] == "tool"
+        if not answered or not self.tools or not self.style.by_template:
+            return ()
+        found = self.style.format.read(self.raw_text(list(action)), self._schemas)
+        return found.calls if isinstance(found, Spoken) else ()
 
-    def _written_after(self, messages: list[Message], generate: bool) -> str:
-        known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
-        text = self._text([*known, *messages], generate)
-        _, found, after = text.rpartition(_MARK + self.tokenizer.eos_token)
-        if not found:
-            raise ChatTemplateError(
-                f"the chat template does not end an assistant turn with {self.tokenizer.eos_token}"
-                ": use a template that does, or set the tokenizer's eos_token to its end marker"
-            )
-        return after
+    def _without_controls(self, text: str, spoken: Spoken) -> Spoken | MalformedCall:
+        """Refuse names that hold control tokens: templates write them behind the action."""
+        for call in spoken.calls:
+            if self.control_token(call.name) or self.control_token(call.id):
+                return MalformedCall(text, "the name of a call holds a control token")
+        return spoken
+
+    def _end_id(self, calls: Sequence[ToolCall]) -> int:
+        """Return the token that ends an action before its results, or before a remark."""
+        if self.style.format == HERMES or len(self.stop_ids) == 1:
+            return self.stop_ids[0]
+        if calls and self.style.by_template:
+            results = [{"role": "tool", "content": _mark(at)} for at in range(len(calls))]
+            after = self.template.after_calls(calls, results, generate=True)
+        else:
+            after = self.template.after_answer([{"role": "user", "content": _mark(0)}], True)
+        stops = zip(self.stop_ids, self.template.stops, strict=True)
+        return next((one for one, stop in stops if after.startswith(stop)), self.stop_ids[0])
+
+    @cached_property
+    def _schemas(self) -> Schemas:
+        functions = [tool["function"] for tool in self.tools]
+        return {one["name"]: one.get("parameters") or {} for one in functions}
 
     def _text(self, messages: list[Message], generate: bool, **options: Any) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generate, **options
-        )
+        return self.template.text(messages, generate, **options)
 
     def _encode(self, template: str, contents: list[str]) -> list[int]:
         """Encode a rendered template in which each content is a numbered placeholder."""
-        spans = [(m.start(), m.end(), int(m[1])) for m in re.finditer(rf"{_MARK}(\d+)E", template)]
+        spans = [(m.start(), m.end(), int(m[1])) for m in re.finditer(rf"{MARK}(\d+)E", template)]
         ids: list[int] = []
         edges = [(0, 0, -1), *spans, (len(template), len(template), -1)]
         for (_, end, _), (start, _, index) in pairwise(edges):
@@ -228,7 +307,7 @@ class ChatFormat:
 
 
 def _mark(index: int) -> str:
-    return f"{_MARK}{index}E"
+    return f"{MARK}{index}E"
 
 
 def _marked(messages: list[Message]) -> list[Message]:

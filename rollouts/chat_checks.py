@@ -5,23 +5,28 @@ message states what it guards; `chat` relies on them.
 """
 
 import json
+from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
+from composer_mesh.rollouts.call_formats.choosing import EXAMPLE, calling
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message
 
-_USER, _TOOL = {"role": "user", "content": "q"}, {"role": "tool", "content": "4"}
+_USER = {"role": "user", "content": "q"}
+_TOOL = {"role": "tool", "content": "4", "tool_call_id": EXAMPLE.id}
 
 
 def check_chat(chat: ChatFormat, *, hints: bool) -> None:
     """Raise ChatTemplateError if a run, or with `hints` its SDPO channel, would get wrong ids."""
     _adds_nothing(chat)
     _tools_are_text(chat)
-    _ends_with_the_prompt(chat, "a question", [_USER], first=True)
-    _ends_with_the_prompt(chat, "a remark", [_USER], first=False)
+    _ends_with_the_prompt(chat, "a question", [_USER])
+    _ends_with_the_prompt(chat, "a remark", [_USER], chat.action("a"))
     if chat.tools:
-        _ends_with_the_prompt(chat, "a tool result", [_TOOL], first=False)
+        called = chat.action(call_text(EXAMPLE.name, EXAMPLE.arguments))
+        _ends_with_the_prompt(chat, "a tool result", [_TOOL], called, hints=hints)
     if hints:
         _hint_is_one_message(chat)
 
@@ -48,18 +53,23 @@ def _tools_are_text(chat: ChatFormat) -> None:
 
 
 def _ends_with_the_prompt(
-    chat: ChatFormat, what: str, messages: list[Message], *, first: bool
+    chat: ChatFormat,
+    what: str,
+    messages: list[Message],
+    action: Sequence[int] | None = None,
+    hints: bool = True,
 ) -> None:
-    """Require the same generation prompt after every context, as hints are inserted before it."""
+    """Require the same generation prompt after every context, as `hints` are inserted before it."""
     prompt = chat.generation_prompt
     try:
-        ids = chat.first_prompt(messages) if first else chat.continuation(messages, closed=True)
+        first = action is None
+        ids = chat.first_prompt(messages) if first else chat.continuation(messages, action or ())
     except TemplateError as error:
         raise ChatTemplateError(
             f"the chat template refuses {what} ({error}): use one that takes messages of the role "
             f"{messages[-1]['role']!r}"
         ) from None
-    if ids[len(ids) - len(prompt) :] != prompt:
+    if hints and ids[len(ids) - len(prompt) :] != prompt:
         raise ChatTemplateError(
             f"behind {what} the chat template ends with the ids {ids[-len(prompt) :]} but its "
             f"generation prompt alone is {prompt}, so an action has no certain beginning: use a "
@@ -74,7 +84,7 @@ def _hint_is_one_message(chat: ChatFormat) -> None:
     if not chat.tools:
         return
     mark = {"role": "user", "content": chat.frame_mark}
-    answered = [_USER, {"role": "assistant", "content": "a"}, _TOOL]
+    answered = [_USER, calling(EXAMPLE), _TOOL]
     added = chat.added_by(answered, mark)
     if added is not None and added != frame:
         raise ChatTemplateError(

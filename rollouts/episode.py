@@ -142,8 +142,8 @@ class EpisodePlayer:
             growing.judge(step)
             if step.done:
                 break
-            closed = growing.turns[-1].stop_reason == "stop"
-            growing.read(self._chat.continuation(step.messages, closed))
+            action = growing.turns[-1].action_ids
+            growing.read(self._chat.continuation(step.messages, action))
         outcome = await self._environments.finish(session)
         trace = _trace(sample, growing, outcome)
         return Played(trace, growing.prompt_tokens, growing.cached_tokens)
@@ -157,7 +157,7 @@ class EpisodePlayer:
             min(sampling.max_new_tokens, room),
             sampling.temperature,
             seed_of(sampling.seed, request_id),
-            [self._chat.stop_id],
+            list(self._chat.stop_ids),
             sampling.deadline_s,
         )
 

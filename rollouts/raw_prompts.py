@@ -68,9 +68,9 @@ class RawPrompts:
         if not isinstance(given, str):
             self._check(given)
             return given[length:]
-        rest, closing = given[length:], self._chat.tokenizer.eos_token
-        if known is not None and known.turn.action_ids[-1:] == [self._chat.stop_id]:
-            rest = rest.removeprefix(closing)  # sampled, and not part of the text that was returned
+        rest = given[length:]
+        if known is not None and (stop := self._chat.stop_of(known.turn.action_ids)):
+            rest = rest.removeprefix(stop)  # sampled, and not part of the text that was returned
         return self._chat.tokenizer.encode(rest, add_special_tokens=False)
 
     def _check(self, ids: list[int]) -> None:

@@ -121,9 +121,13 @@ def _in_order(traces: Iterable[Trace]) -> list[Trace]:
 
 
 def _candidates(trace: Trace) -> Iterator[_Candidate]:
-    """Yield every turn in which the student sampled at least one token."""
+    """Yield every turn in which the student sampled at least one token and no more than one call.
+
+    Teachers answer with one call, which is no better or worse than several.
+    """
     for turn, (at, context) in enumerate(zip(_actions_at(trace), _contexts(trace), strict=True)):
-        if trace.turns[turn].action_ids:
+        several = len(trace.messages[at].get("tool_calls") or []) > 1
+        if trace.turns[turn].action_ids and not several:
             text = message_text(trace.messages[at])
             kind = situation(trace, turn, text)
             yield _Candidate(trace, turn, context, canonical_action(text), kind)

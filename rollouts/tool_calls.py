@@ -1,22 +1,29 @@
-"""Parser and writer of tool calls in text.
+"""Parser and writer of tool calls in the text of actions, as all parts of a run read it.
 
-The format is that of Hermes and Qwen models: a JSON object between `<tool_call>` tags. The text is
-untrusted and is only parsed as JSON.
+Calls are JSON objects between `<tool_call>` tags, as Hermes and Qwen models write them. What models
+of other families write is converted where ids become text (`call_formats`). The text is untrusted
+and is only parsed as JSON.
 """
 
+import html
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.rollouts.traces import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_MALFORMED = re.compile(r'<tool_call error="([^"]*)">\n')
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
+    """A call; `id` is the one that the model wrote, where its format has one."""
+
     name: str
     arguments: dict[str, Any]
+    id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +34,24 @@ class MalformedCall:
     reason: str
 
 
+def parse_bounded(text: str, most: int) -> tuple[ToolCall, ...] | MalformedCall:
+    """Parse the tool calls in an action's text; more than `most` of them make it malformed."""
+    if most == 1:
+        action = parse_action(text)
+        return action if isinstance(action, MalformedCall) else (action,) if action else ()
+    found = parse_calls(text)
+    if isinstance(found, MalformedCall) or len(found) <= most:
+        return found
+    return MalformedCall(text, f"write at most {most} tool calls")
+
+
 def parse_action(text: str) -> ToolCall | MalformedCall | None:
     """Parse the tool call in an action's text; None if the text is a plain answer.
 
     An action makes one call at most; a second one makes it malformed.
     """
+    if (told := malformed_call(text)) is not None:
+        return told
     if OPEN not in text and CLOSE not in text:
         return None
     if text.count(OPEN) != 1 or text.count(CLOSE) > 1:
@@ -44,6 +64,8 @@ def parse_calls(text: str) -> tuple[ToolCall, ...] | MalformedCall:
 
     One malformed call makes the action malformed.
     """
+    if (told := malformed_call(text)) is not None:
+        return told
     before, *bodies = text.split(OPEN)
     if CLOSE in before:
         return MalformedCall(text, f"a call is not opened by {OPEN}")
@@ -54,6 +76,24 @@ def parse_calls(text: str) -> tuple[ToolCall, ...] | MalformedCall:
             return call
         calls.append(call)
     return tuple(calls)
+
+
+def malformed_text(text: str, reason: str) -> str:
+    """Return the action text of a call that a model wrote malformed in a format of its own."""
+    return f'<tool_call error="{html.escape(reason)}">\n{text}'
+
+
+def malformed_call(text: str) -> MalformedCall | None:
+    """Return the call of a text by `malformed_text`; None if it is none."""
+    found = _MALFORMED.match(text)
+    if found is None:
+        return None
+    return MalformedCall(text[found.end() :], html.unescape(found[1]))
+
+
+def text_before_calls(text: str) -> str:
+    """Return what an action says before its first call."""
+    return text.partition(OPEN)[0]
 
 
 def _parsed(text: str, body: str) -> ToolCall | MalformedCall:
@@ -82,15 +122,26 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
     return f"{OPEN}\n{body}\n{CLOSE}"
 
 
-def assistant_message(text: str, call_id: str) -> Message:
-    """Convert an action's text to an OpenAI chat message; a malformed call stays content."""
-    action = parse_action(text)
-    if not isinstance(action, ToolCall):
+def assistant_message(text: str, call_id: str, most: int = 1) -> Message:
+    """Convert an action's text to an OpenAI chat message; a malformed call stays content.
+
+    Calls after the first have the id `call_id` with their number. An action of more than `most`
+    calls is malformed.
+    """
+    found = parse_bounded(text, most)
+    if isinstance(found, MalformedCall) or not found:
         return {"role": "assistant", "content": text}
-    function = {"name": action.name, "arguments": json.dumps(action.arguments)}
-    call = {"id": call_id, "type": "function", "function": function}
-    content = text.partition(OPEN)[0].strip()
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
+    calls = []
+    for at, call in enumerate(found):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        calls.append({"id": numbered(call_id, at), "type": "function", "function": function})
+    content = text_before_calls(text).strip()
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def numbered(call_id: str, at: int) -> str:
+    """Return the id of an action's call at a place."""
+    return f"{call_id}_{at}" if at else call_id
 
 
 def message_text(message: Message) -> str:
@@ -101,8 +152,10 @@ def message_text(message: Message) -> str:
     calls = message.get("tool_calls") or []
     if not calls:
         return str(message.get("content") or "")
-    function = calls[0]["function"]
-    arguments = json.loads(function["arguments"])
-    if not isinstance(arguments, dict):
-        raise ValueError(f"tool call arguments are {arguments!r}: send a JSON object")
-    return call_text(function["name"], arguments)
+    texts = []
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"])
+        if not isinstance(arguments, dict):
+            raise ValueError(f"tool call arguments are {arguments!r}: send a JSON object")
+        texts.append(call_text(call["function"]["name"], arguments))
+    return "\n".join(texts)

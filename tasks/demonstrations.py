@@ -90,6 +90,7 @@ def _would_fail(
 def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
     """Encode a conversation as a rollout would: contexts grow by ids, actions are learned."""
     ids: list[int] = []
+    action: list[int] = []
     learn: list[bool] = []
     roles = {"result": "tool", "remark": "user"}
     prompt = chat.generation_prompt
@@ -100,9 +101,9 @@ def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
             del ids[-len(prompt) :], learn[-len(prompt) :]
             new = chat.hint(text) + prompt
         elif kind == "action":
-            new = chat.action(text)
+            new = action = chat.action(text)
         else:
-            new = chat.continuation([{"role": roles[kind], "content": text}], closed=True)
+            new = chat.continuation([{"role": roles[kind], "content": text}], action)
         ids += new
         learn += [kind == "action"] * len(new)
     return Demonstration(ids, learn)

@@ -82,6 +82,7 @@ def _created(config: Config, source: MixedTask) -> Task:
     task.settings = TaskSettings(
         seed=config.run.seed,
         max_turns=config.environment.max_turns,
+        calls_per_turn=config.environment.calls_per_turn,
         tool_error_penalty=config.environment.tool_error_penalty,
         path=source.path,
         heldout_every=source.heldout_every,

@@ -1,7 +1,7 @@
 """Runs one episode of a task: actions in, tool results out, scored at the end.
 
-The rules of every task are here: an action calls one tool or is an answer, an action that fails is
-an error site, and an episode ends by an answer, by a tool, or with its last turn.
+The rules of every task are here: an action calls tools or is an answer, an action that fails is an
+error site, and an episode ends by an answer, by a tool, or with its last turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
     ToolCall,
     assistant_message,
-    parse_action,
+    numbered,
+    parse_bounded,
 )
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.calls import Calls
@@ -88,13 +89,15 @@ class RunningEpisode:
         """Apply the agent's action; raise RuntimeError after the end of the episode."""
         if self._ended is not None:
             raise RuntimeError(f"turn {self._turn} after the end: start a new session")
-        call_id = f"call_{self._turn}"
-        self._messages.append(assistant_message(text, call_id))
-        action = parse_action(text)
-        if action is None:
-            messages, error = await self._reply(text)
+        call_id, most = f"call_{self._turn}", self._task.settings.calls_per_turn
+        self._messages.append(assistant_message(text, call_id, most))
+        found = parse_bounded(text, most)
+        if isinstance(found, MalformedCall):
+            messages, error = await self._tool(found, call_id)
+        elif found:
+            messages, error = await self._tools(found, call_id)
         else:
-            messages, error = await self._tool(action, call_id)
+            messages, error = await self._reply(text)
         self._turn_rewards.end_turn(self._session)
         return self._result(messages, error)
 
@@ -154,6 +157,19 @@ class RunningEpisode:
             self._ended = "answer"
         error = self._site(reply.error) if reply.error is not None else None
         return _messages(list(reply.messages), "a reply"), error
+
+    async def _tools(
+        self, calls: Sequence[ToolCall], call_id: str
+    ) -> tuple[list[Message], ErrorSite | None]:
+        """Run an action's calls in order, until one ends the episode; the first error is its
+        error site."""
+        messages, first = list[Message](), None
+        for at, call in enumerate(calls):
+            given, error = await self._tool(call, numbered(call_id, at))
+            messages, first = messages + given, first or error
+            if self._ended is not None:
+                break
+        return messages, first
 
     async def _tool(
         self, action: ToolCall | MalformedCall, call_id: str

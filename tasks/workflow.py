@@ -151,8 +151,8 @@ class Engine(Protocol):
         A continuation ends before the first text of `stop`. `tools` default to the task's.
         """
 
-    async def next_ids(self, messages: Sequence[Message], closed: bool) -> list[int]:
-        """Return the ids between an action and the next one; `closed` if it ended by itself."""
+    async def next_ids(self, messages: Sequence[Message], action: Sequence[int]) -> list[int]:
+        """Return the ids between an action, given by its ids, and the next one."""
 
     def conversation(
         self,
@@ -273,8 +273,7 @@ class Conversation:
             return []
         if not self._new:
             raise ValueError("the agent has just acted: say() something before it acts again")
-        closed = self.turns[-1].stop_reason == "stop"
-        return await self._engine.next_ids(self._new, closed)
+        return await self._engine.next_ids(self._new, self.turns[-1].action_ids)
 
 
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.models.template_process import BoundedTokenizer, TemplateProcess
-from composer_mesh.actors.models.tokenizer import BackendTokenizer, load_tokenizer
+from composer_mesh.actors.models.tokenizer import BackendTokenizer, chat_settings, load_tokenizer
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat, Tokenizer
 
@@ -23,9 +23,10 @@ async def open_chat(
     """
     async with AsyncExitStack() as stack:
         loaded = await asyncio.to_thread(load_tokenizer, folder)
+        settings = chat_settings(folder, loaded, config.policy.chat)
         tokenizer: Tokenizer = BackendTokenizer(loaded) if loaded.is_fast else loaded
         if config.policy.path is not None:
             templates = TemplateProcess(folder)
             stack.callback(templates.close)
             tokenizer = BoundedTokenizer(tokenizer, templates)
-        yield ChatFormat(tokenizer, tools)
+        yield ChatFormat(tokenizer, tools, **settings)

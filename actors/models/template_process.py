@@ -56,13 +56,13 @@ class TemplateProcess:
             {**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
 
-    def check(self, tools: list[dict[str, Any]], hints: bool) -> ModelFacts:
-        """Return what is known of the folder's model.
+    def check(self, tools: list[dict[str, Any]], hints: bool, chat: dict[str, Any]) -> ModelFacts:
+        """Return what is known of the folder's model; `chat` is `PolicyConfig.chat`.
 
         Raises `UnfitModelFolder` unless the model can be built and its chat template be used.
         """
         try:
-            found = self._asked({"check": {"tools": tools, "hints": hints}})
+            found = self._asked({"check": {"tools": tools, "hints": hints, "chat": chat}})
         except ProgramFailed as error:
             why = f"has a tokenizer or chat template that exceeds its limits of {self._limits}"
             raise self._unfit(f"{why} ({error.said})") from None

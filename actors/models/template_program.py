@@ -1,6 +1,6 @@
 """The program of `template_process`: loads a model folder within limits, and answers requests.
 
-    {"check": {"tools", "hints"}}    -> {"facts"} or {"error"}
+    {"check": {"tools", "hints", "chat"}} -> {"facts"} or {"error"}
     {"teacher_of": folder or null}   -> {"facts"} or {"error"}
     {"messages", "options"}          -> {"text"}, {"refused"} or {"error"}
 
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from jinja2 import TemplateError
 
 from composer_mesh.actors.models.same_tokenizer import difference
-from composer_mesh.actors.models.tokenizer import PANIC, load_tokenizer
+from composer_mesh.actors.models.tokenizer import PANIC, chat_settings, load_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 
@@ -79,7 +79,7 @@ def _answered(
     _limit(limits["render_cpu_s"], limits["render_bytes"])
     try:
         if "check" in request:
-            return found | _checked(tokenizer, **request["check"])
+            return found | _checked(folder, tokenizer, **request["check"])
         text = tokenizer.apply_chat_template(request["messages"], **request["options"])
         if not isinstance(text, str) or len(text) > MOST_TEXT:
             return {"error": f"writes more than {MOST_TEXT} characters"}
@@ -129,9 +129,12 @@ def _compared(tokenizer: Any, policy: str | None) -> dict[str, Any]:
     return answer
 
 
-def _checked(tokenizer: Any, tools: list[dict[str, Any]], hints: bool) -> dict[str, Any]:
+def _checked(
+    folder: Path, tokenizer: Any, tools: list[dict[str, Any]], hints: bool, chat: dict[str, Any]
+) -> dict[str, Any]:
     try:
-        check_chat(ChatFormat(tokenizer, tools), hints=hints)
+        settings = chat_settings(folder, tokenizer, chat)
+        check_chat(ChatFormat(tokenizer, tools, **settings), hints=hints)
     except Exception as error:  # noqa: BLE001 whatever a stranger's template raises is the answer
         return {"error": f"has a chat template that cannot be used ({_line(error)})"}
     return {}

@@ -12,7 +12,7 @@ from composer_mesh.rollouts.traces import Message
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
     from transformers import PreTrainedTokenizerFast
 
-CONFIG = "tokenizer_config.json"
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 MOST_BYTES = 64 << 20
 PANIC = "PanicException"
 """Class of errors of native code written in Rust; it cannot be imported and is no `Exception`."""
@@ -50,6 +50,43 @@ def _class_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def chat_settings(folder: Path, tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `ChatFormat` for a folder: those given, with its own stop tokens.
+
+    Raises ValueError for a stop token that the tokenizer does not have.
+    """
+    stops = [*generation_stops(folder, tokenizer), *given["stops"]]
+    known = tokenizer.get_vocab()
+    for stop in stops:
+        if stop not in known:
+            raise ValueError(
+                f"policy.stop_tokens has {stop!r}, which is no token of the tokenizer: name one "
+                "of its tokens, such as its eos_token"
+            )
+    return {**given, "stops": tuple(stops)}
+
+
+def generation_stops(folder: Path, tokenizer: Any) -> list[str]:
+    """Return the tokens that a folder's generation config ends texts with, besides the eos token.
+
+    Raises ValueError for ids that the tokenizer does not have.
+    """
+    try:
+        stated = json.loads(read_regular(folder / GENERATION, MOST_BYTES)).get("eos_token_id")
+    except FileNotFoundError:
+        return []
+    ids = stated if isinstance(stated, list) else [stated] * (stated is not None)
+    stops = []
+    for one in ids:
+        if not isinstance(one, int) or not 0 <= one < len(tokenizer):
+            raise ValueError(
+                f"{GENERATION} has the eos_token_id {one!r} but the tokenizer has the ids 0 to "
+                f"{len(tokenizer) - 1}: mend it"
+            )
+        stops.append(str(tokenizer.convert_ids_to_tokens(one)))
+    return [stop for stop in dict.fromkeys(stops) if stop != tokenizer.eos_token]
 
 
 class BackendTokenizer:

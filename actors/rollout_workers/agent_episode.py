@@ -217,7 +217,7 @@ class AgentEpisode:
             most if ask.max_tokens is None else min(most, ask.max_tokens),
             sampling.temperature,
             seed_of(sampling.seed, request_id),
-            list(dict.fromkeys([self._chat.stop_id, *ask.stop_ids])),
+            list(dict.fromkeys([*self._chat.stop_ids, *ask.stop_ids])),
             sampling.deadline_s,
         )
 

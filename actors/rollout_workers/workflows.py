@@ -132,9 +132,9 @@ class EpisodeEngine:
     ) -> list[Generated]:
         return await self._there(self._generate(prompt, n, greedy, max_tokens, stop, tools))
 
-    async def next_ids(self, messages: Sequence[Message], closed: bool) -> list[int]:
+    async def next_ids(self, messages: Sequence[Message], action: Sequence[int]) -> list[int]:
         async def continued() -> list[int]:
-            return self._chat.continuation(list(messages), closed)
+            return self._chat.continuation(list(messages), action)
 
         return await self._there(continued())
 
@@ -218,15 +218,16 @@ class EpisodeEngine:
             asked = [
                 tasks.create_task(self._generation.generate(request, group)) for request in requests
             ]
-        return [self._generated(ids, task.result(), stop) for task in asked]
+        chat = self._chat_with(tools)
+        return [self._generated(chat, ids, task.result(), stop) for task in asked]
 
     def _generated(
-        self, ids: list[int], result: GenerationResult, stop: Sequence[str]
+        self, chat: ChatFormat, ids: list[int], result: GenerationResult, stop: Sequence[str]
     ) -> Generated:
         self.prompt_tokens += len(ids)
         self.cached_tokens += result.cached_tokens
-        result = cut_at(stop, result, self._chat.action_text)
-        return Generated(self._chat.action_text(result.token_ids), ids, result)
+        result = cut_at(stop, result, chat.raw_text)
+        return Generated(chat.action_text(result.token_ids), ids, result)
 
     def _prompt_ids(
         self,
@@ -255,7 +256,7 @@ class EpisodeEngine:
             longest,
             0.0 if greedy else sampling.temperature,
             seed_of(sampling.seed, request_id),
-            [self._chat.stop_id],
+            list(self._chat.stop_ids),
             sampling.deadline_s,
         )
 

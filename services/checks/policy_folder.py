@@ -38,7 +38,8 @@ def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
     run in a process of their own, whose CPU time and memory are limited.
     """
     if (folder := _folder(config)) is not None:
-        check_model_fits(_checked(folder, json.dumps(tools), config.sdpo.on), config)
+        chat = json.dumps(config.policy.chat)
+        check_model_fits(_checked(folder, json.dumps(tools), config.sdpo.on, chat), config)
     if (other := _teacher_folder(config)) is not None:
         check_plain_head(_checked_teacher(other, folder))
 
@@ -50,9 +51,9 @@ def _checked_teacher(folder: Path, policy: Path | None) -> ModelFacts:
 
 
 @lru_cache
-def _checked(folder: Path, tools: str, hints: bool) -> ModelFacts:
+def _checked(folder: Path, tools: str, hints: bool, chat: str) -> ModelFacts:
     with closing(TemplateProcess(folder)) as templates:
-        return templates.check(json.loads(tools), hints)
+        return templates.check(json.loads(tools), hints, json.loads(chat))
 
 
 def _folder(config: Config) -> Path | None:

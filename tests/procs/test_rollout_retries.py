@@ -39,12 +39,12 @@ SAMPLING = Sampling(temperature=0.0, max_new_tokens=200, max_context=100_000, se
 class Letters:
     """A chat format whose ids are bytes."""
 
-    stop_id = 0
+    stop_ids = (0,)
 
     def first_prompt(self, messages: Sequence[Message]) -> list[int]:
         return list(json.dumps(messages).encode())
 
-    def continuation(self, messages: Sequence[Message], stopped: bool) -> list[int]:
+    def continuation(self, messages: Sequence[Message], action: Sequence[int]) -> list[int]:
         return self.first_prompt(messages)
 
     def action_text(self, ids: Sequence[int]) -> str:

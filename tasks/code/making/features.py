@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from composer_mesh.tasks.code.deletions import Deletion
@@ -49,6 +50,11 @@ class Feature:
         return [one.replaced_by(statement) for one in self.functions]
 
 
+def _numbered(feature: Feature) -> Feature:
+    """Return a feature whose name has its first line: a property and its setter share theirs."""
+    return replace(feature, name=f"{feature.name}:{feature.functions[0].line}")
+
+
 class Features:
     """Finds the features of a package. `usable` are its functions by number."""
 
@@ -65,7 +71,8 @@ class Features:
         found: dict[tuple[int, ...], Feature] = {}
         for one in (*self._single(), *self._classes(), *self._groups()):
             found.setdefault(one.numbers, one)
-        return list(found.values())
+        named = Counter(one.name for one in found.values())
+        return [_numbered(one) if named[one.name] > 1 else one for one in found.values()]
 
     def _single(self) -> Iterator[Feature]:
         for number, one in self._usable.items():

@@ -64,6 +64,8 @@ def prompt_of(package: Package, proof: Proof) -> str:
     """Return what the agent is told."""
     feature = proof.feature
     named = [f"- `{one.qualname}` in {one.path}" for one in feature.functions[:MOST_NAMED]]
+    if len(feature.functions) == 1:  # a property and its setter share a name
+        named = [f"{named[0]}, line {feature.functions[0].line}"]
     files = sorted({file_of(one) for one in proof.fail_to_pass})
     return "\n".join(
         [

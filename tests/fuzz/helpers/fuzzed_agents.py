@@ -58,7 +58,7 @@ class RandomGeneration:
             await asyncio.sleep(0)
         session = int(request.request_id.split("-")[1])
         ids = self._chat.action(spoken(self._rng, MARKS[session]))[: request.max_new_tokens]
-        reason = "stop" if ids[-1] == self._chat.stop_id else "length"
+        reason = "stop" if ids[-1] == self._chat.stop_ids[0] else "length"
         count = len(ids)
         name, logprobs = request.request_id, [-float(number), *[-0.5] * (count - 1)]
         result = GenerationResult(name, ids, logprobs, [number] * count, reason)

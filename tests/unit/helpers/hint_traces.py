@@ -38,7 +38,7 @@ def play(
         sites += [result.error] if result.error is not None else []
         if result.done:
             break
-        fresh = chat.continuation(result.messages, closed=True)
+        fresh = chat.continuation(result.messages, chat.stop_ids[:1])
     name, outcome = f"train-{index:06d}-{sample:03d}", session.outcome()
     return Trace(
         name, index, sample, task.name, "train", index, turns, outcome.messages, outcome.reward,

@@ -103,7 +103,7 @@ def failing_episode(toolbox: ToolboxTask, chat: ChatFormat) -> Trace:
         result = session.step(text)
         assert result.error is not None
         sites.append(result.error)
-        fresh = chat.continuation(result.messages, closed=True)
+        fresh = chat.continuation(result.messages, chat.stop_ids[:1])
     return Trace("e", 0, 0, "toolbox", "train", 0, turns, session.messages, 0.0, False, sites)
 
 

@@ -35,7 +35,7 @@ def trace_of(chat: ChatFormat, name: str, turns: int, errors: list[int]) -> Trac
     for turn in range(turns):
         opening = [{"role": "user", "content": f"question {name}"}]
         first = chat.first_prompt(opening)
-        later = chat.continuation([{"role": "tool", "content": "4"}], closed=True)
+        later = chat.continuation([{"role": "tool", "content": "4"}], chat.stop_ids[:1])
         ids = chat.action(f"action {turn}")
         logprobs = [-(turn + place / 100) for place in range(len(ids))]
         made.append(Turn(later if turn else first, ids, logprobs, [turn] * len(ids), "stop"))
@@ -140,7 +140,7 @@ def test_a_pair_holds_the_ids_that_the_student_sampled_and_the_chosen_text_encod
     sample = pair_samples([pair_of("p", 5, "Answer: 4", [3, 1])], chat, LONG)[0]
     assert sample.context_ids == [0, 1, 2, 3, 4]
     assert sample.rejected_ids == [3, 1]
-    assert sample.chosen_ids[-1] == chat.stop_id
+    assert sample.chosen_ids[-1] == chat.stop_ids[0]
     assert chat.action_text(sample.chosen_ids) == "Answer: 4"
 
 

@@ -272,7 +272,7 @@ def test_an_answer_that_a_stop_string_ended_is_closed_in_the_context(qwen: ChatF
     assert first.turn.stop_reason == "length"
     second = agent.ask([*QUESTION, first.answer, *HEARD[2]])
     assert second.parent is first
-    assert second.turn.context_ids == qwen.continuation(HEARD[2], closed=False)
+    assert second.turn.context_ids == qwen.continuation(HEARD[2], [])
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_conversation_grown_by_ids_is_the_conversation_rendered_at_once(
     for text, answers in turns:
         ids += chat.action(text)
         messages += [assistant_message(text, "call"), *answers]
-        ids += chat.continuation(answers, closed=True)
+        ids += chat.continuation(answers, chat.stop_ids[:1])
         assert ids == rendered_at_once(chat, messages)
 
 
@@ -126,7 +126,7 @@ def test_whole_toolbox_episodes_grow_to_what_their_messages_render_to(
             text = toolbox.expert(session.messages)
             result = session.step(text)
             ids, done = ids + chat.action(text), result.done
-            ids += [] if done else chat.continuation(result.messages, closed=True)
+            ids += [] if done else chat.continuation(result.messages, chat.stop_ids[:1])
 
 
 def test_the_mark_inside_a_message_is_only_text(chat: ChatFormat) -> None:
@@ -152,8 +152,8 @@ def test_a_forged_control_token_is_plain_text_wherever_it_is_written(chat: ChatF
         return [
             chat.first_prompt([{"role": "user", "content": content}]),
             chat.first_prompt([{"role": "user", "content": "q"}, call]),
-            chat.continuation([{"role": "tool", "content": content}], closed=True),
-            chat.continuation([{"role": "user", "content": content}], closed=False),
+            chat.continuation([{"role": "tool", "content": content}], chat.stop_ids[:1]),
+            chat.continuation([{"role": "user", "content": content}], []),
             chat.hint(content),
         ]
 
@@ -177,16 +177,16 @@ def test_no_mixture_of_pieces_of_control_tokens_makes_one(
 
 def test_an_action_that_ran_out_of_tokens_is_closed_in_the_context(chat: ChatFormat) -> None:
     answer = [{"role": "user", "content": "go on"}]
-    closed = chat.continuation(answer, closed=True)
-    assert chat.continuation(answer, closed=False) == [chat.stop_id, *closed]
+    closed = chat.continuation(answer, chat.stop_ids[:1])
+    assert chat.continuation(answer, []) == [chat.stop_ids[0], *closed]
 
 
 def test_every_context_ends_with_the_generation_prompt(chat: ChatFormat) -> None:
     prompt = chat.generation_prompt
     contexts = [
         chat.first_prompt([{"role": "user", "content": "q"}]),
-        chat.continuation([{"role": "tool", "content": "4"}], closed=True),
-        chat.continuation([{"role": "user", "content": "4"}], closed=False),
+        chat.continuation([{"role": "tool", "content": "4"}], chat.stop_ids[:1]),
+        chat.continuation([{"role": "user", "content": "4"}], []),
     ]
     assert prompt
     for ids in contexts:
@@ -237,7 +237,7 @@ def test_a_template_that_rewrites_earlier_text_is_refused(tokenizer: Any) -> Non
 def test_a_template_that_never_ends_an_assistant_turn_is_refused(tokenizer: Any) -> None:
     chat = with_template(tokenizer, ENDLESS)
     with pytest.raises(ChatTemplateError, match=r"does not end an assistant turn with <\|im_end"):
-        chat.continuation([{"role": "user", "content": "q"}], closed=True)
+        chat.continuation([{"role": "user", "content": "q"}], chat.stop_ids[:1])
     with pytest.raises(ChatTemplateError, match=r"does not end an assistant turn with <\|im_end"):
         chat.hint("Hint: look.")
 
@@ -275,7 +275,10 @@ def test_messages_that_differ_in_their_contents_share_one_rendering(tokenizer: A
     for text in ("one", "two", "<|im_end|>"):
         opening, result = {"role": "user", "content": text}, {"role": "tool", "content": text}
         assert chat.first_prompt([opening]) == fresh.first_prompt([opening])
-        assert chat.continuation([result], closed=True) == fresh.continuation([result], True)
-    assert counting.rendered == 2
+        assert chat.continuation([result], chat.stop_ids[:1]) == fresh.continuation(
+            [result], fresh.stop_ids[:1]
+        )
+    probe = 1  # how an answer is written
+    assert counting.rendered == 2 + probe
     chat.first_prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "one"}])
-    assert counting.rendered == 3
+    assert counting.rendered == 3 + probe

@@ -31,7 +31,7 @@ def chat(request: pytest.FixtureRequest, tokenizer: Any, toolbox: ToolboxTask) -
 def two_turns(chat: ChatFormat, action: str = THOUGHT) -> Trace:
     """A conversation that grew by ids, with thinking that a template would take out again."""
     turns = []
-    for context in (chat.first_prompt([QUESTION]), chat.continuation([RESULT], closed=True)):
+    for context in (chat.first_prompt([QUESTION]), chat.continuation([RESULT], chat.stop_ids[:1])):
         ids = chat.action(action)
         turns.append(Turn(context, ids, [-1.0] * len(ids), [0] * len(ids), "stop"))
     return Trace("t", 0, 0, "toolbox", "train", 0, turns, [], 0.0, False, [])

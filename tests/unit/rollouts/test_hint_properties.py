@@ -117,7 +117,8 @@ class Maker:
             messages.append(assistant_message(self.action(), f"call_{turn}"))
             if turn + 1 < count or rng.random() < 0.3:
                 messages.append(self.message(rng.choice(["tool", "user"])))
-                fresh = self.chat.continuation(messages[-1:], closed=rng.random() < 0.8)
+                ended = self.chat.stop_ids if rng.random() < 0.8 else []
+                fresh = self.chat.continuation(messages[-1:], ended)
         failing = [turn for turn in range(count) if rng.random() < 0.5]
         sites = [self.site(turn) for turn in failing]
         success = rng.random() < 0.4

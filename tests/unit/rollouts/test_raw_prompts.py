@@ -54,7 +54,7 @@ def test_raw_text_continues_the_same_ids(qwen: ChatFormat) -> None:
 def test_a_raw_answer_without_text_is_not_what_its_own_prompt_continues(qwen: ChatFormat) -> None:
     episode = an_episode(qwen)
     prompt = episode.text_prompt("calcu")
-    result = GenerationResult("t-0", [qwen.stop_id], [-0.5], [0], "stop")
+    result = GenerationResult("t-0", [qwen.stop_ids[0]], [-0.5], [0], "stop")
     episode.record_text(prompt, "calcu", result)
     assert episode.text_prompt("calcu").ids == prompt.ids
 

@@ -19,6 +19,7 @@ from composer_mesh.actors.models.template_process import (
     Limits,
     TemplateProcess,
 )
+from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.planning.model_folder import UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.traces import Message
@@ -67,9 +68,9 @@ def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_h
     messages: list[Message] = [{"role": "user", "content": "q"}]
     own = ChatFormat(tokenizer, toolbox.tools)
     apart = ChatFormat(BoundedTokenizer(tokenizer, hostile), toolbox.tools)
-    hostile.check(toolbox.tools, hints=True)
+    hostile.check(toolbox.tools, hints=True, chat=PolicyConfig().chat)
     assert apart.first_prompt(messages) == own.first_prompt(messages)
-    assert apart.continuation(messages, closed=False) == own.continuation(messages, closed=False)
+    assert apart.continuation(messages, []) == own.continuation(messages, [])
     assert apart.hint("h") == own.hint("h")
     for content in ("refuse", "print"):
         with pytest.raises(TemplateError, match=r"not so|__class__"):
@@ -92,7 +93,7 @@ def test_a_folder_whose_template_has_no_end_is_refused(
     told = r"endless has a .*SIGXCPU\): use a tokenizer"
     templates = TemplateProcess(folder, SHORT)
     with closing(templates), pytest.raises(UnfitModelFolder, match=told):
-        templates.check(toolbox.tools, hints=False)
+        templates.check(toolbox.tools, hints=False, chat=PolicyConfig().chat)
 
 
 def test_a_pattern_that_backtracks_is_an_error_of_the_model_and_not_a_panic(

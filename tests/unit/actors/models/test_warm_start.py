@@ -88,7 +88,7 @@ def test_the_folder_holds_the_policy_that_was_made(small: Prepare, toolbox: Tool
     ids = ChatFormat(words, toolbox.tools).first_prompt([{"role": "user", "content": "What is 4?"}])
     again = ChatFormat(tokenizer, toolbox.tools)
     assert again.first_prompt([{"role": "user", "content": "What is 4?"}]) == ids
-    assert again.stop_id == words.eos_token_id
+    assert again.stop_ids[0] == words.eos_token_id
     with torch.inference_mode():
         logits = [model(torch.tensor([ids])).logits for model in (made.eval(), loaded)]
     torch.testing.assert_close(logits[0], logits[1])
@@ -236,7 +236,7 @@ def test_demonstrated_ids_are_the_ids_that_a_rollout_would_have(
             result = session.step(text)
             ids += action
             if not result.done:
-                ids += chat.continuation(result.messages, closed=True)
+                ids += chat.continuation(result.messages, chat.stop_ids[:1])
         found = encode(chat, pieces)
         assert found.ids == ids
         assert [place for place, own in enumerate(found.learn) if own] == learn

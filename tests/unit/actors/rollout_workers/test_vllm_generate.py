@@ -87,7 +87,7 @@ async def test_the_same_ids_of_another_session_are_another_conversation(
 
 
 async def test_a_limit_several_answers_and_stop_ids_are_kept(agent: OpenedAgent) -> None:
-    stop = agent.generation.chat.stop_id
+    stop = agent.generation.chat.stop_ids[0]
     found = await generated(agent, [5], n=2, max_tokens=1, stop_token_ids=[stop, 9])
     assert [choice["index"] for choice in found["choices"]] == [0, 1]
     assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}

@@ -140,6 +140,29 @@ def test_features_are_functions_classes_and_what_one_group_of_tests_reaches() ->
     assert found["small.sums:Counter.reset"].others == (counter[0], "t.py::test_total")
 
 
+def test_a_property_and_its_setter_are_two_features_with_two_names() -> None:
+    text = """
+class Path:
+    @property
+    def kind(self):
+        found = self.seen
+        found = found or []
+        return found
+
+    @kind.setter
+    def kind(self, value):
+        self.seen = [value]
+        self.last = value
+        self.count = 1
+"""
+    both = functions_in("small/paths.py", "small.paths", text.encode()).functions
+    named = dict(enumerate(both))
+    found = Features(named, surveyed(dict.fromkeys(named, ("t.py::a",)))).all()
+    names = [one.name for one in found if one.kind == "function"]
+    assert names == [f"small.paths:Path.kind:{one.line}" for one in both]
+    assert len(set(names)) == 2
+
+
 def test_what_runs_at_import_or_is_never_reached_is_no_feature() -> None:
     named = dict(enumerate(functions().values()))
     survey = surveyed({0: ("t.py::a",), 1: ("t.py::b",)}, at_import=frozenset({0}))

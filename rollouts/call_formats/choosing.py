@@ -1,0 +1,132 @@
+"""Chooses the format in which a chat template writes tool calls, by what it writes for one call."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from composer_mesh.rollouts.call_formats.known import HERMES, KNOWN
+from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas, Spoken
+from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.traces import Message
+
+EXAMPLE = ToolCall("get_weather", {"city": "Paris", "days": 3}, "a1b2c3d4e")
+"""The call that templates are asked to write; ids of Mistral's have nine letters or digits."""
+
+EXAMPLE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": EXAMPLE.name,
+        "description": "Tells the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Name of the city."},
+                "days": {"type": "integer", "description": "Number of days."},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+_SCHEMAS: Schemas = {EXAMPLE.name: EXAMPLE_TOOL["function"]["parameters"]}
+_ASKED: Message = {"role": "user", "content": "q"}
+_ANSWER: Message = {"role": "tool", "content": "4", "name": EXAMPLE.name}
+
+Render = Callable[[list[Message], bool, list[dict[str, Any]]], str]
+"""Renders messages, with a generation prompt or without, and tools."""
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How calls are written and read, and how messages give them to the template."""
+
+    format: CallFormat = HERMES
+    arguments_as_text: bool = False
+    """Whether the template takes arguments as a JSON text, as on the wire, and not as a mapping."""
+    without_content: bool = False
+    """Whether a message with calls and no text has the content None, and not an empty one."""
+    by_template: bool = True
+    """Whether the template writes calls at all; where it does not, they are part of the text."""
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose calls have the form that the template takes."""
+        return [self._message(one) if one.get("tool_calls") else one for one in messages]
+
+    def _message(self, message: Message) -> Message:
+        calls = [self._call(call) for call in message["tool_calls"]]
+        content = message.get("content") or (None if self.without_content else "")
+        return {**message, "content": content, "tool_calls": calls}
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.arguments_as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not self.arguments_as_text and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def calling(*calls: ToolCall) -> Message:
+    """Return the message of an assistant that makes calls."""
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+        ],
+    }
+
+
+def styles(render: Render, ends: Callable[[CallFormat], Sequence[str]]) -> list[CallStyle]:
+    """Return the styles that read the call that a template writes, the best one first.
+
+    The best one also writes it as the template does. A template that writes no call leaves the
+    format open: all of them are returned, Hermes first. `ends` are the tokens that end an action.
+    """
+    found, unread = list[tuple[int, CallStyle]](), False
+    for text_arguments in (True, False):  # a text is passed on as it was sent
+        for without in (False, True):
+            style = CallStyle(HERMES, text_arguments, without)
+            if (written := _written(render, style)) is not None:
+                found += _reading(written, style, ends)
+                unread |= EXAMPLE.name in written
+    if not found and not unread:
+        return [CallStyle(one, by_template=False) for one in KNOWN]
+    return [style for _, style in sorted(found, key=lambda one: -one[0])]
+
+
+def _written(render: Render, style: CallStyle) -> str | None:
+    """Return what the template writes from the call on; None where it refuses it."""
+    said = [_ASKED, calling(EXAMPLE), {**_ANSWER, "tool_call_id": EXAMPLE.id}]
+    tools = [EXAMPLE_TOOL]
+    try:
+        before = render([_ASKED], False, tools)
+        begun = render([_ASKED], True, tools)
+        text = render(style.messages(said), False, tools)
+    except Exception:  # noqa: BLE001 whatever a stranger's template raises refuses this form
+        return None
+    if not text.startswith(before):
+        return None
+    text, begun = text[len(before) :], begun[len(before) :]
+    pairs = zip(text, begun, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    token = text.rfind("<", 0, same)  # which both begin alike: <think> and <tool_call>
+    return text[token if token > text.rfind(">", 0, same) else same :]
+
+
+def _reading(
+    written: str, style: CallStyle, ends: Callable[[CallFormat], Sequence[str]]
+) -> list[tuple[int, CallStyle]]:
+    found = []
+    for one in KNOWN:
+        stops = [at for end in ends(one) if (at := written.find(end)) >= 0]
+        text = written[: min(stops)] if stops else ""
+        spoken = one.read(text, _SCHEMAS)
+        if isinstance(spoken, Spoken) and spoken.calls == (EXAMPLE,):
+            again = one.write(Spoken(spoken.text, spoken.calls))
+            rank = 2 * (again == text) + (again.strip() == text.strip())
+            style = CallStyle(one, style.arguments_as_text, style.without_content)
+            found.append((rank, style))
+    return found

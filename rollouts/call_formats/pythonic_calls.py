@@ -1,0 +1,143 @@
+"""Formats whose calls are a Python list, `[weather(city="Paris"), now()]`: Llama 4, LFM2."""
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.rollouts.call_formats.port import (
+    Schemas,
+    Spoken,
+    Unreadable,
+    apart_from_thinking,
+    as_json,
+    blocks,
+    one_call,
+    unique,
+)
+from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+
+MOST_CHARACTERS = 100_000
+"""Of the calls of one action: Python's parser takes memory with the length of its text."""
+
+_BEGINS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+@dataclass(frozen=True)
+class PythonicCalls:
+    """A list of calls with named literals, between two tokens or as the whole answer.
+
+    It is parsed and never run. `true`, `false` and `null` are constants too.
+    """
+
+    name: str
+    opening: str = ""
+    closing: str = ""
+    quote: str = '"'
+    json_values: bool = False
+    """Templates write mappings and lists as JSON."""
+    ends: tuple[str, ...] = ()
+
+    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+        openings = [self.opening] if self.opening else []
+        begun = not openings and _BEGINS.match(text)
+        thinking, rest = ("", text) if begun else apart_from_thinking(text, *openings)
+        try:
+            if self.opening:
+                before, insides = blocks(rest, self.opening, self.closing)
+                if len(insides) > 1:
+                    raise Unreadable(f"write {self.opening} once, with a list of all calls")
+            elif _BEGINS.match(rest):
+                before, insides = "", [rest]
+            else:
+                return Spoken(text)
+            calls = [call for inside in insides for call in _calls(inside.strip())]
+        except Unreadable as error:
+            return MalformedCall(text, str(error))
+        return Spoken(thinking + before, tuple(calls))
+
+    def write(self, spoken: Spoken) -> str:
+        if not spoken.calls:
+            return spoken.text
+        listed = ", ".join(self._text(call) for call in spoken.calls)
+        return f"{spoken.text}{self.opening}[{listed}]{self.closing}"
+
+    def _text(self, call: ToolCall) -> str:
+        given = [f"{key}={self._literal(value)}" for key, value in call.arguments.items()]
+        return f"{call.name}({', '.join(given)})"
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, str):
+            return _quoted(value, self.quote)
+        if self.json_values and isinstance(value, dict | list):
+            return as_json(value)
+        return repr(value)
+
+
+def _quoted(text: str, quote: str) -> str:
+    """Return a Python literal of a text in the quotes of the family."""
+    body = as_json(text)[1:-1]
+    if quote == "'":
+        body = body.replace('\\"', '"').replace("'", "\\'")
+    return f"{quote}{body}{quote}"
+
+
+def _calls(text: str) -> list[ToolCall]:
+    if len(text) > MOST_CHARACTERS:
+        raise Unreadable(f"the calls have {len(text):,} characters: write {MOST_CHARACTERS:,}")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unreadable("the calls are no Python list of calls") from None
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise Unreadable("write the calls as a list: [NAME(ARGUMENT=VALUE)]")
+    return [_call(node) for node in tree.elts]
+
+
+def _call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise Unreadable("write each call as NAME(ARGUMENT=VALUE), with names for all arguments")
+    pairs = [(one.arg or "", _value(one.value)) for one in node.keywords]
+    if any(not name for name, _ in pairs):
+        raise Unreadable("write each argument as NAME=VALUE")
+    return one_call(_dotted(node.func), unique(pairs))
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise Unreadable("the call needs the name of a tool")
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the JSON value of a literal; nothing is evaluated. Raises `Unreadable`."""
+    match node:
+        case ast.Constant(value=value) if value is None or type(value) in (str, int, float, bool):
+            return _stored(value)
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return unique(list(zip(map(_key, keys), map(_value, values), strict=True)))
+    raise Unreadable("an argument is no literal: write texts, numbers, lists and mappings")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return str(_stored(node.value))
+    raise Unreadable("the keys of a mapping are texts")
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Unreadable("an argument has half of a character") from None
+    return value

@@ -1,0 +1,116 @@
+"""Formats with control tokens between a name and JSON: Kimi, DeepSeek, Mistral from v11 on."""
+
+from dataclasses import dataclass
+
+from composer_mesh.rollouts.call_formats.port import (
+    Schemas,
+    Spoken,
+    Unreadable,
+    apart_from_thinking,
+    as_json,
+    blocks,
+    json_object,
+    one_call,
+)
+from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+
+
+@dataclass(frozen=True)
+class TokenFramed:
+    """A section of calls, each with a name, a separator and JSON between tokens.
+
+    `head` stands before each name and `fence` around the JSON, where the family has them.
+    """
+
+    name: str
+    section: tuple[str, str]
+    call: tuple[str, str]
+    separator: str
+    head: str = ""
+    fence: tuple[str, str] = ("", "")
+    between: str = ""
+    numbered: bool = False
+    """Names are written as ids: `functions.NAME:NUMBER`."""
+    ends: tuple[str, ...] = ()
+
+    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+        thinking, rest = apart_from_thinking(text, self.section[0], self.call[0])
+        try:
+            before, sections = blocks(rest, *self.section)
+            if any(token in before for token in self.call):
+                raise Unreadable(f"calls stand between {self.section[0]} and {self.section[1]}")
+            if len(sections) > 1:
+                raise Unreadable(f"write {self.section[0]} once, around all calls")
+            calls = [one for section in sections for one in self._calls(section)]
+        except Unreadable as error:
+            return MalformedCall(text, str(error))
+        return Spoken(thinking + before, tuple(calls))
+
+    def write(self, spoken: Spoken) -> str:
+        if not spoken.calls:
+            return spoken.text
+        texts = [self._text(call, at) for at, call in enumerate(spoken.calls)]
+        return f"{spoken.text}{self.section[0]}{self.between.join(texts)}{self.section[1]}"
+
+    def _calls(self, section: str) -> list[ToolCall]:
+        before, insides = blocks(section, *self.call)
+        if before.strip() or not insides:
+            raise Unreadable(f"write each call between {self.call[0]} and {self.call[1]}")
+        return [self._call(inside) for inside in insides]
+
+    def _call(self, inside: str) -> ToolCall:
+        named, separated, given = inside.partition(self.separator)
+        if not separated:
+            raise Unreadable(f"the call needs {self.separator} between name and arguments")
+        if not named.startswith(self.head):
+            raise Unreadable(f"the call needs {self.head!r} before its name")
+        named, call_id = named.removeprefix(self.head).strip(), ""
+        opening, closing = self.fence
+        if opening:
+            line, _, given = given.partition(opening)
+            if not given.rstrip().endswith(closing.strip()):
+                raise Unreadable(f"the arguments need {opening.strip()} around them")
+            named, given = line.strip(), given.rstrip().removesuffix(closing.strip())
+        if self.numbered:
+            named, call_id = named.rpartition(":")[0].removeprefix("functions."), named
+        return one_call(named, json_object(given, "the arguments"), call_id)
+
+    def _text(self, call: ToolCall, at: int) -> str:
+        opening, closing = self.call
+        given = f"{self.fence[0]}{as_json(call.arguments)}{self.fence[1]}"
+        name = call.id or f"functions.{call.name}:{at}" if self.numbered else call.name
+        if self.fence[0]:
+            return f"{opening}{self.head}{self.separator}{name}{given}{closing}"
+        return f"{opening}{self.head}{name}{self.separator}{given}{closing}"
+
+
+@dataclass(frozen=True)
+class MistralArgs:
+    """`[TOOL_CALLS]NAME[ARGS]{…}` for each call: Mistral's tokenizers from v11 on."""
+
+    name: str = "mistral_args"
+    ends: tuple[str, ...] = ()
+
+    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+        thinking, rest = apart_from_thinking(text, TOOL_CALLS)
+        before, *bodies = rest.split(TOOL_CALLS)
+        try:
+            if ARGS in before:
+                raise Unreadable(f"a call is not opened by {TOOL_CALLS}")
+            return Spoken(thinking + before, tuple(self._call(body) for body in bodies))
+        except Unreadable as error:
+            return MalformedCall(text, str(error))
+
+    def write(self, spoken: Spoken) -> str:
+        calls = [f"{TOOL_CALLS}{c.name}{ARGS}{as_json(c.arguments)}" for c in spoken.calls]
+        return spoken.text + "".join(calls)
+
+    def _call(self, body: str) -> ToolCall:
+        named, separated, given = body.partition(ARGS)
+        if not separated:
+            raise Unreadable(f"the call needs {ARGS} between name and arguments")
+        name, _, call_id = named.partition(CALL_ID)
+        return one_call(name.strip(), json_object(given, "the arguments"), call_id.strip())
+
+
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

@@ -1,0 +1,176 @@
+"""What a model's chat template writes: whole conversations, and what stands behind an action.
+
+Contents are placeholders here. Nothing is encoded.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from composer_mesh.rollouts.call_formats.choosing import EXAMPLE, CallStyle, calling, styles
+from composer_mesh.rollouts.call_formats.harmony import FINAL
+from composer_mesh.rollouts.call_formats.known import HARMONY
+from composer_mesh.rollouts.call_formats.port import CallFormat
+from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.traces import Message
+
+MARK = "COMPOSERMESHMARK"
+"""Begins the placeholder of a content."""
+
+ACTION = "COMPOSERMESHACTION"
+"""Placeholder of what an assistant says."""
+
+MOST_RENDERED = 1024
+"""Maximum number of cached rendered texts."""
+
+ASKED: Message = {"role": "user", "content": "q"}
+
+
+class ChatTemplateError(ValueError):
+    """The model's chat template cannot extend a conversation by ids."""
+
+
+class TemplateRenderer(Protocol):
+    """The part of the Hugging Face tokenizer interface that renders templates."""
+
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str: ...
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template with the options and the format of tool calls of a run.
+
+    `stops` are the tokens that end an action; `tool_calls` names a format, or "auto".
+    """
+
+    renderer: TemplateRenderer
+    stops: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    tool_calls: str = "auto"
+
+    def text(
+        self, messages: Sequence[Message], generate: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """Render messages; raises TemplateError where the template refuses them."""
+        if any(message.get("tool_calls") for message in messages):
+            style = self._styles[0] if self._styles else CallStyle()
+            messages = style.messages(messages)
+        return self._render(list(messages), generate, tools or [])
+
+    def after_answer(self, messages: Sequence[Message], generate: bool) -> str:
+        """Return what follows an assistant's text before messages, from the end token on."""
+        return self._kept(("text", generate, messages), lambda: self._after(messages, generate))
+
+    def after_calls(
+        self, calls: Sequence[ToolCall], messages: Sequence[Message], generate: bool
+    ) -> str:
+        """Return what follows an assistant's calls before messages, from the end token on.
+
+        The messages begin with the calls' results, in order.
+        """
+        named = [(call.name, call.id) for call in calls]
+        key = ("calls", named, generate, messages)
+        return self._kept(key, lambda: self._after_calls(calls, messages, generate))
+
+    @cached_property
+    def call_style(self) -> CallStyle:
+        """How the template writes calls; raises `ChatTemplateError` where no format reads them."""
+        found = [one for one in self._styles if self.tool_calls in ("auto", one.format.name)]
+        if found:
+            return found[0]
+        if self._styles:
+            raise ChatTemplateError(
+                f"policy.tool_calls is {self.tool_calls!r} but the chat template writes tool calls "
+                f"as {self._styles[0].format.name!r}: use that, or leave it out"
+            )
+        raise ChatTemplateError(
+            "the chat template writes tool calls in a format that is not known here, so calls of "
+            "the model would be taken for answers: use another template, or a task without tools"
+        )
+
+    @cached_property
+    def text_style(self) -> CallStyle:
+        """How actions are read where there are no tools: harmony has channels without them too."""
+        said = [ASKED, {"role": "assistant", "content": ACTION}]
+        before = self._render(said, False, []).rpartition(ACTION)[0]
+        return CallStyle(HARMONY) if before.endswith(FINAL) else CallStyle()
+
+    @cached_property
+    def ends_turns(self) -> bool:
+        """Whether the template ends an assistant's last turn with a token of its own.
+
+        The others end it with what begins the next message, which depends on who speaks.
+        """
+        said = [ASKED, {"role": "assistant", "content": ACTION}]
+        after = self._render(said, False, []).rpartition(ACTION)[2]
+        return after.startswith(self.ends(self.text_style.format))
+
+    def ends(self, calls: CallFormat) -> tuple[str, ...]:
+        """Return the tokens with which the template may end an action."""
+        return (*self.stops, *calls.ends)
+
+    @cached_property
+    def _styles(self) -> list[CallStyle]:
+        return styles(self._render, self.ends)
+
+    def _after(self, messages: Sequence[Message], generate: bool) -> str:
+        text = self.text([ASKED, {"role": "assistant", "content": ACTION}, *messages], generate)
+        _, found, after = text.rpartition(ACTION)
+        if not found or not after.startswith(self.ends(self.text_style.format)):
+            raise ChatTemplateError(
+                f"the chat template does not end an assistant turn with {' or '.join(self.stops)}"
+                ": use a template that does, or set the tokenizer's eos_token to its end marker"
+            )
+        return after
+
+    def _after_calls(
+        self, calls: Sequence[ToolCall], messages: Sequence[Message], generate: bool
+    ) -> str:
+        marked = [ToolCall(one.name, {"mark": ACTION}, one.id or EXAMPLE.id) for one in calls]
+        given = list(takewhile(lambda message: message["role"] == "tool", messages))
+        results = [_answering(*pair) for pair in zip(given, marked, strict=False)]
+        rest = [*results, *messages[len(results) :]]
+        try:
+            text = self.text([ASKED, calling(*marked), *rest], generate)
+        except (TemplateError, ChatTemplateError):
+            if len(marked) == 1:
+                raise
+            # A template that takes one call a message writes its results behind that one.
+            text = self.text([ASKED, calling(marked[0]), *rest], generate)
+        _, found, after = text.rpartition(ACTION)
+        ends = [at for end in self.ends(self.call_style.format) if (at := after.find(end)) >= 0]
+        if not found or not ends:
+            raise ChatTemplateError(
+                f"the chat template does not end a tool call with {' or '.join(self.stops)}: use a "
+                "template that does, or list its end marker in generation_config.json"
+            )
+        return after[min(ends) :]
+
+    def _kept(self, key: Any, render: Callable[[], str]) -> str:
+        """Return a rendered text, cached; few differ, as contents are placeholders."""
+        name = json.dumps(key)
+        if (text := self._rendered.get(name)) is None:
+            if len(self._rendered) >= MOST_RENDERED:
+                self._rendered.clear()
+            text = self._rendered[name] = render()
+        return text
+
+    @cached_property
+    def _rendered(self) -> dict[str, str]:
+        return {}
+
+    def _render(self, messages: list[Message], generate: bool, tools: list[dict[str, Any]]) -> str:
+        more = {"tools": tools} if tools else {}
+        return self.renderer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, **more, **self.options
+        )
+
+
+def _answering(message: Message, call: ToolCall) -> Message:
+    """Return a tool's result under the id and name of the call that it answers."""
+    return {**message, "tool_call_id": call.id, "name": message.get("name") or call.name}

@@ -1,0 +1,207 @@
+"""Templates of published models: their calls are read, written alike, and grown token by token."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from real_templates import TEMPLATES, RealTemplate, chat_of, tokenizer_of
+from scripted_generation import ScriptedGeneration, a_sample
+
+from composer_mesh.configs.policy import ToolCallFormat
+from composer_mesh.rollouts.call_formats.choosing import calling
+from composer_mesh.rollouts.call_formats.known import KNOWN
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.episode import EpisodePlayer
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
+    ToolCall,
+    call_text,
+    parse_action,
+    parse_calls,
+)
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask
+
+REWRITES_HISTORY = {
+    "qwen3_5_think",
+    "qwen3_5_nothink",
+    "qwen3_6",
+    "qwen3_8",
+    "nemotron_3_nano",
+    "nemotron_3_super",
+    "nemotron_3_ultra",
+    "glm4moe",
+    "gptoss",
+    "deepseekv3",
+}
+"""Templates that write an earlier turn otherwise than its prompt had it; ids are continued."""
+
+QUESTION: Message = {"role": "user", "content": "How much is it?"}
+FIRST = call_text("lookup", {"key": 'a "quoted" key, ünder ’it’'})
+SECOND = call_text("calculator", {"op": "add", "a": 2, "b": -3.5})
+NO_SUCH = call_text("look_up", {"key": "x"})
+
+
+@pytest.fixture(params=TEMPLATES, ids=lambda one: one.file)
+def template(request: pytest.FixtureRequest) -> RealTemplate:
+    return request.param
+
+
+@pytest.fixture
+def chat(template: RealTemplate, toolbox: ToolboxTask) -> ChatFormat:
+    return chat_of(template, toolbox.tools)
+
+
+def native(chat: ChatFormat, text: str) -> str:
+    """The action as the model writes it."""
+    return chat.raw_text(chat.action(text))
+
+
+def test_the_format_is_chosen_by_what_the_template_writes(
+    template: RealTemplate, chat: ChatFormat
+) -> None:
+    assert chat.style.format.name == template.calls
+    check_chat(chat, hints=template.calls not in ("gemma", "deepseek"))
+
+
+def test_a_call_that_was_written_natively_is_read_as_that_call(chat: ChatFormat) -> None:
+    for text in (FIRST, SECOND, NO_SUCH):
+        assert parse_action(chat.readable(native(chat, text))) == parse_action(text)
+
+
+def test_calls_in_one_action_are_read_in_order(template: RealTemplate, chat: ChatFormat) -> None:
+    both = f"{FIRST}\n{SECOND}"
+    found = parse_calls(chat.readable(native(chat, both)))
+    if template.calls == "harmony":
+        assert isinstance(found, MalformedCall)
+        assert "exactly one" in found.reason
+    else:
+        assert found == parse_calls(both)
+
+
+@pytest.mark.parametrize("left", [0.3, 0.6, 0.9])
+def test_a_call_that_is_cut_is_never_a_call_and_an_answer_only_before_it_begins(
+    template: RealTemplate, chat: ChatFormat, left: float
+) -> None:
+    whole = native(chat, FIRST)
+    text = whole[: int(len(whole) * left)]
+    found = parse_action(chat.readable(text))
+    assert not isinstance(found, ToolCall)
+    if left > 0.5 and template.calls != "llama_json":
+        assert isinstance(found, MalformedCall)
+
+
+def test_text_beside_a_call_and_thinking_before_it_are_kept(
+    template: RealTemplate, chat: ChatFormat
+) -> None:
+    text = f"<think>Look it up.</think>{FIRST}"
+    written = native(chat, text)
+    assert parse_action(chat.readable(written)) == parse_action(FIRST)
+    assert "Look it up." in chat.readable(written).partition("<tool_call>")[0]
+
+
+def test_an_answer_is_an_answer(chat: ChatFormat) -> None:
+    for text in ("Answer: 4", "", "{not JSON", "It is [4]."):
+        assert chat.readable(native(chat, text)) == text
+        assert parse_action(text) is None
+
+
+def test_a_call_in_the_format_of_another_family_is_malformed_here(
+    template: RealTemplate, chat: ChatFormat
+) -> None:
+    if template.calls == "hermes":
+        return
+    found = parse_action(chat.readable(FIRST))
+    assert isinstance(found, MalformedCall)
+
+
+def whole(chat: ChatFormat, template: RealTemplate, said: list[Message]) -> list[int]:
+    """The ids of a conversation that the template renders at once, with a generation prompt."""
+    text = tokenizer_of(template).apply_chat_template(
+        chat.template.call_style.messages(said),
+        tokenize=False,
+        add_generation_prompt=True,
+        tools=chat.tools,
+    )
+    return chat.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_grown_conversation_is_the_rendered_one_where_the_template_only_appends(
+    template: RealTemplate, chat: ChatFormat
+) -> None:
+    said = [QUESTION]
+    ids = chat.first_prompt(said)
+    assert ids == whole(chat, template, said)
+    stable = True
+    turns = [(FIRST, "4"), (SECOND, "error: no such tool"), ("Is it 4?", "")]
+    for turn, (text, result) in enumerate(turns):
+        made = parse_calls(text)
+        assert not isinstance(made, MalformedCall)
+        named = [ToolCall(one.name, one.arguments, f"call{turn:05d}") for one in made]
+        action = chat.action(text)
+        message = calling(*named) if named else {"role": "assistant", "content": text}
+        answers = [
+            {"role": "tool", "content": result, "tool_call_id": one.id, "name": one.name}
+            for one in named
+        ] or [QUESTION]
+        ids += [*action, *chat.continuation(answers, action)]
+        said += [message, *answers]
+        stable = stable and ids == whole(chat, template, said)
+    assert stable == (template.file not in REWRITES_HISTORY)
+
+
+class OneEpisode:
+    """The port of environments, for one episode of the toolbox with parallel calls."""
+
+    def __init__(self, task: ToolboxTask) -> None:
+        self.running = RunningEpisode(task, task.episode("train", 0))
+        self.steps: list[StepResult] = []
+
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+        return await self.running.begin()
+
+    async def step(self, session_id: str, text: str) -> StepResult:
+        self.steps.append(await self.running.step(text))
+        return self.steps[-1]
+
+    async def finish(self, session_id: str) -> Outcome:
+        return await self.running.outcome()
+
+    def abandon(self, session_id: str) -> None:
+        pass
+
+
+async def test_a_rollout_has_its_calls_parallel_calls_errors_and_thinking(
+    template: RealTemplate, chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    task = ToolboxTask()
+    task.settings = TaskSettings(calls_per_turn=2)
+    look = call_text("lookup", {"key": "price"})
+    add = call_text("calculator", {"op": "add", "a": 2, "b": 3})
+    several = f"{add}\n{look}" if template.calls != "harmony" else add
+    thinks = "<think>First look.</think>"
+    texts = [thinks + look, several, NO_SUCH, "Answer: 5"]
+    places = OneEpisode(task)
+    scripted = ScriptedGeneration(chat, *texts)
+    sample = a_sample(max_new_tokens=1_000, max_context=20_000)
+    played = await EpisodePlayer(scripted, places, chat).play(sample, "s")
+    assert [step.error.error_kind if step.error else None for step in places.steps][2] == (
+        "unknown_tool"
+    )
+    spoken = [one for one in played.trace.messages if one["role"] == "assistant"]
+    names = [[c["function"]["name"] for c in one.get("tool_calls", [])] for one in spoken]
+    wanted = ["calculator", "lookup"] if template.calls != "harmony" else ["calculator"]
+    assert names == [["lookup"], wanted, ["look_up"], []]
+    assert [len(turn.action_ids) for turn in played.trace.turns] == [
+        len(result.token_ids) for result in scripted.results
+    ]
+
+
+def test_formats_that_the_config_names_are_those_that_are_known() -> None:
+    names = list(dict.fromkeys(one.name for one in KNOWN))
+    assert list(get_args(ToolCallFormat)) == ["auto", *names]
