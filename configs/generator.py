@@ -1,6 +1,6 @@
 """Generator actors: inference engine, concurrency and sampling distribution."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,15 @@ class GeneratorConfig(Section):
 
     temperature: Positive = 1.0
     """Sampling temperature of training rollouts."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Training rollouts sample from the most probable tokens whose probabilities reach this sum."""
+
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Training rollouts sample from so many of the most probable tokens; 0 is all."""
+
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Training rollouts sample only tokens with this share of the largest probability, or more."""
 
     threads: Cores = 1
     """CPU threads of each generator."""

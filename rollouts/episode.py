@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode_ports import Environments, Generation
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 
@@ -25,6 +25,7 @@ class Sampling:
     max_context: int
     seed: int
     deadline_s: float | None = None
+    truncation: Truncation = WHOLE
 
     @classmethod
     def training(cls, config: Config) -> "Sampling":
@@ -35,6 +36,7 @@ class Sampling:
             config.policy.max_context,
             config.run.seed,
             config.run.deadline_s,
+            Truncation(generator.top_p, generator.top_k, generator.min_p),
         )
 
     @classmethod
@@ -159,6 +161,7 @@ class EpisodePlayer:
             seed_of(sampling.seed, request_id),
             list(self._chat.stop_ids),
             sampling.deadline_s,
+            sampling.truncation,
         )
 
 

@@ -9,11 +9,28 @@ from composer_mesh.rollouts.traces import StopReason
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens may be sampled, in this order; as it is here, all of them.
+
+    Those with at least `min_p` times the largest probability; of these the `top_k` most probable
+    (0 is all); of these the most probable whose probabilities reach `top_p` together.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+WHOLE = Truncation()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One continuation to sample. `temperature` 0 is greedy; `seed` makes the sample repeatable.
 
-    `deadline_s` limits the seconds from its admission to the engine to its last token; what it
-    waits before in the engine's queue does not count.
+    The log-probs of its result are those of the distribution that is sampled from, after
+    `temperature` and `truncation`. `deadline_s` limits the seconds from its admission to the engine
+    to its last token; what it waits before in the engine's queue does not count.
     """
 
     request_id: str
@@ -23,6 +40,7 @@ class GenerationRequest:
     seed: int
     stop_ids: list[int]
     deadline_s: float | None = None
+    truncation: Truncation = WHOLE
 
 
 @dataclass(frozen=True, slots=True)

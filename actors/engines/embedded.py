@@ -289,7 +289,8 @@ class Engine:
         rows = self._running
         temperatures = [running.request.temperature for running in rows]
         draws = [running.draws[len(running.token_ids)] for running in rows]
-        tokens, logprobs = sample(logits, temperatures, draws)
+        truncations = [running.request.truncation for running in rows]
+        tokens, logprobs = sample(logits, temperatures, draws, truncations)
         self._held.append(tokens)
         for running, token, logprob in zip(rows, tokens, logprobs, strict=True):
             running.token_ids.append(token)

@@ -210,6 +210,9 @@ def sampling_parameters() -> Sampling:
     def sampling(request: GenerationRequest) -> Any:
         return SamplingParams(
             temperature=request.temperature,
+            top_p=request.truncation.top_p,
+            top_k=request.truncation.top_k,
+            min_p=request.truncation.min_p,
             seed=request.seed % SEEDS,
             max_tokens=request.max_new_tokens,
             stop_token_ids=request.stop_ids,

@@ -219,6 +219,7 @@ class AgentEpisode:
             seed_of(sampling.seed, request_id),
             list(dict.fromkeys([*self._chat.stop_ids, *ask.stop_ids])),
             sampling.deadline_s,
+            sampling.truncation,
         )
 
     def _check_turns(self, wanted: int) -> None:

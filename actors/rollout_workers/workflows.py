@@ -258,6 +258,7 @@ class EpisodeEngine:
             seed_of(sampling.seed, request_id),
             list(self._chat.stop_ids),
             sampling.deadline_s,
+            sampling.truncation,
         )
 
 

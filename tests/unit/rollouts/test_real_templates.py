@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import get_args
 
 import pytest
 from real_templates import TEMPLATES, RealTemplate, chat_of, tokenizer_of
 from scripted_generation import ScriptedGeneration, a_sample
+from trl.chat_template_utils import add_response_schema, parse_response
 
 from composer_mesh.configs.policy import ToolCallFormat
 from composer_mesh.rollouts.call_formats.choosing import calling
@@ -200,6 +202,23 @@ async def test_a_rollout_has_its_calls_parallel_calls_errors_and_thinking(
     assert [len(turn.action_ids) for turn in played.trace.turns] == [
         len(result.token_ids) for result in scripted.results
     ]
+
+
+def test_trls_parser_reads_the_same_calls(template: RealTemplate, toolbox: ToolboxTask) -> None:
+    """It is lenient, so it is no reader here; on whole calls it is right."""
+    chat = chat_of(template, toolbox.tools)
+    tokenizer = deepcopy(tokenizer_of(template))
+    try:
+        add_response_schema(tokenizer)
+    except ValueError:
+        pytest.skip(f"TRL has no parser for {template.file}")
+    call = call_text("calculator", {"op": "add", "a": 2, "b": 3})
+    prefix = chat.first_prompt([QUESTION])
+    opened = chat.tokenizer.decode(prefix).endswith("<think>\n")
+    ids = chat.action(f"\n</think>\n\n{call}" if opened else call)
+    parsed = parse_response(tokenizer, ids, prefix, tools=toolbox.tools)
+    (made,) = parsed["tool_calls"]
+    assert made["function"] == {"name": "calculator", "arguments": {"op": "add", "a": 2, "b": 3}}
 
 
 def test_formats_that_the_config_names_are_those_that_are_known() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from composer_mesh.actors.engines.embedded_sampling import sample
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from composer_mesh.actors.engines.embedded_sampling import sample, truncated
+from composer_mesh.rollouts.generation import WHOLE, Truncation
 
 ALMOST_ONE = 1 - 2**-53
 
@@ -59,3 +64,49 @@ def test_log_probs_are_those_of_the_temperature_sampled_at() -> None:
     tokens, logprobs = sample(logits, [0.5], [0.999])
     expected = torch.log_softmax(logits / 0.5, -1)[0, tokens[0]]
     torch.testing.assert_close(logprobs[0], float(expected))
+
+
+def test_a_truncated_sample_is_one_of_the_kept_tokens_and_has_their_log_prob() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.06, 0.04]]).log()
+    kept = {
+        Truncation(): 5,
+        Truncation(top_k=2): 2,
+        Truncation(top_k=9): 5,
+        Truncation(top_p=0.8): 3,
+        Truncation(top_p=0.01): 1,
+        Truncation(min_p=0.2): 3,
+        Truncation(top_p=0.7, top_k=2): 2,
+        Truncation(top_p=0.5, min_p=0.2): 1,
+    }
+    for truncation, count in kept.items():
+        probs = logits.exp()[0, :count] / logits.exp()[0, :count].sum()
+        seen = set()
+        for draw in torch.linspace(0, ALMOST_ONE, 200).tolist():
+            (token,), (logprob,) = sample(logits, [1.0], [draw], [truncation])
+            assert logprob == pytest.approx(probs[token].log().item(), abs=1e-6)
+            seen.add(token)
+        assert seen == set(range(count)), truncation
+
+
+@pytest.mark.parametrize(
+    ("truncation", "warper"),
+    [
+        (Truncation(top_k=7), TopKLogitsWarper(7)),
+        (Truncation(top_p=0.6), TopPLogitsWarper(0.6)),
+        (Truncation(min_p=0.1), MinPLogitsWarper(0.1)),
+    ],
+)
+def test_what_is_kept_is_what_transformers_keeps(truncation: Truncation, warper: Any) -> None:
+    for seed in range(50):
+        logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(seed)) * 3
+        theirs = warper(torch.zeros(1, 1, dtype=torch.long), logits)[0]
+        assert torch.equal(truncated(logits[0], truncation), theirs)
+
+
+def test_a_truncated_row_does_not_change_its_neighbours_and_greedy_is_not_truncated() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    cut = Truncation(top_k=3, top_p=0.9)
+    alone = sample(logits, [1.0, 1.0, 0.0], [0.3, 0.6, 0.9])
+    beside = sample(logits, [1.0, 1.0, 0.0], [0.3, 0.6, 0.9], [WHOLE, cut, cut])
+    assert [one[0] for one in alone] == [one[0] for one in beside]
+    assert [one[2] for one in alone] == [one[2] for one in beside]

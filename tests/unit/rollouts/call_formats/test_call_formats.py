@@ -1,0 +1,149 @@
+"""Formats of tool calls: what is written is read back, what is no call is never read as one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_mesh.rollouts.call_formats.known import HARMONY, HERMES, KNOWN
+from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas, Spoken
+from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+
+TEXT = st.text(st.sampled_from("abcdefgh ÄßжX0123456789.,;:!?'\"()[]{}\n\\/_-+*=#"), max_size=12)
+NAME = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
+SCALAR = TEXT | st.integers(-(10**9), 10**9) | st.booleans() | st.none() | st.floats(-1e6, 1e6)
+VALUE = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=3),
+    max_leaves=4,
+)
+CALLS = st.lists(
+    st.builds(ToolCall, NAME, st.dictionaries(NAME, VALUE, max_size=3)), min_size=1, max_size=3
+)
+
+
+def kind_of(value: Any) -> dict[str, str]:
+    return {"type": "string"} if isinstance(value, str) else {"type": "object"}
+
+
+def schemas_of(calls: tuple[ToolCall, ...]) -> Schemas:
+    """Tools whose parameters have the types of these calls."""
+    return {
+        one.name: {"properties": {key: kind_of(value) for key, value in one.arguments.items()}}
+        for one in calls
+    }
+
+
+def name_of(one: CallFormat) -> str:
+    return f"{one.name}{KNOWN.index(one)}"
+
+
+@pytest.mark.parametrize("form", KNOWN, ids=name_of)
+@settings(max_examples=20)
+@given(calls=CALLS, before=st.sampled_from(["", "I look.\n", "<think>\nhm, [x] {y}\n</think>\n\n"]))
+def test_what_is_written_is_read_back(form: CallFormat, calls: list[ToolCall], before: str) -> None:
+    made = tuple({one.name: one for one in calls}.values())
+    if form == HARMONY:
+        made = made[:1]
+    if form.name in ("llama_json", "llama_pythonic") and "I look" in before:
+        before = ""  # their calls are the whole answer
+    found = form.read(form.write(Spoken(before, made)), schemas_of(made))
+    assert isinstance(found, Spoken)
+    assert found.calls == made
+    assert found.text.replace("<think>", "").strip() == before.replace("<think>", "").strip()
+
+
+@pytest.mark.parametrize("form", KNOWN, ids=name_of)
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**9), calls=CALLS)
+def test_a_damaged_call_is_read_or_malformed_and_never_a_traceback(
+    form: CallFormat, seed: int, calls: list[ToolCall]
+) -> None:
+    rng = random.Random(seed)
+    text = list(form.write(Spoken("", tuple(calls))))
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(text) + 1)
+        if rng.random() < 0.5:
+            del text[at : at + rng.randint(1, 20)]
+        else:
+            text[at:at] = rng.choice(
+                ["<", "}", '"', "\\", "]", "\ud800", "</", "[[", "\n", "1e999"]
+            )
+    found = form.read("".join(text), {})
+    assert isinstance(found, Spoken | MalformedCall)
+    if isinstance(found, Spoken):
+        for one in found.calls:
+            assert one.name
+            assert isinstance(one.arguments, dict)
+
+
+@pytest.mark.parametrize("form", [one for one in KNOWN if one != HARMONY], ids=name_of)
+def test_text_behind_a_call_and_an_unclosed_call_are_malformed(form: CallFormat) -> None:
+    call = ToolCall("look", {"key": "x"})
+    text = form.write(Spoken("", (call,)))
+    for broken in (f"{text} and more", text[: len(text) * 2 // 3]):
+        found = form.read(broken, schemas_of((call,)))
+        if form == HERMES and broken.startswith(text):
+            continue  # its reader takes what stands behind a call for talk
+        assert isinstance(found, MalformedCall), broken
+        assert found.reason
+        assert found.text == broken
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "qwen_xml",
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+        ),
+        (
+            "glm",
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ),
+        ("gemma", "<|tool_call>call:f{a:1,a:2}<tool_call|>"),
+        ("llama_pythonic", "[f(**{'a': 1})]"),
+        ("llama_pythonic", "[f(1)]"),
+        ("llama_pythonic", "[f(a=g())]"),
+        ("llama_pythonic", "[f(a=1), 2]"),
+        ("llama_pythonic", "[f(a=" + "[" * 5_000 + "]" * 5_000 + ")]"),
+        ("llama_json", '<|python_tag|>print("x")'),
+        ("llama_json", '{"name": "f", "parameters": "x"}'),
+        ("llama_json", '{"name": "f", "arguments": {}}'),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}]'),
+        ("mistral_args", "[TOOL_CALLS]f{}"),
+        ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>[1]"),
+    ],
+)
+def test_calls_that_name_no_tool_or_no_plain_arguments_are_malformed(name: str, text: str) -> None:
+    found = [one.read(text, {}) for one in KNOWN if one.name == name]
+    assert isinstance(found[0], MalformedCall)
+
+
+def test_the_orders_of_harmony_headers_are_read_alike() -> None:
+    body = '<|message|>{"a": 1}'
+    for head in (
+        " to=functions.f<|channel|>commentary json",
+        "<|channel|>commentary to=functions.f <|constrain|>json",
+    ):
+        text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{head}{body}"
+        found = HARMONY.read(text, {})
+        assert found == Spoken("<think>hm</think>", (ToolCall("f", {"a": 1}),))
+
+
+def test_texts_stay_texts_where_the_schema_says_so() -> None:
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=zip>\n75001\n</parameter>\n<parameter=count>\n3\n"
+        "</parameter>\n<parameter=note>\n\nline\n\n</parameter>\n</function>\n</tool_call>"
+    )
+    schemas = {"f": {"properties": {"zip": {"type": "string"}, "count": {"type": "integer"}}}}
+    (form,) = [one for one in KNOWN if one.name == "qwen_xml"]
+    found = form.read(text, schemas)
+    assert isinstance(found, Spoken)
+    assert found.calls == (ToolCall("f", {"zip": "75001", "count": 3, "note": "\nline\n"}),)
