@@ -11,9 +11,10 @@ from typing import Literal
 from composer_mesh.tasks.code.deletions import Deletion
 from composer_mesh.tasks.code.judge.judged_task import file_of
 from composer_mesh.tasks.code.making.functions import Function
+from composer_mesh.tasks.code.making.mutations import mutants
 from composer_mesh.tasks.code.making.survey import Survey
 
-Kind = Literal["function", "class", "group", "files"]
+Kind = Literal["function", "class", "group", "files", "repair"]
 MOST_REACHING = 40
 MOST_OTHERS = 10
 MOST_FUNCTIONS = 12
@@ -25,7 +26,8 @@ EMPTY, STUB = "raise NotImplementedError", "return None"
 class Feature:
     """Functions, by their number in the package, that one task deletes; and tests for it.
 
-    `reaching` tests reach a function of it, `others` are tests beside them that reach none.
+    `reaching` tests reach a function of it, `others` are tests beside them that reach none. A
+    repair has a `bug`: the body that stands in place of its function's.
     """
 
     kind: Kind
@@ -34,6 +36,7 @@ class Feature:
     functions: tuple[Function, ...]
     reaching: tuple[str, ...]
     others: tuple[str, ...]
+    bug: str = ""
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -46,7 +49,9 @@ class Feature:
         return sum(one.lines for one in self.functions)
 
     def deletions(self, statement: str = EMPTY) -> list[Deletion]:
-        """Return its deletions, with a statement in place of each body."""
+        """Return its deletions, with a statement in place of each body, or with its bug."""
+        if self.bug:
+            return [Deletion(one.path, one.first, one.last, self.bug) for one in self.functions]
         return [one.replaced_by(statement) for one in self.functions]
 
 
@@ -73,6 +78,16 @@ class Features:
             found.setdefault(one.numbers, one)
         named = Counter(one.name for one in found.values())
         return [_numbered(one) if named[one.name] > 1 else one for one in found.values()]
+
+    def repairs(self, bugs: int) -> list[Feature]:
+        """Return features with a bug in one function, at most so many bugs of each function."""
+        return [
+            replace(
+                self._feature("repair", f"{one.target}:{one.line}:bug-{place}", [number]), bug=body
+            )
+            for number, one in self._usable.items()
+            for place, body in enumerate(mutants(one.body, bugs))
+        ]
 
     def _single(self) -> Iterator[Feature]:
         for number, one in self._usable.items():

@@ -58,8 +58,9 @@ async def made_of(
     limits: MakingLimits,
     limit: int | None = None,
     split: str | None = None,
+    bugs: int = 0,
 ) -> Made:
-    """Make the tasks of a package. Waits for boxes.
+    """Make the tasks of a package; repairs with so many `bugs` of each function. Waits for boxes.
 
     Raises PackageRefused where no tasks can be made of it, SandboxError where a box fails.
     """
@@ -68,7 +69,8 @@ async def made_of(
     survey = await survey_of(sandbox, package, functions, makers, limits)
     copies = Copies(package.files)
     usable = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
-    features = chosen(Features(usable, survey).all(), limit)
+    found = Features(usable, survey)
+    features = [*chosen(found.all(), limit), *chosen(found.repairs(bugs), limit)]
     calls = calls_of(usable, survey.inputs)
     cases, proofs = await asyncio.gather(
         cases_of(sandbox, package, calls, limits), _proofs(sandbox, package, features, limits)

@@ -62,7 +62,8 @@ async def proofs_of(
 
 def _trial(feature: Feature) -> dict[str, Any]:
     def edited(statement: str) -> list[list[Any]]:
-        return [[*one.replaced_by(statement), one.line] for one in feature.functions]
+        edits = zip(feature.deletions(statement), feature.functions, strict=True)
+        return [[*edit, one.line] for edit, one in edits]
 
     empty, stub = edited(EMPTY), edited(STUB)
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,22 @@ def prompt_of(package: Package, proof: Proof) -> str:
     if len(feature.functions) == 1:  # a property and its setter share a name
         named = [f"{named[0]}, line {feature.functions[0].line}"]
     files = sorted({file_of(one) for one in proof.fail_to_pass})
+    failing = (
+        f"Tests that fail now are in {', '.join(files)} "
+        f"({len(proof.fail_to_pass)} of those that are checked)."
+    )
+    if feature.kind == "repair":
+        return "\n".join(
+            [
+                f"This repository is the Python package {package.name}. {feature.functions[0].path}"
+                " has a bug: one operator, number or constant of a function is wrong.",
+                "",
+                "Find it and mend it. Change no test. Some calls that no test shows are checked "
+                "too.",
+                failing,
+                f"[{package.tree}/{_digest(feature.name)}]",
+            ]
+        )
     return "\n".join(
         [
             f"This repository is the Python package {package.name}. {WHAT[feature.kind]}: each now "
@@ -76,11 +93,15 @@ def prompt_of(package: Package, proof: Proof) -> str:
             "",
             "Write what is missing, so that it does what its signature, its docstring, its callers "
             "and the tests say. Change no test. Some calls that no test shows are checked too.",
-            f"Tests that fail now are in {', '.join(files)} "
-            f"({len(proof.fail_to_pass)} of those that are checked).",
+            failing,
             f"[{package.tree}/{feature.name}]",
         ]
     )
+
+
+def _digest(name: str) -> str:
+    """Return what tells prompts of repairs apart without telling where the bug is."""
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def _case(case: HiddenCase) -> Row:
