@@ -204,6 +204,9 @@ class Task:
         """Whether a finished rollout is stored and measured, but compared with no other."""
         return False
 
+    async def check_sandbox(self, sandbox: Sandbox) -> None:
+        """Raise UnusableTask where this task cannot be played in a sandbox; may run commands."""
+
     def remarks(self) -> Sequence[str]:
         """Return lines that `composer-mesh check` adds, after a dry episode."""
         return ()

@@ -36,6 +36,7 @@ async def check_tasks(
     """
     started = time.monotonic()
     task = CodeTask.create(TaskSettings(path=path, heldout_every=2, max_turns=100))
+    await task.check_sandbox(sandbox)
     task.sandbox = sandbox
     rows = {task.identity(row): (split, row) for split in SPLITS for row in task.rows(split) or ()}
     names = list(rows) if sample is None else spread(list(rows), sample)

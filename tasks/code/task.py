@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.code.hints import HINTS
+from composer_mesh.tasks.code.judge.copies import copies_in_boxes, modules_of
 from composer_mesh.tasks.code.judge.judge import CodeJudge
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask, with_hidden_tests
 from composer_mesh.tasks.code.judge.verdict import Verdict
@@ -28,6 +29,10 @@ from composer_mesh.tasks.reward import RewardFunction, Transcript
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
+
+TAKE_OUT = (
+    "take that package out of environment.sandbox.options, or leave the tasks of its package out"
+)
 
 
 class CodeTask(Task):
@@ -126,6 +131,24 @@ class CodeTask(Task):
                 "options.without_values = 'refuse' leaves them out"
             )
         return told
+
+    async def check_sandbox(self, sandbox: Sandbox) -> None:
+        """Raise UnusableTask where boxes have a module of a task, or a copy of what it deleted."""
+        tasks = self._file.tasks
+        modules = {name: modules_of(task) for name, task in tasks.items()}
+        deleted = {name: self._file.deleted(name) for name in tasks}
+        bodies = [one for those in deleted.values() for one in those]
+        found = await copies_in_boxes(sandbox, set[str]().union(*modules.values()), bodies)
+        for name in tasks:
+            for module in sorted(modules[name] & found.modules.keys()):
+                raise UnusableTask(
+                    f"boxes import {module} from {found.modules[module]}, and not the tree of "
+                    f"coding task {name!r}: {TAKE_OUT}"
+                )
+            for place in filter(None, map(found.place_of, deleted[name])):
+                raise UnusableTask(
+                    f"boxes have in {place} what coding task {name!r} deleted: {TAKE_OUT}"
+                )
 
     @property
     def boxes(self) -> Sandbox:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from composer_mesh.tasks.code.deletions import Deletion
+from composer_mesh.tasks.code.judge.copies import deleted_texts
 from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask, file_of
 from composer_mesh.tasks.code.shared_trees import DeletedFiles
 from composer_mesh.tasks.errors import UnusableTask
@@ -115,6 +116,13 @@ class TaskFile:
         if isinstance(files, DeletedFiles):
             return files.solution
         return self._solutions[name]
+
+    def deleted(self, name: str) -> list[str]:
+        """Return the texts that a task lacks and its solution has."""
+        task = self.tasks[name]
+        if isinstance(task.files, DeletedFiles):
+            return task.files.deleted
+        return deleted_texts(task, self._solutions[name])
 
     def _add(self, number: int, row: TaskRow) -> None:
         if row.name in self.tasks:

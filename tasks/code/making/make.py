@@ -9,8 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.tasks.code.judge.copies import copies_in_boxes
 from composer_mesh.tasks.code.making.features import Features, chosen
-from composer_mesh.tasks.code.making.functions import Copies, Function, functions_in
+from composer_mesh.tasks.code.making.functions import (
+    FEWEST_LINES,
+    Copies,
+    Function,
+    functions_in,
+)
 from composer_mesh.tasks.code.making.hidden_cases import calls_of, cases_of
 from composer_mesh.tasks.code.making.package import Package
 from composer_mesh.tasks.code.making.proof import Proof, proofs_of
@@ -67,7 +73,11 @@ async def made_of(
     functions, makers = _functions(package)
     survey = await survey_of(sandbox, package, functions, makers, limits)
     copies = Copies(package.files)
-    usable = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
+    single = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
+    in_boxes = await copies_in_boxes(
+        sandbox, (), [one.body for one in single.values()], FEWEST_LINES, everywhere=True
+    )
+    usable = {n: one for n, one in single.items() if in_boxes.place_of(one.body) is None}
     features = chosen(Features(usable, survey).all(), limit)
     calls = calls_of(usable, survey.inputs)
     cases, proofs = await asyncio.gather(
