@@ -201,7 +201,7 @@ class Task:
         return reward >= self.success_at
 
     def screened(self, transcript: Transcript) -> bool:
-        """Whether a finished rollout is stored and measured, but compared with no other."""
+        """Whether a finished rollout is stored and measured, and nothing of it is trained."""
         return False
 
     async def check_sandbox(self, sandbox: Sandbox) -> None:
