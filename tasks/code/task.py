@@ -98,11 +98,14 @@ class CodeTask(Task):
         return [*written, call_text("submit", {})]
 
     def expert(self, messages: list[Message]) -> str:
-        """Return the next gold action of the task whose prompt the conversation begins with."""
+        """Return the next gold action of the task whose prompt the conversation begins with.
+
+        No two tasks of a file have the same prompt. Raises ValueError for any other conversation.
+        """
         said = next((one["content"] for one in messages if one["role"] == "user"), None)
         row = self._by_prompt.get(str(said))
         if row is None:
-            raise UnusableTask("the conversation begins with the prompt of no coding task here")
+            raise ValueError("the conversation begins with the prompt of no coding task here")
         actions = self.gold(row)
         turn = sum(one["role"] == "assistant" for one in messages)
         return actions[min(turn, len(actions) - 1)]

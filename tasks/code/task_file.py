@@ -101,6 +101,7 @@ class TaskFile:
         self._known: dict[bytes, bytes] = {}
         self._trees: dict[str, dict[str, bytes]] = {}
         self._solutions: dict[str, Mapping[str, str]] = {}
+        self._prompts: dict[str, str] = {}
         self.tasks: dict[str, JudgedTask] = {}
         self.rows: list[Row] = []
         for number, row in enumerate(rows, 1):
@@ -127,6 +128,11 @@ class TaskFile:
     def _add(self, number: int, row: TaskRow) -> None:
         if row.name in self.tasks:
             raise UnusableTask(f"row {number}: two tasks are called {row.name!r}: rename one")
+        if (other := self._prompts.setdefault(row.prompt, row.name)) != row.name:
+            raise UnusableTask(
+                f"row {number}: tasks {other!r} and {row.name!r} have the same prompt, so nothing "
+                "tells their conversations apart: add the task's name to one"
+            )
         task = JudgedTask(
             name=row.name,
             files=self._tree(number, row),
