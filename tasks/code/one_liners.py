@@ -46,6 +46,7 @@ class OneLiners(CodeTask):
     session_class = CodeWork
 
     def load(self) -> None:
+        self.refuse_unknown_judge()
         if self.settings.path is not None:
             raise UnusableTask(
                 f"data.path is {str(self.settings.path)!r}, but task {self.name!r} makes its own "

@@ -82,7 +82,7 @@ async def test_an_agent_reads_edits_tests_and_submits(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.success, outcome.screened) == (1.0, True, False)
     assert outcome.rewards["tests"] == outcome.rewards["solved"] == 1.0
     assert {name for name in outcome.rewards if name.startswith("flag/")} == {
-        f"flag/{kind}" for kind in KINDS
+        f"flag/{kind}" for kind in KINDS if not kind.startswith("model_")
     }
     assert boxes.trees[1].read("lib/sums.py") == RIGHT
 
