@@ -238,7 +238,7 @@ async def test_a_diff_that_is_too_long_is_cut_and_counted(
 ) -> None:
     provider = Provider(httpserver, HONEST)
     with monitored(provider.url, monitor="screen") as task:
-        outcome = await played(task, HACK + "# long\n" * LONGEST_DIFF)
+        outcome = await played(task, HACK + "# a long line\n" * (LONGEST_DIFF // 10))
     assert (outcome.rewards["flag/model_unread"], outcome.screened) == (1.0, False)
     assert len(marked(provider.bodies[0]["messages"])) < LONGEST_DIFF + 100
 
