@@ -61,6 +61,13 @@ def add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         "--suite-s", type=seconds, default=240.0, metavar="S", help="for a whole suite; 240"
     )
     parser.add_argument(
+        "--generated",
+        type=int,
+        default=4,
+        metavar="N",
+        help="hidden cases of a function on inputs that no test has, 0 to 8; 4",
+    )
+    parser.add_argument(
         "--check",
         type=Path,
         metavar="FILE",

@@ -15,6 +15,7 @@ from composer_mesh.services.make_code_tasks.checking import check_tasks
 from composer_mesh.services.make_code_tasks.making import Results, make_all
 from composer_mesh.services.make_code_tasks.sources import INDEX
 from composer_mesh.services.make_code_tasks.table import table_of
+from composer_mesh.tasks.code.making.hidden_cases import MOST_OF_TARGET
 from composer_mesh.tasks.code.making.survey import MakingLimits
 from composer_mesh.tasks.sandbox import Sandbox
 
@@ -40,6 +41,7 @@ class MakeOptions:
     folders: tuple[str, ...]
     indexes: tuple[str, ...]
     suite_s: float
+    generated: int
     check: Path | None
     sample: int | None
     gradings: int
@@ -67,7 +69,7 @@ def _make(options: MakeOptions, say: Say) -> int:
             sandbox,
             indexes=options.indexes or (INDEX,),
             in_boxes=in_boxes,
-            limits=MakingLimits(suite_s=options.suite_s),
+            limits=MakingLimits(suite_s=options.suite_s, generated=options.generated),
             limit=options.limit,
             at_once=options.jobs or os.cpu_count() or 1,
             say=say,
@@ -113,9 +115,7 @@ def _boxes(options: MakeOptions, say: Say) -> Iterator[Sandbox]:
 
 
 def _refuse_unfit(options: MakeOptions) -> None:
-    for name, value in _numbers(options):
-        if value is not None and value < 1:
-            raise MakeRefused(f"{name} is {value}: give 1 or more")
+    _refuse_unfit_numbers(options)
     if options.check is not None:
         if options.sources or options.output:
             raise MakeRefused("--check grades the tasks of a file: name no SOURCE and no --output")
@@ -131,6 +131,14 @@ def _refuse_unfit(options: MakeOptions) -> None:
     twice = {one for one in options.sources if options.sources.count(one) > 1}
     if twice:
         raise MakeRefused(f"SOURCE {min(twice)} is named twice: name it once")
+
+
+def _refuse_unfit_numbers(options: MakeOptions) -> None:
+    for name, value in _numbers(options):
+        if value is not None and value < 1:
+            raise MakeRefused(f"{name} is {value}: give 1 or more")
+    if not 0 <= options.generated <= MOST_OF_TARGET:
+        raise MakeRefused(f"--generated is {options.generated}: give 0 to {MOST_OF_TARGET}")
 
 
 def _numbers(options: MakeOptions) -> Sequence[tuple[str, int | None]]:
