@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from composer_mesh.configs.schema import Config
@@ -21,12 +23,20 @@ def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
     """Open the configured sandbox for those parts of a task that need one; None if none does.
 
     May take a while, because a sandbox is probed before it is used. Raises UnusableTask where it
-    cannot be imported or made, and whatever it says of a machine on which it does not hold.
+    cannot be imported or made, where a task cannot be played in it, and whatever it says of a
+    machine on which it does not hold.
     """
     parts = [part for part in task.parts if part.needs_sandbox and part.sandbox is None]
     if not parts:
         return None
     sandbox = open_configured(config)
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have a loop
+        try:
+            for part in parts:
+                thread.submit(asyncio.run, part.check_sandbox(sandbox)).result()
+        except BaseException:
+            thread.submit(asyncio.run, sandbox.close()).result()
+            raise
     for part in parts:
         part.sandbox = sandbox
     return sandbox

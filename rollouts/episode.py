@@ -207,4 +207,5 @@ def _trace(sample: Sample, growing: _Growing, outcome: Outcome) -> Trace:
         left_out=list(outcome.left_out),
         turn_rewards=outcome.turn_rewards,
         episode_id=outcome.episode_id,
+        screened=outcome.screened,
     )

@@ -65,8 +65,13 @@ class HintSources:
     written: Mapping[Place, Written] = field(default_factory=dict)
 
     def turns(self, trace: Trace, group: Sequence[Trace]) -> list[int]:
-        """Return the distinct turns of a rollout that may get a hint, in order of its errors."""
+        """Return the distinct turns of a rollout that may get a hint, in order of its errors.
+
+        A screened rollout gets none.
+        """
         found: list[int] = []
+        if trace.screened:
+            return found
         if "error" in self.config.sources or "feedback" in self.config.sources:
             found += [site.turn for site in trace.error_sites]
         if "sibling" in self.config.sources and _is_shown_a_sibling(trace, group):

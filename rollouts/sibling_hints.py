@@ -20,13 +20,14 @@ REST = "The rest is left out. Do the next steps yourself."
 def chosen_sibling(failed: Trace, group: Sequence[Trace]) -> Trace | None:
     """Return the best successful rollout of the same prompt and role other than `failed`.
 
-    None without one. The highest reward wins, then the fewest turns, then the lowest sample number:
-    the order of `group` does not matter.
+    None without one; a screened rollout is shown to no other. The highest reward wins, then the
+    fewest turns, then the lowest sample number: the order of `group` does not matter.
     """
     others = [
         trace
         for trace in group
         if trace.success
+        and not trace.screened
         and trace.turns
         and (trace.group_id, trace.role) == (failed.group_id, failed.role)
         and trace.trace_id != failed.trace_id

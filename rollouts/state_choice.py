@@ -65,7 +65,7 @@ def select_states(
     Samples of a group share a prompt: of states with the same context and action only the best is
     kept. States with the same context but different actions are all kept and have the same seed, so
     that one query answers all of them. `novelty` is not updated: the caller does that for the
-    states it queries.
+    states it queries. No state of a screened rollout is shown to a teacher.
     """
     gate, novelty = gate or GateConfig(), novelty or Novelty()
     salt = rng.getrandbits(64)
@@ -117,7 +117,7 @@ def _actions_at(trace: Trace) -> list[int]:
 
 def _in_order(traces: Iterable[Trace]) -> list[Trace]:
     every = [one for trace in traces for one in trace.trajectories()]
-    return sorted(every, key=lambda trace: trace.trace_id)
+    return sorted((one for one in every if not one.screened), key=lambda one: one.trace_id)
 
 
 def _candidates(trace: Trace) -> Iterator[_Candidate]:

@@ -41,8 +41,8 @@ class Outcome:
     `left_out` have none. `penalty` is what failed calls cost. `answer` is the verified answer that
     no hint may contain; None if the task states none. `turn_rewards` are the parts of `reward` that
     were given for single turns, one for each; empty if there were none. A rollout that is
-    `screened` is compared with no other, and has no advantage. `episode_id` is what a server of the
-    environment calls the episode; empty without one.
+    `screened` is compared with no other, and nothing of it is trained. `episode_id` is what a
+    server of the environment calls the episode; empty without one.
     """
 
     messages: list[Message]

@@ -100,7 +100,8 @@ class Trace:
 
     `turn_rewards` are the parts of `reward` that were given for single turns, and
     `turn_advantages` replace one `advantage` for all of them: one number for each turn, or none.
-    `episode_id` is what a server of the environment calls the episode; empty without one.
+    `episode_id` is what a server of the environment calls the episode; empty without one. One that
+    is `screened` is stored and measured, and nothing of it is trained in any channel.
     """
 
     trace_id: str
@@ -124,6 +125,7 @@ class Trace:
     turn_rewards: list[float] = field(default_factory=list)
     turn_advantages: list[float] = field(default_factory=list)
     episode_id: str = ""
+    screened: bool = False
 
     def __post_init__(self) -> None:
         for name in ("turn_rewards", "turn_advantages"):

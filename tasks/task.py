@@ -203,8 +203,11 @@ class Task:
         return reward >= self.success_at
 
     def screened(self, transcript: Transcript) -> bool:
-        """Whether a finished rollout is stored and measured, but compared with no other."""
+        """Whether a finished rollout is stored and measured, and nothing of it is trained."""
         return False
+
+    async def check_sandbox(self, sandbox: Sandbox) -> None:
+        """Raise UnusableTask where this task cannot be played in a sandbox; may run commands."""
 
     def remarks(self) -> Sequence[str]:
         """Return lines that `composer-mesh check` adds, after a dry episode."""

@@ -45,7 +45,8 @@ class Trajectory:
     `reward` is the trajectory's own. Without `advantage` it is compared with those of the same
     `role` in the other samples of the group. `turn_rewards` are the parts of `reward` that belong
     to single turns, and `turn_advantages` are in place of one `advantage`: one number for each of
-    `turns`, or none.
+    `turns`, or none. One that is `screened`, as `Outcome.screened` says, is stored, and nothing of
+    it is trained.
     """
 
     turns: Sequence[Turn]
@@ -58,6 +59,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Sequence[float] = ()
     turn_advantages: Sequence[float] = ()
+    screened: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Agent(Protocol):
         role: str = "",
         rewards: Mapping[str, float] | None = None,
         session: str | None = None,
+        screened: bool = False,
     ) -> list[Trajectory]:
         """Return every path of the agent's requests, the longest first, with one reward for all.
 
@@ -248,10 +251,12 @@ class Conversation:
         rewards: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] = (),
         turn_advantages: Sequence[float] = (),
+        screened: bool = False,
     ) -> Trajectory:
         """Return the conversation with its reward; without `success` a reward of 1 is one.
 
-        `turn_rewards` are parts of `reward`; a number for each message that the agent wrote.
+        `turn_rewards` are parts of `reward`; a number for each message that the agent wrote. Pass
+        `outcome.screened` on: nothing of a screened conversation is trained.
         """
         won = reward >= 1 if success is None else success
         return Trajectory(
@@ -265,6 +270,7 @@ class Conversation:
             dict(rewards or {}),
             turn_rewards,
             turn_advantages,
+            screened,
         )
 
     async def _context(self) -> list[int]:

@@ -65,11 +65,12 @@ class CapturedAgent:
         role: str = "",
         rewards: Mapping[str, float] | None = None,
         session: str | None = None,
+        screened: bool = False,
     ) -> list[Trajectory]:
         """Return every path of the agent's requests, the longest first, with one reward for all.
 
         With `session`, only those of requests with that header X-Session-ID, of which there may be
-        none.
+        none. With `screened` nothing of them is trained.
         """
         if self._opened is None:
             raise RuntimeError("the agent was not opened: use it in `async with`")
@@ -83,7 +84,15 @@ class CapturedAgent:
         won = reward >= 1 if success is None else success
         captured.sort(key=lambda one: -sum(len(turn.action_ids) for turn in one.turns))
         return [
-            Trajectory(_turns(one), one.messages, reward, won, role, rewards=dict(rewards or {}))
+            Trajectory(
+                _turns(one),
+                one.messages,
+                reward,
+                won,
+                role,
+                rewards=dict(rewards or {}),
+                screened=screened,
+            )
             for one in captured
         ]
 

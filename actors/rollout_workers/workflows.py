@@ -341,7 +341,8 @@ def _trace(sample: Sample, one: Trajectory, number: int, answer: str | None) -> 
         dict(one.rewards),
         answer,
         role=one.role,
-        advantage=one.advantage,
+        advantage=0.0 if one.screened else one.advantage,
         turn_rewards=[float(value) for value in one.turn_rewards],
-        turn_advantages=[float(value) for value in one.turn_advantages],
+        turn_advantages=[] if one.screened else [float(value) for value in one.turn_advantages],
+        screened=one.screened,
     )

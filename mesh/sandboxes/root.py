@@ -32,8 +32,10 @@ LEFT_OUT = (
     *("*.opt-1.pyc", "*.opt-2.pyc", "*.pyo", "site-packages", "dist-packages", "ensurepip", "test"),
     *("tests", "idlelib", "turtledemo", "config-*", "_test*.so", "xxlimited*"),
     *(".mypy_cache", ".pytest_cache", ".ruff_cache", ".git", ".hg", ".svn", "*.orig", "*.rej"),
+    *("*.whl", "*.egg"),
 )
 BYTECODE = ("__pycache__", "*.pyc")
+NOT_COPIED = (".pyc", ".whl", ".egg")
 OWN_FILES = ("records.py", "runner.py")
 OWN_PLACE = "usr/lib/composer-mesh/composer_mesh/mesh/sandboxes"
 PACKAGES = "packages"
@@ -143,11 +145,11 @@ def _required(name: str) -> Iterator[str]:
 
 
 def _distribution(place: Path, name: str) -> None:
-    """Copy the modules of an installed distribution, without bytecode."""
+    """Copy the files of an installed distribution, without bytecode and without wheels."""
     found = importlib.metadata.distribution(name)
     for file in found.files or []:
         parts = file.parts
-        if ".." in parts or file.suffix == ".pyc":
+        if ".." in parts or file.suffix in NOT_COPIED:
             continue
         source = Path(str(found.locate_file(file)))
         if source.is_file():

@@ -61,10 +61,25 @@ def add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         "--suite-s", type=seconds, default=240.0, metavar="S", help="for a whole suite; 240"
     )
     parser.add_argument(
+        "--generated",
+        type=int,
+        default=4,
+        metavar="N",
+        help="hidden cases of a function on inputs that no test has, 0 to 8; 4",
+    )
+    parser.add_argument(
+        "--bugs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="repair tasks too: bugs that are tried in each function; 0",
+    )
+    parser.add_argument(
         "--check",
         type=Path,
         metavar="FILE",
-        help="make nothing: let the judge grade the original and the empty tree of each task",
+        help="make nothing: let the judge grade the original and the empty tree of each task, and "
+        "with --output write those that are graded rightly",
     )
     parser.add_argument(
         "--sample", type=int, metavar="N", help="tasks that --check grades; all by default"

@@ -36,6 +36,8 @@ def make_code_tasks(arguments: argparse.Namespace) -> int:
         folders=tuple(arguments.folders),
         indexes=tuple(arguments.index_url),
         suite_s=arguments.suite_s,
+        generated=arguments.generated,
+        bugs=arguments.bugs,
         check=arguments.check,
         sample=arguments.sample,
         gradings=arguments.gradings,

@@ -132,6 +132,7 @@ class InProcessEvaluation(ABC):
             advantage=0.0 if outcome.screened else None,
             penalty=outcome.penalty,
             left_out=list(outcome.left_out),
+            screened=outcome.screened,
         )
 
     async def _episode(self, index: int) -> Episode:

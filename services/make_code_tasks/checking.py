@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.rollouts.tasks import Episode, Outcome
@@ -22,6 +24,14 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 EMPTY = (call_text("submit", {}),)
 
 
+@dataclass(frozen=True)
+class RightTasks:
+    """Names of the tasks that were graded rightly each time, and whether these are all."""
+
+    tasks: frozenset[str]
+    all: bool
+
+
 async def check_tasks(
     sandbox: Sandbox,
     path: Path,
@@ -29,32 +39,48 @@ async def check_tasks(
     gradings: int,
     at_once: int,
     say: Callable[[str], None],
-) -> int:
-    """Grade tasks of a file; return 0 where each is graded rightly each time, else 1.
+) -> RightTasks:
+    """Grade tasks of a file, and tell what is graded wrongly.
 
     Waits for boxes; raises SandboxError where one fails.
     """
     started = time.monotonic()
     task = CodeTask.create(TaskSettings(path=path, heldout_every=2, max_turns=100))
+    await task.check_sandbox(sandbox)
     task.sandbox = sandbox
     rows = {task.identity(row): (split, row) for split in SPLITS for row in task.rows(split) or ()}
     names = list(rows) if sample is None else spread(list(rows), sample)
     slots = asyncio.Semaphore(at_once)
 
-    async def one(name: str) -> list[str]:
+    async def one(name: str) -> tuple[str, list[str]]:
         async with slots:
-            return await faults_of(task, *rows[name], gradings)
+            return name, await faults_of(task, *rows[name], gradings)
 
-    wrong = 0
+    wrong, right = 0, set[str]()
     for graded in asyncio.as_completed([one(name) for name in names]):
-        for fault in await graded:
+        name, faults = await graded
+        right |= set() if faults else {name}
+        for fault in faults:
             wrong += 1
             say(fault)
     say(
         f"{len(names)} tasks graded {gradings} times: {wrong} gradings are wrong "
         f"({time.monotonic() - started:.0f} s)"
     )
-    return 1 if wrong else 0
+    return RightTasks(frozenset(right), not wrong)
+
+
+def copy_tasks(source: Path, target: Path, names: Collection[str]) -> int:
+    """Write the tasks of a file that have these names, and the trees that they need; return how
+    many tasks."""
+    lines = source.read_text(encoding="utf-8").splitlines()
+    rows = [(json.loads(line), line) for line in lines if line.strip()]
+    tasks = [(row, line) for row, line in rows if row.get("name") in names]
+    trees = {row.get("tree") for row, _ in tasks}
+    kept = {line for _, line in tasks}
+    kept |= {line for row, line in rows if "name" not in row and row.get("tree") in trees}
+    target.write_text("".join(f"{line}\n" for _, line in rows if line in kept), encoding="utf-8")
+    return len(tasks)
 
 
 async def faults_of(task: CodeTask, split: Split, row: Row, gradings: int) -> list[str]:

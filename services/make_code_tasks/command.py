@@ -11,10 +11,11 @@ from pathlib import Path
 
 from composer_mesh.mesh.sandboxes.probes import open_sandbox
 from composer_mesh.mesh.sandboxes.root import with_dependencies
-from composer_mesh.services.make_code_tasks.checking import check_tasks
+from composer_mesh.services.make_code_tasks.checking import check_tasks, copy_tasks
 from composer_mesh.services.make_code_tasks.making import Results, make_all
 from composer_mesh.services.make_code_tasks.sources import INDEX
 from composer_mesh.services.make_code_tasks.table import table_of
+from composer_mesh.tasks.code.making.hidden_cases import MOST_OF_TARGET
 from composer_mesh.tasks.code.making.survey import MakingLimits
 from composer_mesh.tasks.sandbox import Sandbox
 
@@ -25,6 +26,9 @@ INTERRUPTED = 130
 
 class MakeRefused(Exception):
     """The command cannot be carried out; the message says why."""
+
+
+MOST_BUGS = 100
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class MakeOptions:
     folders: tuple[str, ...]
     indexes: tuple[str, ...]
     suite_s: float
+    generated: int
+    bugs: int
     check: Path | None
     sample: int | None
     gradings: int
@@ -51,10 +57,13 @@ def make_code_tasks_command(options: MakeOptions, say: Say) -> int:
     if options.check is not None:
         with _boxes(options, say) as sandbox:
             jobs = options.jobs or os.cpu_count() or 1
-            checked = check_tasks(
+            checking = check_tasks(
                 sandbox, options.check, options.sample, options.gradings, jobs, say
             )
-            return asyncio.run(checked)
+            right = asyncio.run(checking)
+        if options.output is not None:
+            say(f"wrote {copy_tasks(options.check, options.output, right.tasks):,} tasks")
+        return 0 if right.all else 1
     return _make(options, say)
 
 
@@ -67,7 +76,9 @@ def _make(options: MakeOptions, say: Say) -> int:
             sandbox,
             indexes=options.indexes or (INDEX,),
             in_boxes=in_boxes,
-            limits=MakingLimits(suite_s=options.suite_s),
+            limits=MakingLimits(
+                suite_s=options.suite_s, generated=options.generated, bugs=options.bugs
+            ),
             limit=options.limit,
             at_once=options.jobs or os.cpu_count() or 1,
             say=say,
@@ -113,24 +124,40 @@ def _boxes(options: MakeOptions, say: Say) -> Iterator[Sandbox]:
 
 
 def _refuse_unfit(options: MakeOptions) -> None:
-    for name, value in _numbers(options):
-        if value is not None and value < 1:
-            raise MakeRefused(f"{name} is {value}: give 1 or more")
+    _refuse_unfit_numbers(options)
     if options.check is not None:
-        if options.sources or options.output:
-            raise MakeRefused("--check grades the tasks of a file: name no SOURCE and no --output")
+        if options.sources:
+            raise MakeRefused("--check grades the tasks of a file: name no SOURCE")
         if not options.check.is_file():
             raise MakeRefused(f"--check {options.check} is no file: name one with coding tasks")
+        if options.output is not None and options.output.resolve() == options.check.resolve():
+            raise MakeRefused(f"--check reads {options.check}: name another file for --output")
+        if options.output is not None:
+            _refuse_unfit_output(options.output)
         return
     if not options.sources:
         raise MakeRefused("name a SOURCE, such as toolz or ./toolz-1.0.0.tar.gz")
-    if options.output is None or options.output.suffix != ".jsonl":
-        raise MakeRefused(f"--output is {options.output}: name a file that ends in .jsonl")
-    if not options.output.resolve().parent.is_dir():
-        raise MakeRefused(f"--output {options.output} has no folder: make it, or name another")
+    _refuse_unfit_output(options.output)
     twice = {one for one in options.sources if options.sources.count(one) > 1}
     if twice:
         raise MakeRefused(f"SOURCE {min(twice)} is named twice: name it once")
+
+
+def _refuse_unfit_output(output: Path | None) -> None:
+    if output is None or output.suffix != ".jsonl":
+        raise MakeRefused(f"--output is {output}: name a file that ends in .jsonl")
+    if not output.resolve().parent.is_dir():
+        raise MakeRefused(f"--output {output} has no folder: make it, or name another")
+
+
+def _refuse_unfit_numbers(options: MakeOptions) -> None:
+    for name, value in _numbers(options):
+        if value is not None and value < 1:
+            raise MakeRefused(f"{name} is {value}: give 1 or more")
+    if not 0 <= options.bugs <= MOST_BUGS:
+        raise MakeRefused(f"--bugs is {options.bugs}: give 0 to {MOST_BUGS}")
+    if not 0 <= options.generated <= MOST_OF_TARGET:
+        raise MakeRefused(f"--generated is {options.generated}: give 0 to {MOST_OF_TARGET}")
 
 
 def _numbers(options: MakeOptions) -> Sequence[tuple[str, int | None]]:

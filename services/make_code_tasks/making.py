@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from composer_mesh.services.make_code_tasks.sources import SourceUnavailable, opened
@@ -104,4 +104,5 @@ async def make_all(
 
 def _package(source: str, indexes: Sequence[str], in_boxes: Sequence[str]) -> Package:
     found = opened(source, indexes)
-    return package_of(found.name, found.version, found.sha256, found.files, in_boxes)
+    package = package_of(found.name, found.version, found.sha256, found.files, in_boxes)
+    return replace(package, fewest_lines=found.fewest_lines)

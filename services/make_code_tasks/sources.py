@@ -18,6 +18,8 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.services.make_code_tasks.problems import PROBLEM_FILES, package_of_problems
+from composer_mesh.tasks.code.making.functions import FEWEST_LINES
 from composer_mesh.tasks.code.making.package import PackageRefused
 
 LARGEST_ARCHIVE = 64_000_000
@@ -33,24 +35,43 @@ class SourceUnavailable(Exception):
 
 @dataclass(frozen=True)
 class SourceDistribution:
-    """The files of a source distribution by path, and the checksum of its archive."""
+    """The files of a source distribution by path, and the checksum of its archive.
+
+    Functions with fewer lines than `fewest_lines` are not deleted.
+    """
 
     name: str
     version: str
     sha256: str
     files: dict[str, bytes]
+    fewest_lines: int = FEWEST_LINES
 
 
 def opened(source: str, indexes: Sequence[str]) -> SourceDistribution:
-    """Return a source distribution: an archive, a folder, or NAME[==VERSION] of an index."""
+    """Return a source distribution: an archive, a folder, or NAME[==VERSION] of an index.
+
+    A file of problems like HumanEval is a package with a module for each of them.
+    """
     path = Path(source)
     if path.is_dir():
         return _folder(path)
+    if path.is_file() and path.name.endswith(PROBLEM_FILES):
+        return _problems(path)
     if path.is_file():
         return unpacked(path.name, path.read_bytes())
     if os.sep in source or ARCHIVE.fullmatch(source):
         raise SourceUnavailable(f"{source} is no file and no folder: name one, or a package")
     return _fetched(source, indexes)
+
+
+def _problems(path: Path) -> SourceDistribution:
+    content = path.read_bytes()
+    name = path.name.partition(".")[0]
+    try:
+        files = package_of_problems(name, content)
+    except (ValueError, OSError, EOFError) as error:
+        raise SourceUnavailable(f"{path} cannot be read: {error}") from error
+    return SourceDistribution(name, "1", hashlib.sha256(content).hexdigest(), files, 1)
 
 
 def _fetched(requirement: str, indexes: Sequence[str]) -> SourceDistribution:

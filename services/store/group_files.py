@@ -78,6 +78,7 @@ class _Head:
     turn_rewards: list[float] = field(default_factory=list)
     turn_advantages: list[float] = field(default_factory=list)
     episode_id: str = ""
+    screened: bool = False
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -232,6 +233,7 @@ def _head(trace: Trace, further: bool) -> _Head:
         trace.turn_rewards,
         trace.turn_advantages,
         trace.episode_id,
+        trace.screened,
     )
 
 
@@ -271,6 +273,7 @@ def _trace(
         turn_rewards=head.turn_rewards,
         turn_advantages=head.turn_advantages,
         episode_id=head.episode_id,
+        screened=head.screened,
     )
 
 

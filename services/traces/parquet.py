@@ -40,6 +40,7 @@ TRACES = pa.schema(
         *(("reward", _REAL), ("late_reward", _REAL), ("success", pa.bool_())),
         *(("messages", _TEXT), ("turns", pa.list_(_TURN)), ("error_sites", pa.list_(_SITE))),
         *(("rewards", _TEXT), ("answer", _TEXT), ("role", _TEXT), ("advantage", _REAL)),
+        ("screened", pa.bool_()),
         *(("turn_rewards", pa.list_(_REAL)), ("turn_advantages", pa.list_(_REAL))),
     ]
 )
@@ -126,6 +127,7 @@ def _row(one: Listed, trace: Trace) -> dict[str, Any]:
         "answer": trace.answer,
         "role": trace.role,
         "advantage": trace.advantage,
+        "screened": trace.screened,
         "turn_rewards": trace.turn_rewards,
         "turn_advantages": trace.turn_advantages,
     }

@@ -28,6 +28,7 @@ from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.mistakes import calls_and_results
 from composer_mesh.tasks.plans import question_of
 from composer_mesh.tasks.rows import Row
+from composer_mesh.tasks.sandbox import Sandbox
 
 MODULE, TESTS = "f.py", "test_f.py"
 ASKED = f"Write f(a, b, c) in {MODULE}: "
@@ -45,11 +46,15 @@ class OneLiners(CodeTask):
     session_class = CodeWork
 
     def load(self) -> None:
+        self.refuse_unknown_judge()
         if self.settings.path is not None:
             raise UnusableTask(
                 f"data.path is {str(self.settings.path)!r}, but task {self.name!r} makes its own "
                 'rows: remove it, or use task "code"'
             )
+
+    async def check_sandbox(self, sandbox: Sandbox) -> None:
+        """Its module is made up for each row, and no box has it."""
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         return None

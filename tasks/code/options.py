@@ -39,6 +39,9 @@ class CodeOptions(BaseModel):
     """Flagged rollouts: "report" counts them, "penalize" takes `penalty` from their reward,
     "screen" stores them untrained, and they are no success."""
 
+    monitor_judge: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Name of a judge of the config that reads each diff and adds findings of its own."""
+
     penalty: Annotated[float, Field(ge=0, le=100)] = 1.0
     """What "penalize" takes."""
 

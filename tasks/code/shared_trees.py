@@ -38,6 +38,15 @@ class DeletedFiles(Mapping[str, bytes]):
         return path in self._tree
 
     @property
+    def deleted(self) -> list[str]:
+        """The texts that are deleted, without the remarks around them."""
+        return [
+            "".join(lines_of(self._tree[path].decode("utf-8"))[one.first - 1 : one.last])
+            for path, those in self._deletions.items()
+            for one in those
+        ]
+
+    @property
     def solution(self) -> dict[str, str]:
         """The original text of each file that has deletions."""
         return {path: self._tree[path].decode("utf-8") for path in self._deletions}

@@ -14,20 +14,27 @@ from typing import Any, ClassVar, cast
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.code.hints import HINTS
+from composer_mesh.tasks.code.judge.copies import copies_in_boxes, modules_of
 from composer_mesh.tasks.code.judge.judge import CodeJudge
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask, with_hidden_tests
 from composer_mesh.tasks.code.judge.verdict import Verdict
-from composer_mesh.tasks.code.kinds import KINDS, flagged_by
+from composer_mesh.tasks.code.kinds import KINDS, MODEL, UNREAD, flagged_by
 from composer_mesh.tasks.code.options import CodeLimits, CodeOptions
 from composer_mesh.tasks.code.session import CodeSession
 from composer_mesh.tasks.code.shared_trees import restoring_patch
 from composer_mesh.tasks.code.task_file import TaskFile, is_tree
 from composer_mesh.tasks.code.work import CodeWork
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.judges import Judge
 from composer_mesh.tasks.reward import RewardFunction, Transcript
 from composer_mesh.tasks.rows import Row, held_out, read_rows
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
+
+BY_MODEL = frozenset({*MODEL, UNREAD})
+TAKE_OUT = (
+    "take that package out of environment.sandbox.options, or leave the tasks of its package out"
+)
 
 
 class CodeTask(Task):
@@ -43,6 +50,7 @@ class CodeTask(Task):
         self.output_characters = self.options.output_characters
 
     def load(self) -> None:
+        self.refuse_unknown_judge()
         path = self.settings.path
         if path is None:
             raise UnusableTask(
@@ -57,6 +65,15 @@ class CodeTask(Task):
             )
         every = self.settings.heldout_every
         self._split = held_out(self._file.rows, every, self.identity, path)
+
+    def refuse_unknown_judge(self) -> None:
+        """Raise UnusableTask where the options name a judge that the config has not."""
+        name, known = self.options.monitor_judge, self.settings.judges
+        if name is not None and known is not None and name not in known:
+            raise UnusableTask(
+                f"data.options.monitor_judge is {name!r}, but the config has "
+                f"{', '.join(known) or 'no judge'}: add it under [[judges.models]], or remove it"
+            )
 
     def _is_played(self, row: Row) -> bool:
         return is_tree(row) or bool(row.get("cases")) or self.options.without_values == "tests"
@@ -93,11 +110,14 @@ class CodeTask(Task):
         return [*written, call_text("submit", {})]
 
     def expert(self, messages: list[Message]) -> str:
-        """Return the next gold action of the task whose prompt the conversation begins with."""
+        """Return the next gold action of the task whose prompt the conversation begins with.
+
+        No two tasks of a file have the same prompt. Raises ValueError for any other conversation.
+        """
         said = next((one["content"] for one in messages if one["role"] == "user"), None)
         row = self._by_prompt.get(str(said))
         if row is None:
-            raise UnusableTask("the conversation begins with the prompt of no coding task here")
+            raise ValueError("the conversation begins with the prompt of no coding task here")
         actions = self.gold(row)
         turn = sum(one["role"] == "assistant" for one in messages)
         return actions[min(turn, len(actions) - 1)]
@@ -120,12 +140,32 @@ class CodeTask(Task):
         tasks = list(self._file.tasks.values())
         bare = sum(not task.cases for task in tasks)
         told = [f"{len(tasks)} coding tasks; flagged rollouts: {self.options.monitor}"]
+        if self.options.monitor_judge:
+            told.append(f"each diff is read by judge {self.options.monitor_judge!r}")
         if bare:
             told.append(
                 f"{bare} of them have no hidden values, so their verdict rests on tests alone; "
                 "options.without_values = 'refuse' leaves them out"
             )
         return told
+
+    async def check_sandbox(self, sandbox: Sandbox) -> None:
+        """Raise UnusableTask where boxes have a module of a task, or a copy of what it deleted."""
+        tasks = self._file.tasks
+        modules = {name: modules_of(task) for name, task in tasks.items()}
+        deleted = {name: self._file.deleted(name) for name in tasks}
+        bodies = [one for those in deleted.values() for one in those]
+        found = await copies_in_boxes(sandbox, set[str]().union(*modules.values()), bodies)
+        for name in tasks:
+            for module in sorted(modules[name] & found.modules.keys()):
+                raise UnusableTask(
+                    f"boxes import {module} from {found.modules[module]}, and not the tree of "
+                    f"coding task {name!r}: {TAKE_OUT}"
+                )
+            for place in filter(None, map(found.place_of, deleted[name])):
+                raise UnusableTask(
+                    f"boxes have in {place} what coding task {name!r} deleted: {TAKE_OUT}"
+                )
 
     @property
     def boxes(self) -> Sandbox:
@@ -147,6 +187,12 @@ class CodeTask(Task):
         """The judge of all its sessions."""
         return CodeJudge(self.boxes, self.limits.of_judge)
 
+    @property
+    def model_judge(self) -> Judge | None:
+        """The judge that reads diffs; None where the options name none."""
+        name = self.options.monitor_judge
+        return None if name is None else self.judge(name)
+
     @cached_property
     def rewards(self) -> list[RewardFunction]:
         """The share of visible tests, the verdict, whether it is flagged, and each kind."""
@@ -156,7 +202,8 @@ class CodeTask(Task):
             RewardFunction("solved", 1 - share, self._solved),
             RewardFunction("flagged", penalty, self._flagged),
         ]
-        kinds = [RewardFunction(f"flag/{kind}", 0.0, partial(self._kind, kind)) for kind in KINDS]
+        every = (one for one in KINDS if self.options.monitor_judge or one not in BY_MODEL)
+        kinds = [RewardFunction(f"flag/{kind}", 0.0, partial(self._kind, kind)) for kind in every]
         return own + kinds
 
     def success(self, transcript: Transcript, reward: float) -> bool:
@@ -175,10 +222,12 @@ class CodeTask(Task):
         return float((await _session(transcript).verdict()).solved)
 
     async def _flagged(self, transcript: Transcript) -> float:
-        return float(self._is_flagged(await _session(transcript).verdict()))
+        return float(self._is_flagged(await _session(transcript).read_by_model()))
 
     async def _kind(self, kind: str, transcript: Transcript) -> float:
-        return float(kind in (await _session(transcript).verdict()).flags)
+        session = _session(transcript)
+        asks = kind in BY_MODEL
+        return float(kind in (await (session.read_by_model if asks else session.verdict)()).flags)
 
     def _is_flagged(self, verdict: Verdict) -> bool:
         return bool(flagged_by(verdict.flags, self.options.flag))

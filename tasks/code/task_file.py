@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from composer_mesh.tasks.code.deletions import Deletion
+from composer_mesh.tasks.code.judge.copies import deleted_texts
 from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask, file_of
 from composer_mesh.tasks.code.shared_trees import DeletedFiles
 from composer_mesh.tasks.errors import UnusableTask
@@ -100,6 +101,7 @@ class TaskFile:
         self._known: dict[bytes, bytes] = {}
         self._trees: dict[str, dict[str, bytes]] = {}
         self._solutions: dict[str, Mapping[str, str]] = {}
+        self._prompts: dict[str, str] = {}
         self.tasks: dict[str, JudgedTask] = {}
         self.rows: list[Row] = []
         for number, row in enumerate(rows, 1):
@@ -116,9 +118,21 @@ class TaskFile:
             return files.solution
         return self._solutions[name]
 
+    def deleted(self, name: str) -> list[str]:
+        """Return the texts that a task lacks and its solution has."""
+        task = self.tasks[name]
+        if isinstance(task.files, DeletedFiles):
+            return task.files.deleted
+        return deleted_texts(task, self._solutions[name])
+
     def _add(self, number: int, row: TaskRow) -> None:
         if row.name in self.tasks:
             raise UnusableTask(f"row {number}: two tasks are called {row.name!r}: rename one")
+        if (other := self._prompts.setdefault(row.prompt, row.name)) != row.name:
+            raise UnusableTask(
+                f"row {number}: tasks {other!r} and {row.name!r} have the same prompt, so nothing "
+                "tells their conversations apart: add the task's name to one"
+            )
         task = JudgedTask(
             name=row.name,
             files=self._tree(number, row),

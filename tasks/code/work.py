@@ -6,6 +6,7 @@ The tree is data. A box exists only while a command runs in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from composer_mesh.tasks.calls import waiting_for_others
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask, file_of
 from composer_mesh.tasks.code.judge.tests_box import TestResults, run_tests
 from composer_mesh.tasks.code.judge.verdict import Verdict
+from composer_mesh.tasks.code.model_monitor import model_findings
 from composer_mesh.tasks.code.texts import cut, decoded, syntax_error
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.sandbox import FileTree, SandboxSession
@@ -37,6 +39,7 @@ class CodeWork(Session):
     work: SandboxSession
     test_runs = 0
     _verdict: Verdict | None = None
+    _read = False
 
     def start(self) -> None:
         self.judged = self.task.judged(self.row)
@@ -63,6 +66,19 @@ class CodeWork(Session):
             with waiting_for_others():
                 self._verdict = await self.task.judge_of_code.judge(self.judged, self.edits)
         return self._verdict
+
+    async def read_by_model(self) -> Verdict:
+        """Return the verdict with what the model that the options name finds, asked once.
+
+        Waits for the judge. Raises JudgeFailed and JudgesSpent, which are no finding.
+        """
+        verdict = await self.verdict()
+        judge = self.task.model_judge
+        if judge is not None and not self._read:
+            found = await model_findings(judge, self.judged, self.edits)
+            self._read = True
+            self._verdict = verdict = replace(verdict, flags={**verdict.flags, **found})
+        return verdict
 
     @tool
     def write_file(self, path: Path, content: Text) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from real_boxes import why_no_boxes
@@ -13,9 +15,13 @@ from small_packages import FILES
 from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
 from composer_mesh.services.make_code_tasks.checking import check_tasks
 from composer_mesh.services.make_code_tasks.making import Results
+from composer_mesh.tasks.code.judge.judge import CodeJudge
+from composer_mesh.tasks.code.judge.judged_task import HiddenCase
 from composer_mesh.tasks.code.making.make import made_of
 from composer_mesh.tasks.code.making.package import PackageRefused, package_of
 from composer_mesh.tasks.code.making.survey import MakingLimits
+from composer_mesh.tasks.code.task_file import TaskFile
+from composer_mesh.tasks.code.values import decode
 
 LIMITS = MakingLimits(suite_s=60)
 
@@ -44,9 +50,9 @@ async def test_tasks_of_a_package_are_proved_and_graded_rightly(
     total = tasks["small.sums:total"]
     assert not any("test_wrong_by_itself" in one for one in total["fail_to_pass"])
     assert {"returned": 5} in [one["expected"] for one in total["cases"]]
-    (upwards,) = tasks["small.sums:upwards"]["cases"]
+    (upwards, *_) = tasks["small.sums:upwards"]["cases"]
     assert upwards["expected"] == {"returned": {"iterator": [0, 1, 2]}}
-    (after, _) = tasks["small.sums:Counter.after"]["cases"]
+    (after, *_) = tasks["small.sums:Counter.after"]["cases"]
     assert after["arguments"] == [{"object": ["small.sums:Counter", [3], {}]}, 2]
     assert after["expected"] == {"returned": 6}
     results, file = Results(["small"], {"small": made}), tmp_path / "tasks.jsonl"
@@ -55,6 +61,44 @@ async def test_tasks_of_a_package_are_proved_and_graded_rightly(
     told: list[str] = []
     assert await check_tasks(boxes, file, 2, 1, 2, told.append) == 0, told
     assert told[-1].startswith("2 tasks graded 1 times: 0 gradings are wrong")
+
+
+async def test_a_table_of_what_the_tests_show_is_not_right(
+    boxes: Bubblewrap, tmp_path: Path
+) -> None:
+    made = await made_of(boxes, package_of("small", "1.2", "", FILES), LIMITS)
+    file = tmp_path / "tasks.jsonl"
+    Results(["small"], {"small": made}).write(file, [])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    (row,) = [one for one in rows if one.get("name", "").endswith("small.sums:total")]
+    task = TaskFile(rows).tasks[row["name"]]
+    table = {}
+    bare = await made_of(boxes, package_of("small", "1.2", "", FILES), replace(LIMITS, generated=0))
+    (recorded,) = [one for one in bare.tasks if one["name"] == row["name"]]
+    for case in recorded["cases"]:
+        arguments = [decode(one) for one in case["arguments"]]
+        table[repr(arguments)] = decode(case["expected"]["returned"])
+    assert len(row["cases"]) > len(table)
+    before = task.files["small/sums.py"].decode()
+    body = f"    known = {table!r}\n    return known[repr([values, start])]\n"
+    path = {"small/sums.py": before.replace("    raise NotImplementedError\n", body, 1).encode()}
+    judge = CodeJudge(boxes)
+    without = replace(task, cases=tuple(map(_case, recorded["cases"])))
+    assert (await judge.judge(without, path)).solved
+    verdict = await judge.judge(task, path)
+    assert (verdict.solved, verdict.tests) == (False, 1.0)
+    assert verdict.agreeing < len(task.cases)
+
+
+def _case(row: dict[str, Any]) -> HiddenCase:
+    after = row.get("arguments_after")
+    return HiddenCase(
+        row["target"],
+        tuple(row["arguments"]),
+        row["keywords"],
+        row["expected"],
+        None if after is None else tuple(after),
+    )
 
 
 async def test_a_package_whose_tests_do_not_pass_is_refused(boxes: Bubblewrap) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import random
@@ -15,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from code_attacks import RUNTIME, TASK, TREES
+from attacked_task import write_tasks
+from code_attacks import RUNTIME, TREES
 from real_boxes import why_no_boxes
 from sandbox_attempts import ATTEMPTS
 
@@ -49,27 +49,7 @@ class Tried:
 def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CodeTask]:
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    row = {
-        **{name: getattr(TASK, name) for name in ("name", "sources", "targets")},
-        "prompt": "Restore scaled.",
-        "fail_to_pass": TASK.fail_to_pass,
-        "pass_to_pass": TASK.pass_to_pass,
-        "visible": TASK.visible,
-        "files": {path: text.decode() for path, text in TASK.files.items()},
-        "hidden_files": {path: text.decode() for path, text in TASK.hidden_files.items()},
-        "cases": [
-            {
-                "target": one.target,
-                "arguments": list(one.arguments),
-                "keywords": dict(one.keywords),
-                "expected": dict(one.expected),
-            }
-            for one in TASK.cases
-        ],
-    }
-    file = tmp_path_factory.mktemp("attacked") / "tasks.jsonl"
-    rows = [{**row, "split": "train"}, {**row, "name": "other", "split": "heldout"}]
-    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    file = write_tasks(tmp_path_factory.mktemp("attacked") / "tasks.jsonl")
     made = CodeTask.create(TaskSettings(path=file, max_turns=200), tests_s=10.0, values_s=10.0)
     made.sandbox = Bubblewrap(boxes=BOXES, bytecode=True)
     yield made

@@ -61,8 +61,8 @@ class SourceFile:
     constructors: Sequence[int]
 
 
-def functions_in(path: str, module: str, content: bytes) -> SourceFile:
-    """Return the functions of a module that have a body worth deleting."""
+def functions_in(path: str, module: str, content: bytes, fewest: int = FEWEST_LINES) -> SourceFile:
+    """Return the functions of a module that have a body of at least so many lines of code."""
     try:
         text = content.decode("utf-8")
         tree = ast.parse(text)
@@ -73,7 +73,7 @@ def functions_in(path: str, module: str, content: bytes) -> SourceFile:
     for node, owner in _definitions(tree):
         if node.name == "__init__" and owner:
             makers.append(_line(node))
-        if (one := _function(path, module, node, owner, lines)) is not None:
+        if (one := _function(path, module, node, owner, lines, fewest)) is not None:
             found.append(one)
     return SourceFile(found, makers)
 
@@ -89,7 +89,7 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[Definition, str]]:
 
 
 def _function(
-    path: str, module: str, node: Definition, owner: str, lines: list[str]
+    path: str, module: str, node: Definition, owner: str, lines: list[str], fewest: int
 ) -> Function | None:
     body = body_of(node)
     if not body or _decorators(node) & NEVER:
@@ -102,7 +102,7 @@ def _function(
     while start - 1 > (above or 0) and _is_remark(lines[start - 2]):
         start -= 1
     taken = [one for one in lines[start - 1 : end] if not _is_remark(one)]
-    if len(taken) < FEWEST_LINES or _raises_nothing_else(body):
+    if len(taken) < fewest or _raises_nothing_else(body):
         return None
     return Function(
         path=path,

@@ -1,4 +1,4 @@
-"""Hidden cases: recorded inputs, and what the original functions do with them in fresh boxes.
+"""Hidden cases: recorded inputs and others made of them, and what the original functions return.
 
 Inputs are called twice, in opposite orders, by the program that the judge uses. A function is left
 out if its answers to any input do not agree by the judge's own comparison: it draws numbers, or
@@ -8,6 +8,8 @@ depends on what was called before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from composer_mesh.tasks.code.judge.edits import without_tests
@@ -15,6 +17,7 @@ from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
 from composer_mesh.tasks.code.judge.tests_box import run_program
 from composer_mesh.tasks.code.judge.values_box import agrees
 from composer_mesh.tasks.code.making.functions import Function
+from composer_mesh.tasks.code.making.generated_inputs import generated_calls
 from composer_mesh.tasks.code.making.package import Package
 from composer_mesh.tasks.code.making.survey import MakingLimits
 from composer_mesh.tasks.sandbox import FileTree, Sandbox
@@ -23,6 +26,9 @@ MOST_LOST = 12
 """Calls that may end or hang their box before the rest of a package's inputs is given up."""
 
 CALLS_S = 30.0
+TRIED = 3
+"""Generated inputs that are tried for each that is wanted."""
+
 MOST_OF_TARGET = 8
 NOTHING = {"returned": None}
 Call = dict[str, Any]
@@ -42,18 +48,62 @@ def calls_of(functions: Mapping[int, Function], inputs: Mapping[int, Sequence[An
 async def cases_of(
     sandbox: Sandbox, package: Package, calls: Sequence[Call], limits: MakingLimits
 ) -> dict[str, list[HiddenCase]]:
-    """Return the cases of each target whose outcomes agree. Waits for boxes, one at a time."""
-    places = list(range(len(calls)))
-    first = await _answers(sandbox, package, calls, places, limits)
+    """Return the cases of each target whose outcomes agree. Waits for boxes, one at a time.
+
+    Besides the recorded calls these have `limits.generated` others that the original returns from.
+    """
+    recorded = await _compared(sandbox, package, calls, limits)
+    steady = recorded.steady()
+    told = [call for call in calls if call["target"] in steady]
+    others = generated_calls(told, TRIED * limits.generated)
+    made = await _compared(sandbox, package, others, limits)
+    found = {
+        target: with_generated(cases, made.cases.get(target, []), limits.generated)
+        for target, cases in steady.items()
+        if target not in made.unsteady
+    }
+    return {target: cases for target, cases in found.items() if _tell(cases)}
+
+
+async def _compared(
+    sandbox: Sandbox, package: Package, calls: Sequence[Call], limits: MakingLimits
+) -> Compared:
+    """Return the cases of two runs in opposite orders. Waits for boxes."""
+    first = await _answers(sandbox, package, calls, list(range(len(calls))), limits)
     second = await _answers(sandbox, package, calls, sorted(first, reverse=True), limits)
-    found = steady_cases(calls, first, second)
-    return {target: cases[:MOST_OF_TARGET] for target, cases in found.items() if _tell(cases)}
+    return compared(calls, first, second)
 
 
-def steady_cases(
-    calls: Sequence[Call], first: Answers, second: Answers
-) -> dict[str, list[HiddenCase]]:
-    """Return the cases by target; a function that differs on any input has none at all."""
+def with_generated(
+    recorded: Sequence[HiddenCase], made: Sequence[HiddenCase], most: int
+) -> list[HiddenCase]:
+    """Return recorded cases with at most `most` generated ones between them.
+
+    What the original raises for a generated input is an accident more often than a promise, so only
+    what returns is kept; values that no recorded case has come first.
+    """
+    known = [one.expected for one in recorded]
+    kept = sorted(
+        (one for one in made if "returned" in one.expected), key=lambda one: one.expected in known
+    )
+    pairs = zip_longest(recorded, kept[:most])
+    return [one for pair in pairs for one in pair if one is not None][:MOST_OF_TARGET]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Cases by target, and the targets of which any outcome differs between two runs."""
+
+    cases: Mapping[str, list[HiddenCase]]
+    unsteady: frozenset[str]
+
+    def steady(self) -> dict[str, list[HiddenCase]]:
+        """Return the cases of the other targets."""
+        return {name: cases for name, cases in self.cases.items() if name not in self.unsteady}
+
+
+def compared(calls: Sequence[Call], first: Answers, second: Answers) -> Compared:
+    """Return the cases of calls that two runs answered; a target that differs is unsteady."""
     found: dict[str, list[HiddenCase]] = {}
     unsteady: set[str] = set()
     for place in sorted(first.keys() & second.keys()):
@@ -63,7 +113,7 @@ def steady_cases(
         found.setdefault(case.target, []).append(case)
         if not agrees(case, second[place]):
             unsteady.add(case.target)
-    return {target: cases for target, cases in found.items() if target not in unsteady}
+    return Compared(found, frozenset(unsteady))
 
 
 def case_of(call: Call, answer: Mapping[str, Any]) -> HiddenCase | None:

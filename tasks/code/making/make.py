@@ -9,8 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.tasks.code.judge.copies import copies_in_boxes
 from composer_mesh.tasks.code.making.features import Features, chosen
-from composer_mesh.tasks.code.making.functions import Copies, Function, functions_in
+from composer_mesh.tasks.code.making.functions import (
+    FEWEST_LINES,
+    Copies,
+    Function,
+    functions_in,
+)
 from composer_mesh.tasks.code.making.hidden_cases import calls_of, cases_of
 from composer_mesh.tasks.code.making.package import Package
 from composer_mesh.tasks.code.making.proof import Proof, proofs_of
@@ -58,9 +64,8 @@ async def made_of(
     limits: MakingLimits,
     limit: int | None = None,
     split: str | None = None,
-    bugs: int = 0,
 ) -> Made:
-    """Make the tasks of a package; repairs with so many `bugs` of each function. Waits for boxes.
+    """Make the tasks of a package. Waits for boxes.
 
     Raises PackageRefused where no tasks can be made of it, SandboxError where a box fails.
     """
@@ -68,9 +73,13 @@ async def made_of(
     functions, makers = _functions(package)
     survey = await survey_of(sandbox, package, functions, makers, limits)
     copies = Copies(package.files)
-    usable = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
+    single = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
+    in_boxes = await copies_in_boxes(
+        sandbox, (), [one.body for one in single.values()], FEWEST_LINES, everywhere=True
+    )
+    usable = {n: one for n, one in single.items() if in_boxes.place_of(one.body) is None}
     found = Features(usable, survey)
-    features = [*chosen(found.all(), limit), *chosen(found.repairs(bugs), limit)]
+    features = [*chosen(found.all(), limit), *chosen(found.repairs(limits.bugs), limit)]
     calls = calls_of(usable, survey.inputs)
     cases, proofs = await asyncio.gather(
         cases_of(sandbox, package, calls, limits), _proofs(sandbox, package, features, limits)
@@ -97,7 +106,8 @@ def _functions(package: Package) -> tuple[list[Function], list[tuple[str, int]]]
     functions: list[Function] = []
     makers: list[tuple[str, int]] = []
     for path in package.source_files():
-        found = functions_in(path, package.module_of(path), package.files[path])
+        module, content = package.module_of(path), package.files[path]
+        found = functions_in(path, module, content, package.fewest_lines)
         functions += found.functions
         makers += [(path, line) for line in found.constructors]
     return functions, makers

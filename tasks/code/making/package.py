@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from email.parser import HeaderParser
 
 from composer_mesh.tasks.code.judge.edits import is_test
+from composer_mesh.tasks.code.making.functions import FEWEST_LINES
 from composer_mesh.tasks.code.task_file import LEAKS, PATH
 
 LICENSE = re.compile(r"([^/]*/)?(LICEN[CS]E|COPYING|UNLICEN[CS]E|NOTICE)[^/]*", re.IGNORECASE)
@@ -36,7 +37,10 @@ class PackageRefused(Exception):
 
 @dataclass(frozen=True)
 class Package:
-    """The curated tree of a package. `sources` and `imports` are those of a task's row."""
+    """The curated tree of a package. `sources` and `imports` are those of a task's row.
+
+    Functions with fewer lines than `fewest_lines` are not deleted.
+    """
 
     name: str
     version: str
@@ -46,6 +50,7 @@ class Package:
     sources: tuple[str, ...]
     imports: tuple[str, ...]
     test_files: tuple[str, ...]
+    fewest_lines: int = FEWEST_LINES
 
     @property
     def tree(self) -> str:

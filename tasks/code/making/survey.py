@@ -27,11 +27,14 @@ class MakingLimits:
     """Limits of boxes in which a package's own code runs.
 
     A trial of a deletion has `trial_cpu_s` on the processor: many loops never end without a body.
+    Of the hidden cases of a function at most `generated` have inputs that no test has.
     """
 
     suite_s: float = 240.0
     trial_s: float = 30.0
     trial_cpu_s: int = 5
+    generated: int = 4
+    bugs: int = 0
 
     def box(self, wall_s: float) -> SandboxLimits:
         """Return the limits of a box that may take so long.

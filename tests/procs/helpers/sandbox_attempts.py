@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from knowledge_attacks import KNOWLEDGE
+
 # Numbers are those of the attack battery; system calls those of x86_64.
 ATTEMPTS: Mapping[str, str] = {
+    **KNOWLEDGE,
     "52 the gold in files, arguments or environments": """
 import glob
 for place in glob.glob("/proc/*/environ") + glob.glob("/proc/*/cmdline"):

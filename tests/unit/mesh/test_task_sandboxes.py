@@ -23,7 +23,10 @@ SCRIPTED = "code_tasks:ScriptedBoxes"
 @pytest.fixture
 def code_config(tmp_path: Path, build_config: Any) -> Any:
     file = tmp_path / "tasks.jsonl"
-    rows = [{**ROW, "split": "train"}, {**ROW, "name": "again", "split": "heldout"}]
+    rows = [
+        {**ROW, "split": "train"},
+        {**ROW, "name": "again", "prompt": "Again.", "split": "heldout"},
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def build(**sandbox: Any) -> Any:

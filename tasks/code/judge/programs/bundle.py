@@ -14,7 +14,7 @@ from typing import Any, Literal
 PACKAGE = "composer_mesh"
 HERE = f"{PACKAGE}.tasks.code.judge.programs"
 MAKING = f"{PACKAGE}.tasks.code.making.programs"
-Program = Literal["run_tests", "call_functions", "survey_suite", "try_deletions"]
+Program = Literal["run_tests", "call_functions", "find_copies", "survey_suite", "try_deletions"]
 PLACES: dict[Program, str] = {"survey_suite": MAKING, "try_deletions": MAKING}
 """Packages of programs that are not in this one."""
 

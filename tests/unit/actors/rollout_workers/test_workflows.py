@@ -144,6 +144,11 @@ async def test_a_workflow_gives_turns_rewards_and_advantages_of_their_own(ports:
     assert (trace.outcome, trace.has_own_advantage) == (1.0, True)
 
 
+async def test_a_screened_trajectory_of_a_workflow_has_no_advantage(ports: Ports) -> None:
+    trace = await played(ports, ByTurn(turn_advantages=[1, -1.0], screened=True))  # type: ignore[arg-type]
+    assert (trace.screened, trace.advantage, trace.turn_advantages) == (True, 0.0, [])
+
+
 @pytest.mark.parametrize("kind", ["turn_rewards", "turn_advantages"])
 async def test_numbers_of_turns_are_one_for_each_and_finite(ports: Ports, kind: str) -> None:
     with pytest.raises(TaskError, match=f"1 {kind} for 2 turns of a trajectory"):

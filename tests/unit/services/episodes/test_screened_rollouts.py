@@ -1,15 +1,21 @@
-"""A rollout that its task screens is stored with its reward, and trains nothing."""
+"""A rollout that its task screens is stored with its reward, and trains nothing in any channel."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
-from controller_world import World, trace_of
+import pytest
+from controller_world import CHANNELS, World, finished, trace_of
 
+from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
+from composer_mesh.rollouts.sibling_hints import chosen_sibling
+from composer_mesh.rollouts.traces import Trace, trace_from_json, trace_to_json
 from composer_mesh.services.steps.advantages import make_advantages, trajectory_advantages
+from composer_mesh.services.store.group_files import group_bytes, traces_of
 from composer_mesh.tasks.reward import Transcript
 from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -37,3 +43,72 @@ async def test_a_screened_rollout_keeps_its_reward_and_is_compared_with_no_other
     with_it = trajectory_advantages(advantages, [[screened, *others]])
     assert with_it.pop(screened.trace_id) == 0.0
     assert with_it == trajectory_advantages(advantages, [others])
+    assert screened.screened
+
+
+class HalfScreened(ToolboxTask):
+    """Screens about half of all rollouts, by what they said."""
+
+    def screened(self, transcript: Transcript) -> bool:
+        said = "".join(str(one["content"]) for one in transcript.messages)
+        return transcript.session is not None and zlib.crc32(said.encode()) % 2 == 0
+
+
+SOURCES = {"sources": ["sibling", "error", "feedback"]}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_nothing_of_a_screened_rollout_is_trained_in_any_channel(
+    max_lag: int, tokenizer: Any, build_config: Any
+) -> None:
+    task = HalfScreened.create()
+    config = build_config(
+        run={"name": "unit", "seed": 3, "steps": 8},
+        schedule={"prompts_per_step": 2, "group_size": 4, "max_lag": max_lag},
+        **{**CHANNELS, "sdpo": {"alpha": 0.5, "max_sites_per_step": 64, "hints": SOURCES}},
+    )
+    world = World(task, ChatFormat(tokenizer, task.tools), seed=5)
+    await finished(world, config)
+    stored: dict[str, Trace] = {one.trace_id: one for one in world.names("stored")}
+    apart = {name for name, one in stored.items() if one.screened}
+    assert any(stored[name].error_sites for name in apart)
+    assert any(stored[name].error_sites for name in stored.keys() - apart)
+    batches = world.names("trained")
+    hinted = {view.trace_id for batch in batches for view in batch.views}
+    asked = set(world.names("asked"))
+    moved = {one.trace_id for batch in batches for one in batch.samples if one.advantage}
+    paired = {one.pair_id for batch in batches for one in batch.pairs}
+    for used in (hinted, asked, moved):
+        assert used
+        assert not used & apart
+    assert paired
+    assert not [one for one in paired if any(name in one for name in apart)]
+
+
+async def test_a_screened_rollout_is_no_demonstration_and_gets_no_hint(
+    tokenizer: Any, build_config: Any
+) -> None:
+    task = ToolboxTask.create()
+    chat = ChatFormat(tokenizer, task.tools)
+    world = World(task, chat, seed=13)
+    sampling = Sampling(0.0, 64, 10_000, 0)
+    won = await trace_of(world, Sample(task.episode("train", 0), 0, 0, sampling))
+    failed = replace(won, trace_id="failed", success=False)
+    assert chosen_sibling(failed, [won, failed]) == won
+    assert chosen_sibling(failed, [replace(won, screened=True), failed]) is None
+    hints = build_config(sdpo={"alpha": 0.5, "hints": SOURCES}).sdpo.hints
+    for screened, count in ((False, 1), (True, 0)):
+        group = [won, replace(failed, screened=screened)]
+        found = hinted_sites(group, chat, lambda _: None, 8, 10_000, hints)
+        assert len(found.views) == count
+
+
+async def test_a_screened_rollout_is_stored_as_one(tokenizer: Any) -> None:
+    task = ToolboxTask.create()
+    world = World(task, ChatFormat(tokenizer, task.tools), seed=13)
+    sampling = Sampling(0.0, 64, 10_000, 0)
+    trace = await trace_of(world, Sample(task.episode("train", 0), 0, 0, sampling))
+    for screened in (False, True):
+        one = replace(trace, screened=screened)
+        assert trace_from_json(trace_to_json(one)) == one
+        assert traces_of(group_bytes([one])) == [one]

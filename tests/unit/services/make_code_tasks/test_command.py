@@ -18,6 +18,7 @@ from composer_mesh.services.make_code_tasks.making import Results, held_out
 from composer_mesh.services.make_code_tasks.table import table_of
 from composer_mesh.tasks.code.making.make import Made
 
+HERE = Path(__file__)
 OPTIONS = MakeOptions(
     sources=("toolz",),
     output=Path("tasks.jsonl"),
@@ -28,6 +29,8 @@ OPTIONS = MakeOptions(
     folders=(),
     indexes=(),
     suite_s=240.0,
+    generated=4,
+    bugs=0,
     check=None,
     sample=None,
     gradings=1,
@@ -57,8 +60,14 @@ def made(name: str, tasks: int = 2) -> Made:
         ({"output": Path("tasks.txt")}, "ends in .jsonl"),
         ({"output": Path("no/such/folder/tasks.jsonl")}, "has no folder"),
         ({"limit": 0}, "--limit is 0: give 1 or more"),
+        ({"generated": 9}, "--generated is 9: give 0 to 8"),
+        ({"bugs": -1}, "--bugs is -1: give 0 to 100"),
         ({"gradings": 0}, "--gradings is 0"),
         ({"check": Path("tasks.jsonl")}, "name no SOURCE"),
+        (
+            {"check": HERE, "sources": (), "output": HERE},
+            "name another file for --output",
+        ),
         ({"check": Path("none.jsonl"), "sources": (), "output": None}, "is no file"),
     ],
 )

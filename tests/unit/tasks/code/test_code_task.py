@@ -29,7 +29,8 @@ def made(
     folder: Path, boxes: ScriptedBoxes | None = None, row: Any = ROW, **options: Any
 ) -> CodeTask:
     file = folder / "tasks.jsonl"
-    rows = [{**row, "split": "train"}, {**row, "name": "again", "split": "heldout"}]
+    again = {**row, "name": "again", "prompt": "Again.", "split": "heldout"}
+    rows = [{**row, "split": "train"}, again]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = CodeTask.create(TaskSettings(path=file, max_turns=20), **options)
     task.sandbox = boxes or ScriptedBoxes()
@@ -81,7 +82,7 @@ async def test_an_agent_reads_edits_tests_and_submits(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.success, outcome.screened) == (1.0, True, False)
     assert outcome.rewards["tests"] == outcome.rewards["solved"] == 1.0
     assert {name for name in outcome.rewards if name.startswith("flag/")} == {
-        f"flag/{kind}" for kind in KINDS
+        f"flag/{kind}" for kind in KINDS if not kind.startswith("model_")
     }
     assert boxes.trees[1].read("lib/sums.py") == RIGHT
 
@@ -216,7 +217,7 @@ async def test_no_box_of_an_agents_command_has_what_was_deleted_or_hidden(tmp_pa
 
 def test_tasks_without_hidden_values_are_told_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
-    rows = [{**ROW, "name": str(n), "cases": []} for n in range(5)]
+    rows = [{**ROW, "name": str(n), "prompt": str(n), "cases": []} for n in range(5)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = CodeTask.create(TaskSettings(path=file)).remarks()
     assert any("rests on tests alone" in line for line in told)

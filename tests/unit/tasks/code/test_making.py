@@ -8,9 +8,10 @@ import pytest
 from small_packages import FILES, SUMS, TEXTS
 
 from composer_mesh.tasks.code.deletions import with_deletions
+from composer_mesh.tasks.code.judge.judged_task import HiddenCase
 from composer_mesh.tasks.code.making.features import Feature, Features, chosen
 from composer_mesh.tasks.code.making.functions import Copies, Function, functions_in
-from composer_mesh.tasks.code.making.hidden_cases import calls_of, case_of, steady_cases
+from composer_mesh.tasks.code.making.hidden_cases import calls_of, case_of, compared, with_generated
 from composer_mesh.tasks.code.making.package import PackageRefused, package_of
 from composer_mesh.tasks.code.making.proof import proof_of
 from composer_mesh.tasks.code.making.survey import Survey
@@ -240,6 +241,22 @@ def test_cases_are_recorded_inputs_with_the_outcome_of_the_original() -> None:
 def test_a_function_that_differs_on_any_input_has_no_cases() -> None:
     calls = [{"target": f"m:{name}", "arguments": [], "keywords": {}} for name in "aab"]
     first = {place: {"returned": 1} for place in range(3)}
-    assert {k: len(v) for k, v in steady_cases(calls, first, first).items()} == {"m:a": 2, "m:b": 1}
-    assert set(steady_cases(calls, first, {**first, 1: {"returned": 2}})) == {"m:b"}
-    assert {k: len(v) for k, v in steady_cases(calls, first, {0: first[0]}).items()} == {"m:a": 1}
+    assert counts(compared(calls, first, first).steady()) == {"m:a": 2, "m:b": 1}
+    assert set(compared(calls, first, {**first, 1: {"returned": 2}}).steady()) == {"m:b"}
+    assert counts(compared(calls, first, {0: first[0]}).steady()) == {"m:a": 1}
+
+
+def counts(cases: dict[str, list[HiddenCase]]) -> dict[str, int]:
+    return {target: len(those) for target, those in cases.items()}
+
+
+def test_generated_cases_that_return_something_new_come_between_the_recorded_ones() -> None:
+    def case(name: str, **expected: Any) -> HiddenCase:
+        return HiddenCase("m:f", (name,), {}, expected)
+
+    recorded = [case(f"r{n}", returned=n) for n in range(6)]
+    made = [case("g0", returned=0), case("g1", raised="m.E"), case("g2", returned=9)]
+    made.append(case("g3", returned=1))
+    names = [one.arguments[0] for one in with_generated(recorded, made, 2)]
+    assert names == ["r0", "g2", "r1", "g0", "r2", "r3", "r4", "r5"]
+    assert with_generated(recorded, made, 0) == recorded

@@ -17,8 +17,11 @@ from composer_mesh.tasks.code.shared_trees import restoring_patch
 from composer_mesh.tasks.code.task import CodeTask
 from composer_mesh.tasks.code.task_file import TaskFile
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.mixture import TaskMixture
 from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.task import TaskSettings
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 TREE = {"tree": "lib-1", "files": {**ROW["files"], "lib/sums.py": RIGHT.decode()}}
 DELETION = {
@@ -43,7 +46,7 @@ def made(folder: Path, *rows: Any) -> CodeTask:
 
 
 def test_tasks_of_one_tree_have_its_files_with_their_own_deletions() -> None:
-    other = {**SHARED, "name": "other", "deletions": []}
+    other = {**SHARED, "name": "other", "prompt": "Another.", "deletions": []}
     file = TaskFile([TREE, SHARED, other])
     assert dict(file.tasks["double"].files)["lib/sums.py"] == SOURCE
     assert dict(file.tasks["other"].files)["lib/sums.py"] == RIGHT
@@ -91,7 +94,7 @@ async def test_the_expert_follows_the_gold_actions_from_the_messages_alone(tmp_p
     while not (await episode.step(task.expert(messages))).done:
         messages = episode.messages
     assert (await episode.outcome()).reward == 1.0
-    with pytest.raises(UnusableTask, match="the prompt of no coding task"):
+    with pytest.raises(ValueError, match="the prompt of no coding task"):
         task.expert([{"role": "user", "content": "What is this?"}])
     assert task.expert(episode.messages) == call_text("submit", {})
 
@@ -105,6 +108,23 @@ async def test_a_corrupted_action_of_the_expert_is_a_patch_that_does_not_solve(
     assert (await episode.step(task.corrupted(messages, random.Random(0)))).error is None
     await episode.step(task.corrupted(episode.messages, random.Random(0)))
     assert (await episode.outcome()).reward == 0.0
+
+
+def test_two_tasks_with_one_prompt_are_refused_by_their_names() -> None:
+    with pytest.raises(
+        UnusableTask, match=r"row 3: tasks 'double' and 'other' have the same prompt"
+    ):
+        TaskFile([TREE, SHARED, {**SHARED, "name": "other"}])
+
+
+def test_the_expert_of_a_mixture_leaves_other_conversations_to_others(
+    tmp_path: Path, toolbox: ToolboxTask
+) -> None:
+    code = made(tmp_path, TREE, SHARED, {**SHARED, "name": "again", "prompt": "Again."})
+    both = TaskMixture([code, toolbox], [1.0, 1.0])
+    question = SyncSession(toolbox, toolbox.episode("train", 0)).messages
+    assert both.expert(question) == toolbox.expert(question)
+    assert both.expert([{"role": "user", "content": "Again."}]) == code.gold({"name": "again"})[0]
 
 
 def test_a_file_that_no_patch_can_restore_is_written_whole() -> None:
