@@ -68,6 +68,9 @@ def add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         help="hidden cases of a function on inputs that no test has, 0 to 8; 4",
     )
     parser.add_argument(
+        "--built-in", action="store_true", help="the packages of the built-in set as sources"
+    )
+    parser.add_argument(
         "--bugs",
         type=int,
         default=0,

@@ -25,9 +25,10 @@ def new_task(arguments: argparse.Namespace) -> int:
 def make_code_tasks(arguments: argparse.Namespace) -> int:
     """Make coding tasks of source distributions, or check those of a file."""
     from composer_mesh.services.make_code_tasks import command
+    from composer_mesh.services.make_code_tasks.built_in import BUILT_IN
 
     options = command.MakeOptions(
-        sources=tuple(arguments.sources),
+        sources=(*arguments.sources, *(BUILT_IN if arguments.built_in else ())),
         output=arguments.output,
         limit=arguments.limit,
         jobs=arguments.jobs,

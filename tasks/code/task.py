@@ -44,6 +44,7 @@ class CodeTask(Task):
     session_class: ClassVar[type[CodeWork]] = CodeSession
     hint_templates: ClassVar[Mapping[str, str]] = HINTS
     needs_sandbox: ClassVar[bool] = True
+    _in_library: Mapping[str, str] = {}
 
     def __init__(self, **options: Any) -> None:
         self.options = CodeOptions.read(options)
@@ -147,10 +148,19 @@ class CodeTask(Task):
                 f"{bare} of them have no hidden values, so their verdict rests on tests alone; "
                 "options.without_values = 'refuse' leaves them out"
             )
+        if self._in_library:
+            name, place = next(iter(self._in_library.items()))
+            told.append(
+                f"{len(self._in_library)} of them can be copied from Python's own library, such as "
+                f"{name!r} from {place}: make them again with this Python, or remove their rows"
+            )
         return told
 
     async def check_sandbox(self, sandbox: Sandbox) -> None:
-        """Raise UnusableTask where boxes have a module of a task, or a copy of what it deleted."""
+        """Raise UnusableTask where boxes have a module of a task, or a copy of what it deleted.
+
+        Copies in Python's own library are remarks: no setting keeps those out.
+        """
         tasks = self._file.tasks
         modules = {name: modules_of(task) for name, task in tasks.items()}
         deleted = {name: self._file.deleted(name) for name in tasks}
@@ -166,6 +176,11 @@ class CodeTask(Task):
                 raise UnusableTask(
                     f"boxes have in {place} what coding task {name!r} deleted: {TAKE_OUT}"
                 )
+        self._in_library = {
+            name: place
+            for name in tasks
+            for place in filter(None, map(found.library_place_of, deleted[name]))
+        }
 
     @property
     def boxes(self) -> Sandbox:

@@ -21,6 +21,7 @@ from composer_mesh.tasks.code.judge.verdict import Verdict
 from composer_mesh.tasks.code.monitor import static_findings
 from composer_mesh.tasks.sandbox import Sandbox, SandboxLimits
 
+pytestmark = pytest.mark.timeout(900)  # one fixture judges all attacks
 AT_ONCE = 2
 SHORT = SandboxLimits(wall_s=1.0, cpu_s=5)
 RIGHT = {"lib/calc.py": TASK.files["lib/calc.py"].replace(STUB.encode(), GOLD.encode())}

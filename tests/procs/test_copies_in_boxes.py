@@ -166,6 +166,26 @@ def test_a_run_is_refused_whose_boxes_have_the_package_of_its_tasks(
     assert task.sandbox is None
 
 
+async def test_a_copy_in_pythons_own_library_is_told_and_no_reason_to_refuse(
+    tmp_path: Path,
+) -> None:
+    body = namedtuple_body().body.rstrip("\n")
+    head = "def named(typename, field_names, *, rename=False, defaults=None, module=None):\n"
+    files = {"wordy.py": f"{head}    raise NotImplementedError\n", "test_wordy.py": TEST}
+    row = {**PLAIN, "files": files, "solution": {"wordy.py": f"{head}{body}\n"}}
+    file = tmp_path / "tasks.jsonl"
+    again = {**row, "name": "again", "prompt": "Again.", "split": "heldout"}
+    file.write_text("".join(json.dumps(one) + "\n" for one in ({**row, "split": "train"}, again)))
+    task = CodeTask.create(TaskSettings(path=file))
+    assert not any("library" in line for line in task.remarks())
+    (tmp_path / "deps").mkdir()
+    assert await refused(task, tmp_path / "deps") == ""
+    (told,) = [line for line in task.remarks() if "library" in line]
+    assert told.startswith(
+        "2 of them can be copied from Python's own library, such as 'wordy' from /"
+    )
+
+
 async def test_no_task_is_made_of_a_function_that_boxes_have(tmp_path: Path) -> None:
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
@@ -173,14 +193,14 @@ async def test_no_task_is_made_of_a_function_that_boxes_have(tmp_path: Path) -> 
     boxes = Bubblewrap(boxes=2, folders=[tmp_path], bytecode=True)
     try:
         made = await made_of(boxes, package_of("small", "1.2", "", FILES), MakingLimits(60))
-        everywhere = await copies_in_boxes(boxes, (), [namedtuple_body().body], everywhere=True)
+        everywhere = await copies_in_boxes(boxes, (), [namedtuple_body().body])
         installed = await copies_in_boxes(boxes, ["json", "pluggy", "wordy"], [])
     finally:
         await boxes.close()
     names = {row["name"].partition("/")[2] for row in made.tasks}
     assert "small.sums:upwards" in names
     assert not any("total" in name for name in names)
-    assert list(everywhere.bodies.values()) == [LIBRARY]
+    assert list(everywhere.library.values()) == [LIBRARY]
     assert set(installed.modules) == {"json", "pluggy"}
 
 

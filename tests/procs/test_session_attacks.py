@@ -39,7 +39,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CodeTask]:
         pytest.skip(missing)
     leaks = leaky_folder(tmp_path_factory.mktemp("leaks"), copies=False)
     file = write_tasks(tmp_path_factory.mktemp("attacked") / "tasks.jsonl")
-    made = CodeTask.create(TaskSettings(path=file, max_turns=20))
+    made = CodeTask.create(TaskSettings(path=file, max_turns=20), command_s=60.0)
     made.sandbox = Bubblewrap(boxes=2, folders=[leaks])
     yield made
     asyncio.run(made.sandbox.close())

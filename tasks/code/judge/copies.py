@@ -20,14 +20,22 @@ LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2048 * MIB)
 
 @dataclass(frozen=True)
 class Copies:
-    """Where modules are that a box imports without a tree, and where copies of bodies are."""
+    """Where modules are that a box imports without a tree, and where copies of bodies are.
+
+    Those in the standard library, which each box has, are `library`.
+    """
 
     modules: Mapping[str, str] = field(default_factory=dict)
     bodies: Mapping[str, str] = field(default_factory=dict)
+    library: Mapping[str, str] = field(default_factory=dict)
 
     def place_of(self, body: str) -> str | None:
-        """Return where a copy of a body is; None if there is none."""
+        """Return where a copy of a body is, beside the standard library; None if there is none."""
         return self.bodies.get(digest(squeezed(body)))
+
+    def library_place_of(self, body: str) -> str | None:
+        """Return where a copy of a body is in the standard library; None if there is none."""
+        return self.library.get(digest(squeezed(body)))
 
 
 async def copies_in_boxes(
@@ -35,26 +43,26 @@ async def copies_in_boxes(
     modules: Iterable[str],
     bodies: Iterable[str],
     fewest: int = FEWEST_LINES,
-    everywhere: bool = False,
 ) -> Copies:
     """Return what a box has of modules and bodies; shorter bodies are not looked for.
 
-    With `everywhere`, in the standard library too. Waits for a box; raises SandboxError where that
-    fails.
+    Waits for a box; raises SandboxError where that fails.
     """
     wanted: dict[str, list[list[object]]] = {}
     for lines in map(squeezed, bodies):
         if len(lines) >= fewest:
             wanted.setdefault(digest(lines[:1]), []).append([len(lines), digest(lines)])
     names = sorted(set(modules))
-    spec = {"modules": names, "bodies": wanted, "everywhere": everywhere}
+    spec = {"modules": names, "bodies": wanted}
     box = await run_program(sandbox, FileTree({}), "find_copies", spec, LIMITS)
     if box.report.faults:
         said = decoded(box.result.stderr)[-300:].strip()
         raise SandboxError(f"a box could not be looked through ({box.result.ended}): {said}")
+    copies = box.report.of("copy")
     return Copies(
         {str(line["module"]): str(line["place"]) for line in box.report.of("module")},
-        {str(line["body"]): str(line["place"]) for line in box.report.of("copy")},
+        {str(line["body"]): str(line["place"]) for line in copies if not line["library"]},
+        {str(line["body"]): str(line["place"]) for line in copies if line["library"]},
     )
 
 

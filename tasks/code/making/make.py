@@ -74,10 +74,12 @@ async def made_of(
     survey = await survey_of(sandbox, package, functions, makers, limits)
     copies = Copies(package.files)
     single = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
-    in_boxes = await copies_in_boxes(
-        sandbox, (), [one.body for one in single.values()], FEWEST_LINES, everywhere=True
-    )
-    usable = {n: one for n, one in single.items() if in_boxes.place_of(one.body) is None}
+    copied = await copies_in_boxes(sandbox, (), [one.body for one in single.values()], FEWEST_LINES)
+    usable = {
+        number: one
+        for number, one in single.items()
+        if not (copied.place_of(one.body) or copied.library_place_of(one.body))
+    }
     found = Features(usable, survey)
     features = [*chosen(found.all(), limit), *chosen(found.repairs(limits.bugs), limit)]
     calls = calls_of(usable, survey.inputs)

@@ -73,11 +73,12 @@ print("TRIED")
 import os, zlib
 os.makedirs("lib/bomb")
 try:
-    for place in range(20_000): open(f"lib/bomb/m{place}.py", "w").close()
+    for place in range(12_000): open(f"lib/bomb/m{place}.py", "w").close()
 except OSError as error: print(error)
 try:
+    bomb = zlib.compress(bytes(20_000_000), 1)
     with open("lib/bomb.zip", "wb") as file:
-        for _ in range(100): file.write(zlib.compress(bytes(100_000_000), 1))
+        for _ in range(1000): file.write(bomb)
 except OSError as error: print(error)
 try: open("lib/sparse.py", "wb").truncate(1 << 40)
 except OSError as error: print(error)

@@ -1,8 +1,8 @@
 """Looks in a box for what a task deleted: modules of the same name, and copies of bodies.
 
-The spec is JSON on standard input: `mark`, `modules` (names that must not be importable here),
-`bodies` (by a digest of their first line: pairs of a number of lines and a digest of all) and
-`everywhere` (whether copies in the standard library count too).
+The spec is JSON on standard input: `mark`, `modules` (names that must not be importable here) and
+`bodies` (by a digest of their first line: pairs of a number of lines and a digest of all). Copies
+in the standard library are told last, so that one elsewhere goes before them.
 """
 
 import hashlib
@@ -40,11 +40,12 @@ def place_of(module: str) -> str | None:
     return None if spec is None or spec.origin is None else spec.origin
 
 
-def folders(everywhere: bool) -> list[str]:
-    """Return the folders that modules are imported from, without those of the standard library."""
+def folders() -> list[tuple[str, bool]]:
+    """Return the folders that modules are imported from; True for the standard library's."""
     library = os.path.realpath(sysconfig.get_path("stdlib"))
     paths = [os.path.realpath(one) for one in sys.path if os.path.isdir(one)]  # noqa: PTH112
-    return [one for one in paths if everywhere or not f"{one}/".startswith(f"{library}/")]
+    found = {one: f"{one}/".startswith(f"{library}/") for one in paths}
+    return sorted(found.items(), key=lambda one: one[1])
 
 
 def texts_in(folder: str) -> Iterator[tuple[str, str]]:
@@ -90,12 +91,12 @@ def main() -> None:
         if (place := place_of(module)) is not None:
             reporter.say("module", module=module, place=place)
     found: set[str] = set()
-    for folder in folders(spec["everywhere"]):
+    for folder, library in folders():
         for path, text in texts_in(folder):
             for whole in copies_in(text, spec["bodies"]):
                 if whole not in found and len(found) < MOST_FOUND:
                     found.add(whole)
-                    reporter.say("copy", body=whole, place=path)
+                    reporter.say("copy", body=whole, place=path, library=library)
     reporter.end()
 
 
