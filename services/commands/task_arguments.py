@@ -71,6 +71,11 @@ def add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         "--built-in", action="store_true", help="the packages of the built-in set as sources"
     )
     parser.add_argument(
+        "--rename",
+        action="store_true",
+        help="give functions and classes other names, where the suite passes as before with them",
+    )
+    parser.add_argument(
         "--bugs",
         type=int,
         default=0,

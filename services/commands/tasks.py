@@ -39,6 +39,7 @@ def make_code_tasks(arguments: argparse.Namespace) -> int:
         suite_s=arguments.suite_s,
         generated=arguments.generated,
         bugs=arguments.bugs,
+        rename=arguments.rename,
         check=arguments.check,
         sample=arguments.sample,
         gradings=arguments.gradings,

@@ -46,6 +46,7 @@ class MakeOptions:
     suite_s: float
     generated: int
     bugs: int
+    rename: bool
     check: Path | None
     sample: int | None
     gradings: int
@@ -77,7 +78,10 @@ def _make(options: MakeOptions, say: Say) -> int:
             indexes=options.indexes or (INDEX,),
             in_boxes=in_boxes,
             limits=MakingLimits(
-                suite_s=options.suite_s, generated=options.generated, bugs=options.bugs
+                suite_s=options.suite_s,
+                generated=options.generated,
+                bugs=options.bugs,
+                rename=options.rename,
             ),
             limit=options.limit,
             at_once=options.jobs or os.cpu_count() or 1,

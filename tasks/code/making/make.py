@@ -18,11 +18,15 @@ from composer_mesh.tasks.code.making.functions import (
     functions_in,
 )
 from composer_mesh.tasks.code.making.hidden_cases import calls_of, cases_of
-from composer_mesh.tasks.code.making.package import Package
+from composer_mesh.tasks.code.making.package import Package, PackageRefused
 from composer_mesh.tasks.code.making.proof import Proof, proofs_of
+from composer_mesh.tasks.code.making.renaming import renamings
 from composer_mesh.tasks.code.making.rows import task_row, tree_row
 from composer_mesh.tasks.code.making.survey import MakingLimits, survey_of
 from composer_mesh.tasks.sandbox import Sandbox
+
+KEPT = 0.95
+"""Share of the tests that pass under new names too."""
 
 CHUNK = 100
 """Features that are tried in one box."""
@@ -70,6 +74,8 @@ async def made_of(
     Raises PackageRefused where no tasks can be made of it, SandboxError where a box fails.
     """
     started = time.monotonic()
+    if limits.rename:
+        package = await _renamed(sandbox, package, limits)
     functions, makers = _functions(package)
     survey = await survey_of(sandbox, package, functions, makers, limits)
     copies = Copies(package.files)
@@ -101,6 +107,26 @@ async def made_of(
         seconds=time.monotonic() - started,
         stable=len(survey.tests),
         tasks=tasks,
+    )
+
+
+async def _renamed(sandbox: Sandbox, package: Package, limits: MakingLimits) -> Package:
+    """Return the package with other names, with which its suite passes as before. Waits for boxes.
+
+    Raises PackageRefused where no renaming is like that.
+    """
+    before = len((await survey_of(sandbox, package, (), (), limits)).tests)
+    passing = 0
+    for renaming in renamings(package):
+        other = renaming.of(package)
+        try:
+            passing = len((await survey_of(sandbox, other, (), (), limits)).tests)
+        except PackageRefused:
+            continue
+        if renaming.names and passing >= KEPT * before:
+            return other
+    raise PackageRefused(
+        f"with other names {passing} of its {before} tests pass, and {KEPT:.0%} have to"
     )
 
 

@@ -27,7 +27,8 @@ class MakingLimits:
     """Limits of boxes in which a package's own code runs.
 
     A trial of a deletion has `trial_cpu_s` on the processor: many loops never end without a body.
-    Of the hidden cases of a function at most `generated` have inputs that no test has.
+    Of the hidden cases of a function at most `generated` have inputs that no test has. Of each
+    function so many `bugs` are tried; `rename` gives functions and classes other names.
     """
 
     suite_s: float = 240.0
@@ -35,6 +36,7 @@ class MakingLimits:
     trial_cpu_s: int = 5
     generated: int = 4
     bugs: int = 0
+    rename: bool = False
 
     def box(self, wall_s: float) -> SandboxLimits:
         """Return the limits of a box that may take so long.

@@ -31,6 +31,7 @@ OPTIONS = MakeOptions(
     suite_s=240.0,
     generated=4,
     bugs=0,
+    rename=False,
     check=None,
     sample=None,
     gradings=1,
