@@ -28,7 +28,7 @@ def problems(tmp_path: Path) -> Path:
     rows = [f'{{"question": "{n}+1?", "answer": "#### {n + 1}"}}\n' for n in range(20)]
     path.write_text("".join(rows))
     splits = {"double": "train", "again": "heldout"}
-    tasks = [{**ROW, "name": name, "split": split} for name, split in splits.items()]
+    tasks = [{**ROW, "name": one, "prompt": one, "split": splits[one]} for one in splits]
     path.with_name("tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
     return path
 
