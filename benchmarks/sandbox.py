@@ -39,10 +39,10 @@ PYTEST = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 USERS = 800_000
 WORKER = """
 import asyncio, sys
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.sandbox import FileTree
 async def main():
-    boxes = Bubblewrap(boxes=2, packages=(), first_uid=int(sys.argv[1]))
+    boxes = Boxes(boxes=2, packages=(), first_uid=int(sys.argv[1]))
     await boxes.run(FileTree({}), ["true"])
     print(boxes.keeper, boxes.folder, flush=True)
     await asyncio.gather(*(boxes.run(FileTree({}), ["sleep", "600"]) for _ in range(2)))
@@ -160,11 +160,11 @@ def main() -> int:
     parser = arguments(__doc__.partition("\n")[0])
     parser.add_argument("--bytecode", action="store_true", help="boxes have the library's bytecode")
     options = parser.parse_args()
-    from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+    from composer_mesh.mesh.sandboxes.boxes import Boxes
 
     report = Report("sandbox")
     began = time.perf_counter()
-    boxes = Bubblewrap(boxes=2, bytecode=options.bytecode)
+    boxes = Boxes(boxes=2, bytecode=options.bytecode)
     opened = time.perf_counter() - began
 
     async def measured() -> dict[str, float]:
@@ -195,7 +195,7 @@ def main() -> int:
         "open_s": opened,
         "ended_s": seconds,
         "groups": str(boxes.groups_told),
-        "bubblewrap": boxes.version,
+        "launcher": str(boxes.launcher),
     }
     report.ratios = {"added_ms_per_command": found["added_ms"], "left_over": float(left)}
     report.finish(options.json)

@@ -1,20 +1,23 @@
-"""What a forked keeper does to become a box: gives up its rights, and executes bubblewrap.
+"""What a forked keeper does to become a box: gives up its rights, and executes its launcher.
 
 Imports only the standard library and `cgroups`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Sequence
 from resource import RLIMIT_CORE, setrlimit
+from signal import SIGKILL
 
 from composer_mesh.mesh.sandboxes.cgroups import BoxGroup
 
 UIDS_A_KEEPER = 64
 UID_BLOCKS = 900
 INNER_UID = "1000"
+PR_SET_PDEATHSIG = 1
 NOT_STARTED = 125
 SIZED = ("/w", "/tmp", "/dev/shm")
 Sizes = tuple[int, ...]
@@ -22,7 +25,7 @@ Sizes = tuple[int, ...]
 
 
 def become_box(
-    bwrap: int,
+    launcher: int,
     libraries: int | None,
     rules: int,
     command: list[str],
@@ -30,9 +33,9 @@ def become_box(
     uid: int | None,
     group: BoxGroup | None,
 ) -> None:
-    """Become bubblewrap, with a socket and a file for its errors; never returns.
+    """Become a launcher, with a socket and a file for its errors; never returns.
 
-    `bwrap`, `libraries` and `rules` are descriptors: its user may be unable to reach their paths.
+    `launcher`, `libraries` and `rules` are descriptors: a user may be unable to reach their paths.
     """
     try:
         if group is not None:
@@ -43,21 +46,22 @@ def become_box(
         # An own open file: the shared one is read to its end by the first box.
         os.dup2(os.open(f"/proc/self/fd/{rules}", os.O_RDONLY), rules)
         inherited = {0, 1, 2, rules} if libraries is None else {0, 1, 2, rules, libraries}
-        close_all_but(sorted({*inherited, bwrap}))
+        close_all_but(sorted({*inherited, launcher}))
         for one in inherited:
             os.set_inheritable(one, True)
-        os.set_inheritable(bwrap, False)
+        os.set_inheritable(launcher, False)
         setrlimit(RLIMIT_CORE, (0, 0))
         os.setsid()
         if uid is not None:
             give_up_rights(uid)
-        os.execve(bwrap, command, {} if libraries is None else library_path(libraries))
+        die_with_parent()
+        os.execve(launcher, command, {} if libraries is None else library_path(libraries))
     except BaseException as error:  # noqa: BLE001 a forked child must not return
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     os._exit(NOT_STARTED)
 
 
-def arguments(root: str, rules: int, sizes: Sizes) -> list[str]:
+def bubblewrap_command(root: str, rules: int, sizes: Sizes) -> list[str]:
     """Return bubblewrap's arguments for a box with sized folders that can be written."""
     sized = [
         part
@@ -70,15 +74,48 @@ def arguments(root: str, rules: int, sizes: Sizes) -> list[str]:
         *("--uid", INNER_UID, "--gid", INNER_UID, "--ro-bind", root, "/"),
         *("--proc", "/proc", "--dev", "/dev", *sized),
         *("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/"),
-        *("--chdir", "/w", "--seccomp", str(rules), "--", *RUNNER),
+        *("--chdir", "/w", "--seccomp", str(rules), "--", *runner_command("")),
     ]
 
 
-RUNNER = (
-    *("/usr/bin/python3", "-I", "-S", "-c"),
-    "import sys; sys.path.insert(0, '/usr/lib/composer-mesh'); "
-    "from composer_mesh.mesh.sandboxes.runner import main; main()",
-)
+def nsjail_command(root: str, rules: int, sizes: Sizes) -> list[str]:
+    """Return nsjail's arguments for such a box, in which the runner loads the filter.
+
+    nsjail takes filters in a language of its own only.
+    """
+    sized = [
+        part
+        for place, size in zip(SIZED, sizes, strict=True)
+        for part in ("--mount", f"none:{place}:tmpfs:size={size}")
+    ]
+    devices = [part for one in DEVICES for part in ("--bindmount", one)]
+    return [
+        *("nsjail", "--mode", "o", "--quiet", "--disable_rlimits", "--time_limit", "0"),
+        *("--user", INNER_UID, "--group", INNER_UID, "--hostname", "box", "--chroot", root),
+        *(*devices, *sized, "--cwd", "/w", "--pass_fd", str(rules)),
+        *("--", *runner_command(str(rules))),
+    ]
+
+
+COMMANDS = {"bubblewrap": bubblewrap_command, "nsjail": nsjail_command}
+"""How each launcher is called, with a root, the descriptor of a filter, and sizes of folders."""
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+def runner_command(rules: str) -> list[str]:
+    """Return the command of the runner; it loads the filter of a descriptor, if one is given."""
+    return [
+        *("/usr/bin/python3", "-I", "-S", "-c"),
+        "import sys; sys.path.insert(0, '/usr/lib/composer-mesh'); "
+        f"from composer_mesh.mesh.sandboxes.runner import main; main({rules})",
+    ]
+
+
+def die_with_parent() -> None:
+    """End this process, and what it executes, when the keeper ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def claimed_uids(first: int | None) -> tuple[int | None, socket.socket | None]:

@@ -1,6 +1,6 @@
 """The process that starts boxes, and ends them with the worker that asked for them.
 
-A worker has one keeper. For each box it forks, gives up its rights and becomes bubblewrap: a fork
+A worker has one keeper. For each box it forks, gives up its rights and becomes the launcher: a fork
 of this small process costs a millisecond, one of a worker would not. A box ends when its status
 socket is closed, at its deadline, and with the worker, however that ends. Imports only the standard
 library, `cgroups` and `box_process`.
@@ -23,9 +23,9 @@ from typing import Any
 
 from composer_mesh.mesh.hosts.process_lifetime import adopt_orphans
 from composer_mesh.mesh.sandboxes.box_process import (
+    COMMANDS,
     UIDS_A_KEEPER,
     Sizes,
-    arguments,
     become_box,
     claimed_uids,
 )
@@ -48,7 +48,8 @@ class Settings:
     """
 
     control: int
-    bwrap: int
+    launcher: int
+    launcher_name: str
     libraries: int | None
     folder: str
     root: str
@@ -185,10 +186,10 @@ class Keeper:
             if process == 0:
                 own = self._settings
                 become_box(
-                    own.bwrap,
+                    own.launcher,
                     own.libraries,
                     own.filter,
-                    arguments(own.root, own.filter, sizes),
+                    COMMANDS[own.launcher_name](own.root, own.filter, sizes),
                     (theirs.fileno(), errors),
                     None if self._uids is None else self._uids + slot,
                     group,

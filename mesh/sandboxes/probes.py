@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.mesh.sandboxes import attacks
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import MIB, FileTree, Sandbox, SandboxError, SandboxLimits
 
@@ -87,22 +87,22 @@ class Finding:
         return f"{self.attack.replace('_', ' '):24} {result}"
 
 
-class ProbedBubblewrap(Bubblewrap):
-    """Boxes of bubblewrap that were attacked before their first use."""
+class ProbedBoxes(Boxes):
+    """Boxes that were attacked before their first use."""
 
     findings: Sequence[Finding] = ()
 
     def described(self) -> Iterator[str]:
         """Yield lines: what boxes are, and what each probe found."""
         groups = self.groups_told if self.groups else f"none ({self.groups_told})"
-        yield f"sandbox: bubblewrap {self.version}; a box runs as {self.runs_as}; cgroups: {groups}"
+        yield f"sandbox: {self.launcher}; a box runs as {self.runs_as}; cgroups: {groups}"
         for finding in self.findings:
             yield f"  {finding}"
 
 
-def open_sandbox(**options: Any) -> ProbedBubblewrap:
+def open_sandbox(**options: Any) -> ProbedBoxes:
     """Return a sandbox whose boxes hold; raises UnusableTask where they do not. Takes seconds."""
-    sandbox = ProbedBubblewrap(**options)
+    sandbox = ProbedBoxes(**options)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have a loop
         try:
             sandbox.findings = thread.submit(asyncio.run, probed(sandbox)).result()
@@ -129,7 +129,7 @@ def refuse_leaks(findings: Sequence[Finding]) -> None:
         )
 
 
-async def probed(sandbox: Bubblewrap) -> list[Finding]:
+async def probed(sandbox: Boxes) -> list[Finding]:
     """Return what attacks on boxes of a sandbox get."""
     with targets(sandbox.folder) as (facts, arrived):
         argv = ["python3", "-c", ATTACKS, json.dumps(facts)]

@@ -21,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.sandboxes.box_process import DEVICES
 from composer_mesh.tasks.errors import UnusableTask
 
 PROGRAMS = (
@@ -57,6 +58,7 @@ def build_root(
     for name in ("bin", "lib", "lib64"):
         (folder / name).symlink_to(f"usr/{'bin' if name == 'bin' else 'lib'}")
     (folder / "usr/lib64").symlink_to("lib")
+    _devices(folder / "dev")
     executables = [_python(folder, bytecode), *_programs(folder, wanted)]
     _libraries(folder, executables)
     _own(folder)
@@ -70,6 +72,14 @@ def build_root(
     (folder / "etc/group").write_text("agent:x:1000:\n")
     _readable(folder)
     return folder
+
+
+def _devices(folder: Path) -> None:
+    """Make the places of devices: nsjail binds them there, bubblewrap covers the whole folder."""
+    (folder / "shm").mkdir()
+    (folder / "fd").symlink_to("/proc/self/fd")
+    for path in DEVICES:
+        (folder / Path(path).name).touch()
 
 
 def _python(folder: Path, bytecode: bool) -> Path:

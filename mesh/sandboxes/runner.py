@@ -22,6 +22,8 @@ LONGEST_PATH = 300
 MOST_FILES = 10_000
 MOST_REFUSED = 100
 CHUNK = 1 << 16
+RULE_BYTES = 8
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 
 class Job:
@@ -110,8 +112,13 @@ class Streams:
         os.close(self._input)
 
 
-def main() -> None:
-    """Run the job that comes from the socket, and report it."""
+def main(rules: int | None = None) -> None:
+    """Run the job that comes from the socket, and report it.
+
+    First load the filter of system calls from a descriptor, if the launcher has not.
+    """
+    if rules is not None:
+        load_filter(rules)
     os.closerange(3, 1 << 20)
     job = read_job()
     unpack(job.files)
@@ -131,6 +138,21 @@ def main() -> None:
     report_changes(job)
     send(records.record(records.END))
     os._exit(0)  # nothing is left to tidy up
+
+
+def load_filter(rules: int) -> None:
+    """Give this process and its children a filter, as the kernel takes it."""
+    import ctypes
+
+    class Program(ctypes.Structure):
+        _fields_ = [("count", ctypes.c_ushort), ("rules", ctypes.c_char_p)]
+
+    with open(f"/proc/self/fd/{rules}", "rb") as file:
+        content = file.read()
+    program = Program(len(content) // RULE_BYTES, content)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
 def read_job() -> Job:

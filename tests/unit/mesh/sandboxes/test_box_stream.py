@@ -9,7 +9,7 @@ import pytest
 
 from composer_mesh.mesh.sandboxes import records
 from composer_mesh.mesh.sandboxes.box_stream import Reported, job_bytes, read_reported
-from composer_mesh.mesh.sandboxes.bubblewrap import result_of
+from composer_mesh.mesh.sandboxes.boxes import result_of
 from composer_mesh.tasks.sandbox import FileTree, SandboxError, SandboxLimits
 
 TREE = FileTree({"kept.py": b"kept", "folder/gone.py": b"gone"})

