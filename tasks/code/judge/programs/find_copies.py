@@ -53,13 +53,19 @@ def texts_in(folder: str) -> Iterator[tuple[str, str]]:
     for place, _, names in os.walk(folder):
         for name in sorted(names):
             path = f"{place}/{name}"
-            if name.endswith((".pyc", ".so")) or os.path.getsize(path) > LARGEST:  # noqa: PTH202
+            if name.endswith((".pyc", ".so")) or not _is_readable(path):
                 continue
             with open(path, "rb") as file:  # noqa: PTH123
                 content = file.read()
             members = _members(content) if name.endswith(ARCHIVES) else {"": content}
             for member, data in members.items():
                 yield f"{path}{member}", data.decode("utf-8", "replace")
+
+
+def _is_readable(path: str) -> bool:
+    """Whether a path is a file that code in this box can read, and is not too large."""
+    readable = os.path.isfile(path) and os.access(path, os.R_OK)  # noqa: PTH113
+    return readable and os.path.getsize(path) <= LARGEST  # noqa: PTH202
 
 
 def _members(content: bytes) -> dict[str, bytes]:
