@@ -150,9 +150,11 @@ async def test_no_command_ends_or_forges_its_box(boxes: Boxes) -> None:
     for name, source in sources.items():
         result = await python(boxes, source, limits)
         found[name] = (result.ended, result.exit_code, dict(result.changed))
+    # In nsjail the runner is the first process, which no process of its namespace can kill.
+    first = boxes.launcher.name == "nsjail"
     assert found == {
-        "kill the runner": ("signal", None, {}),
-        "kill all": ("signal", None, {}),
+        "kill the runner": ("exited", 0, {}) if first else ("signal", None, {}),
+        "kill all": ("exited", 1, {}) if first else ("signal", None, {}),
         "write to the runner's socket": ("exited", 1, {}),
         "write to the runner's memory": ("exited", 1, {}),
     }
