@@ -80,7 +80,7 @@ def generation_stops(folder: Path, tokenizer: Any) -> list[str]:
     ids = stated if isinstance(stated, list) else [stated] * (stated is not None)
     stops = []
     for one in ids:
-        if not isinstance(one, int) or not 0 <= one < len(tokenizer):
+        if type(one) is not int or not 0 <= one < len(tokenizer):
             raise ValueError(
                 f"{GENERATION} has the eos_token_id {one!r} but the tokenizer has the ids 0 to "
                 f"{len(tokenizer) - 1}: mend it"

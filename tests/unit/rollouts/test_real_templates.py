@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,6 +12,7 @@ from real_templates import TEMPLATES, RealTemplate, chat_of, tokenizer_of
 from scripted_generation import ScriptedGeneration, a_sample
 from trl.chat_template_utils import add_response_schema, parse_response
 
+from composer_mesh.actors.models.tokenizer import chat_settings
 from composer_mesh.configs.policy import ToolCallFormat
 from composer_mesh.rollouts.call_formats.choosing import calling
 from composer_mesh.rollouts.call_formats.known import KNOWN
@@ -219,6 +222,44 @@ def test_trls_parser_reads_the_same_calls(template: RealTemplate, toolbox: Toolb
     parsed = parse_response(tokenizer, ids, prefix, tools=toolbox.tools)
     (made,) = parsed["tool_calls"]
     assert made["function"] == {"name": "calculator", "arguments": {"op": "add", "a": 2, "b": 3}}
+
+
+def named(file: str) -> RealTemplate:
+    return next(one for one in TEMPLATES if one.file == file)
+
+
+@pytest.mark.parametrize("file", ["llama3_1", "gptoss", "glm4moe", "qwen3"])
+def test_what_ends_an_action_is_written_once_whatever_was_sampled(
+    file: str, toolbox: ToolboxTask
+) -> None:
+    template = named(file)
+    chat = chat_of(template, toolbox.tools)
+    for text, follow in ((FIRST, {"role": "tool", "content": "4"}), ("Answer: 4", QUESTION)):
+        action = chat.action(text)
+        whole, cut = chat.continuation([follow], action), chat.continuation([follow], action[:-1])
+        assert cut[1:] == whole
+        for stop in chat.stop_ids:
+            other = chat.continuation([follow], [*action[:-1], stop])
+            # GLM ends an action with what begins the next message, which is written in any case.
+            begins = file == "glm4moe" and stop != cut[0]
+            assert other == (cut if begins else whole)
+
+
+def test_the_stop_tokens_of_a_folder_are_read(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(named("llama3_1"))
+    ends = [tokenizer.convert_tokens_to_ids(one) for one in ("<|eot_id|>", "<|eom_id|>")]
+    file = tmp_path / "generation_config.json"
+    given = {"stops": ["<|python_tag|>"], "tool_calls": "auto", "options": {"a": 1}}
+    assert chat_settings(tmp_path, tokenizer, given)["stops"] == ("<|python_tag|>",)
+    file.write_text(json.dumps({"eos_token_id": ends}))
+    found = chat_settings(tmp_path, tokenizer, given)
+    assert found == {**given, "stops": ("<|eom_id|>", "<|python_tag|>")}
+    with pytest.raises(ValueError, match=r"has '<\|no\|>', which is no token of the tokenizer"):
+        chat_settings(tmp_path, tokenizer, {**given, "stops": ["<|no|>"]})
+    for wrong in (10**9, -1, "x", True):
+        file.write_text(json.dumps({"eos_token_id": [wrong]}))
+        with pytest.raises(ValueError, match=r"generation_config\.json has the eos_token_id"):
+            chat_settings(tmp_path, tokenizer, given)
 
 
 def test_formats_that_the_config_names_are_those_that_are_known() -> None:
