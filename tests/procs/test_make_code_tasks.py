@@ -13,7 +13,7 @@ from real_boxes import why_no_boxes
 from small_packages import FILES
 
 from composer_mesh.mesh.sandboxes.boxes import Boxes
-from composer_mesh.services.make_code_tasks.checking import check_tasks
+from composer_mesh.services.make_code_tasks.checking import check_tasks, copy_tasks
 from composer_mesh.services.make_code_tasks.making import Results
 from composer_mesh.tasks.code.judge.judge import CodeJudge
 from composer_mesh.tasks.code.judge.judged_task import HiddenCase
@@ -59,8 +59,36 @@ async def test_tasks_of_a_package_are_proved_and_graded_rightly(
     assert results.write(file, []) == len(tasks)
     assert json.loads(file.read_text().split("\n")[0])["tree"] == "small-1.2"
     told: list[str] = []
-    assert await check_tasks(boxes, file, 2, 1, 2, told.append) == 0, told
+    right = await check_tasks(boxes, file, 2, 1, 2, told.append)
+    assert right.all, told
     assert told[-1].startswith("2 tasks graded 1 times: 0 gradings are wrong")
+    assert copy_tasks(file, tmp_path / "right.jsonl", right.tasks) == 2
+    assert len((tmp_path / "right.jsonl").read_text().splitlines()) == 3
+
+
+async def test_a_test_that_waits_is_no_part_of_a_task(boxes: Boxes) -> None:
+    waits = b"import time\nfrom small.sums import total\n\n\ndef test_waits():\n"
+    waits += b"    time.sleep(0.001)\n    assert total([1]) == 1\n"
+    package = package_of("small", "1.2", "", {**FILES, "tests/test_waits.py": waits})
+    made = await made_of(boxes, package, LIMITS)
+    named = {one for row in made.tasks for one in (*row["fail_to_pass"], *row["pass_to_pass"])}
+    assert (made.tests, made.stable) == (9, 7)
+    assert named
+    assert not any("test_waits" in one for one in named)
+
+
+async def test_renamed_packages_and_repairs_are_proved_and_graded_rightly(
+    boxes: Boxes, tmp_path: Path
+) -> None:
+    limits = replace(LIMITS, rename=True, bugs=1, generated=0)
+    made = await made_of(boxes, package_of("small", "1.2", "", FILES), limits)
+    kinds = {row["kind"] for row in made.tasks}
+    assert {"function", "repair"} <= kinds
+    assert not any("small.sums:total" in row["name"] for row in made.tasks)
+    file, told = tmp_path / "tasks.jsonl", list[str]()
+    Results(["small"], {"small": made}).write(file, [])
+    right = await check_tasks(boxes, file, None, 1, 2, told.append)
+    assert right.all, told
 
 
 async def test_a_table_of_what_the_tests_show_is_not_right(boxes: Boxes, tmp_path: Path) -> None:

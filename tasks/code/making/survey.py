@@ -81,8 +81,9 @@ async def survey_of(
     for box in again:
         those = _passed(box)
         passed = [one for one in passed if one in set(those)]
-    seconds = {line["id"]: line["seconds"] for line in first.report.of("seconds")}
-    tests = [one for one in passed if seconds.get(one, 0) <= SLOW_S and len(one) <= LONGEST_ID]
+    told = {line["id"]: line for line in first.report.of("seconds")}
+    slow = {one for one, line in told.items() if line["seconds"] > SLOW_S or line["waits"]}
+    tests = [one for one in passed if one not in slow and len(one) <= LONGEST_ID]
     if not tests:
         raise PackageRefused("none of its tests passes three times")
     spent = sum(box.result.seconds for box in (first, *again))

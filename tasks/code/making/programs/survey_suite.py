@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from types import CodeType, FrameType
 from typing import Any
 
@@ -143,9 +144,22 @@ class SurveyPlugin:
         self._recorder = recorder
         self.reached: dict[str, set[int]] = {}
         self.seconds: dict[str, float] = {}
+        self.waiting: set[str] = set()
+        self._now = ""
+
+    def note_waits(self) -> None:
+        """Note from now on which tests wait: how they end depends on the machine."""
+        really_sleep = time.sleep
+
+        def sleep(seconds: Any) -> None:
+            self.waiting.add(self._now)
+            really_sleep(seconds)
+
+        time.sleep = sleep
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._now = nodeid
         if self._recorder is not None:
             self._recorder.reached = self.reached.setdefault(nodeid, set())
             self._recorder.start()
@@ -176,6 +190,7 @@ def main() -> None:
     add_import_folders(spec["imports"])
     recorder = Recorder(spec["functions"], spec["makers"]) if spec["functions"] else None
     plugin = SurveyPlugin(recorder)
+    plugin.note_waits()
     early: set[int] = set()
     if recorder is not None:
         early = recorder.reached
@@ -190,7 +205,7 @@ def main() -> None:
         if inputs:
             reporter.say("inputs", function=number, inputs=list(inputs.values()))
     for test, seconds in plugin.seconds.items():
-        reporter.say("seconds", id=test, seconds=round(seconds, 3))
+        reporter.say("seconds", id=test, seconds=round(seconds, 3), waits=test in plugin.waiting)
     try:
         wrong = elsewhere(spec["packages"])
     except BaseException as error:  # noqa: BLE001  whatever the package raises is the answer
