@@ -26,6 +26,9 @@ MOST_LOST = 12
 """Calls that may end or hang their box before the rest of a package's inputs is given up."""
 
 CALLS_S = 30.0
+RUNS = 5
+"""Boxes that answer each call."""
+
 TRIED = 3
 """Generated inputs that are tried for each that is wanted."""
 
@@ -68,10 +71,16 @@ async def cases_of(
 async def _compared(
     sandbox: Sandbox, package: Package, calls: Sequence[Call], limits: MakingLimits
 ) -> Compared:
-    """Return the cases of two runs in opposite orders. Waits for boxes."""
+    """Return the cases of some runs in both orders, each with hashes of its own. Waits for boxes.
+
+    The order of a set of two texts, as it is written, is the same in two runs half of the time.
+    """
     first = await _answers(sandbox, package, calls, list(range(len(calls))), limits)
-    second = await _answers(sandbox, package, calls, sorted(first, reverse=True), limits)
-    return compared(calls, first, second)
+    others: list[Answers] = []
+    for turn in range(1, RUNS):
+        order = sorted(first, reverse=bool(turn % 2))
+        others.append(await _answers(sandbox, package, calls, order, limits))
+    return compared(calls, first, *others)
 
 
 def with_generated(
@@ -92,7 +101,7 @@ def with_generated(
 
 @dataclass(frozen=True)
 class Compared:
-    """Cases by target, and the targets of which any outcome differs between two runs."""
+    """Cases by target, and the targets of which any outcome differs between runs."""
 
     cases: Mapping[str, list[HiddenCase]]
     unsteady: frozenset[str]
@@ -102,16 +111,16 @@ class Compared:
         return {name: cases for name, cases in self.cases.items() if name not in self.unsteady}
 
 
-def compared(calls: Sequence[Call], first: Answers, second: Answers) -> Compared:
-    """Return the cases of calls that two runs answered; a target that differs is unsteady."""
+def compared(calls: Sequence[Call], first: Answers, *others: Answers) -> Compared:
+    """Return the cases of calls that all runs answered; a target that differs is unsteady."""
     found: dict[str, list[HiddenCase]] = {}
     unsteady: set[str] = set()
-    for place in sorted(first.keys() & second.keys()):
+    for place in sorted(first.keys() & set.intersection(*map(set, others))):
         case = case_of(calls[place], first[place])
         if case is None:
             continue
         found.setdefault(case.target, []).append(case)
-        if not agrees(case, second[place]):
+        if not all(agrees(case, one[place]) for one in others):
             unsteady.add(case.target)
     return Compared(found, frozenset(unsteady))
 
