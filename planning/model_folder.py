@@ -155,8 +155,10 @@ def _rope_types(rope: object) -> set[str]:
 def _count(path: Path, key: str, value: object) -> None:
     if value is None and key == "num_key_value_heads":
         return
-    if type(value) is not int or not 0 < value < 1 << 31:
-        why = f"has {key} = {str(value)[:60]}, but it is a whole number from 1 to {(1 << 31) - 1}"
+    least = 0 if "expert" in key else 1  # files of dense models may name 0 experts
+    if type(value) is not int or not least <= value < 1 << 31:
+        most = (1 << 31) - 1
+        why = f"has {key} = {str(value)[:60]}, but it is a whole number from {least} to {most}"
         raise UnfitModelFolder(str(path), why)
 
 

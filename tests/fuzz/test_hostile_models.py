@@ -48,7 +48,12 @@ def checked(folder: Path) -> str:
     """What `check` says of a folder; empty where it is accepted."""
     try:
         check_model_folder(folder)
-        request = json.dumps({"check": {"tools": TASK.tools, "hints": True}}).encode() + b"\n"
+        request = (
+            json.dumps(
+                {"check": {"tools": TASK.tools, "hints": True, "chat": CONFIG.policy.chat}}
+            ).encode()
+            + b"\n"
+        )
         said, status = forked(lambda pipe: _program(folder, request, pipe))
         if not said:
             assert status in ENDED, status
