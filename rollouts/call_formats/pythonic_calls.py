@@ -1,6 +1,7 @@
 """Formats whose calls are a Python list, `[weather(city="Paris"), now()]`: Llama 4, LFM2."""
 
 import ast
+import keyword
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,11 @@ MOST_CHARACTERS = 100_000
 """Of the calls of one action: Python's parser takes memory with the length of its text."""
 
 _BEGINS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+_TEXTS_AND_NAMES = re.compile(
+    r"""(?s:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b[A-Za-z_]\w*\b(?=\s*(?:[(.]|=(?!=)))"""
+)
+_MARK = "ƛ"
+"""Before a tool's or an argument's name that is a keyword of Python, while it is parsed."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -87,7 +93,7 @@ def _calls(text: str) -> list[ToolCall]:
     if len(text) > MOST_CHARACTERS:
         raise Unreadable(f"the calls have {len(text):,} characters: write {MOST_CHARACTERS:,}")
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = ast.parse(_TEXTS_AND_NAMES.sub(_marked, text), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Unreadable("the calls are no Python list of calls") from None
     if not isinstance(tree, ast.List) or not tree.elts:
@@ -95,10 +101,18 @@ def _calls(text: str) -> list[ToolCall]:
     return [_call(node) for node in tree.elts]
 
 
+def _marked(found: re.Match[str]) -> str:
+    return _MARK + found[0] if keyword.iskeyword(found[0]) else found[0]
+
+
+def _unmarked(name: str) -> str:
+    return name[1:] if name.startswith(_MARK) and keyword.iskeyword(name[1:]) else name
+
+
 def _call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args:
         raise Unreadable("write each call as NAME(ARGUMENT=VALUE), with names for all arguments")
-    pairs = [(one.arg or "", _value(one.value)) for one in node.keywords]
+    pairs = [(_unmarked(one.arg or ""), _value(one.value)) for one in node.keywords]
     if any(not name for name, _ in pairs):
         raise Unreadable("write each argument as NAME=VALUE")
     return one_call(_dotted(node.func), unique(pairs))
@@ -106,9 +120,9 @@ def _call(node: ast.expr) -> ToolCall:
 
 def _dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
-        return node.id
+        return _unmarked(node.id)
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{_dotted(node.value)}.{_unmarked(node.attr)}"
     raise Unreadable("the call needs the name of a tool")
 
 

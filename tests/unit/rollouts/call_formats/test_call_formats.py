@@ -14,7 +14,8 @@ from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas, Spoken
 from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
 
 TEXT = st.text(st.sampled_from("abcdefgh ÄßжX0123456789.,;:!?'\"()[]{}\n\\/_-+*=#"), max_size=12)
-NAME = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
+WORDS = ("if", "import", "from", "in", "lambda", "print", "class")  # Python's own, but one
+NAME = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True) | st.sampled_from(WORDS)
 SCALAR = TEXT | st.integers(-(10**9), 10**9) | st.booleans() | st.none() | st.floats(-1e6, 1e6)
 VALUE = st.recursive(
     SCALAR,
