@@ -173,7 +173,7 @@ class SDPOTeacherActor(MeshActor):
         async with self._order:
             layout, packed = await in_thread(self._packed_head)
             buffer = await self._head_buffer.write(packed)
-            return HeadHandle(self._teacher.version, layout, buffer)
+            return HeadHandle(self._teacher.version, layout, buffer, self._teacher.head().softcap)
 
     def _packed_head(self) -> tuple[tuple[Layout, ...], Tensor]:
         head = self._teacher.head()

@@ -80,9 +80,10 @@ class TrainerConfig(Section):
     """Whether what the sequences of a microbatch begin with, such as the prompt of a group, is
     computed once; for models with full attention."""
 
-    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    attention: Literal["sdpa", "flex", "flash", "eager"] = "sdpa"
     """Attention implementation: torch's kernels, or on a GPU its compiled ones ("flex") or those of
-    the package flash-attn ("flash")."""
+    the package flash-attn ("flash"); or all scores at once ("eager"), which takes much memory and
+    knows the caps of Gemma 2 and the sinks of gpt-oss everywhere."""
 
     sharding: Literal["auto", "none", "fsdp2"] = "auto"
     """"none": complete copies on every rank; "fsdp2": each rank holds rows of every weight; "auto":

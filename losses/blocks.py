@@ -36,12 +36,13 @@ def tiles(*blocks: Float[Tensor, "R _"]) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """A head whose scores are `(hidden @ weight.T + bias) / temperature`, in `dtype`."""
+    """A head whose scores are `softcapped(hidden @ weight.T + bias) / temperature`, in `dtype`."""
 
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, "V"] | None
     temperature: Number
     dtype: torch.dtype
+    softcap: Number | None = None
 
     def scores(
         self, hidden: Float[Tensor, "N H"], block: int, *, rows: int | None = None
@@ -64,8 +65,17 @@ class LinearHead:
             product(hidden, self.weight[columns].T, out[:, columns])
         if self.bias is not None:
             out.add_(self.bias)
+        if self.softcap is not None:
+            for (tile,) in tiles(out):
+                tile.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1:
             out.div_(self.temperature)
+
+    def slopes(self, scores: Float[Tensor, "R V"]) -> Float[Tensor, "R V"] | None:
+        """Return the derivative of the cap where it gave these scores; None without a cap."""
+        if self.softcap is None:
+            return None
+        return scores.mul(self.temperature / self.softcap).square_().neg_().add_(1)
 
     def columns(self) -> Iterator[slice]:
         """Yield all columns at once, or as many as may be copied to another dtype at a time."""
@@ -82,14 +92,28 @@ class HeadGradients:
     ) -> None:
         self.wanted = any(wanted)
         self._head, self._hidden = head, hidden
+        self._slopes: Tensor | None = None
         sources = (hidden, head.weight, head.bias)
         self._sums = [
             torch.zeros_like(source, dtype=head.dtype) if want and source is not None else None
             for source, want in zip(sources, wanted, strict=True)
         ]
 
+    def scores(
+        self, block: int, *, rows: int | None = None
+    ) -> Iterator[tuple[slice, Float[Tensor, "R V"]]]:
+        """Yield `LinearHead.scores` of the hidden states; `add` of a block comes before the next.
+
+        A head with a cap takes a second buffer of a block's size.
+        """
+        for place, scores in self._head.scores(self._hidden, block, rows=rows):
+            self._slopes = self._head.slopes(scores) if self.wanted else None
+            yield place, scores
+
     def add(self, rows: slice, pull: Float[Tensor, "R V"]) -> None:
-        """Add the gradient of the loss with respect to `hidden @ weight.T + bias` of these rows."""
+        """Add what follows from the gradient of the loss by the scores before the temperature."""
+        if self._slopes is not None:
+            pull.mul_(self._slopes)
         of_hidden, of_weight, of_bias = self._sums
         for columns in self._head.columns():
             part = pull[:, columns]
@@ -108,6 +132,11 @@ class HeadGradients:
             None if weight is None else weight.to(self._head.weight.dtype),
             None if bias is None or self._head.bias is None else bias.to(self._head.bias.dtype),
         )
+
+
+def softcapped(scores: Tensor, softcap: Number | None) -> Tensor:
+    """Return `softcap * tanh(scores / softcap)`, as Gemma caps its logits; None caps nothing."""
+    return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
 def given_scores(

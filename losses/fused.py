@@ -3,7 +3,8 @@
 The scores of a block of rows are freed before those of the next are computed, so the memory besides
 inputs and gradients does not grow with rows times vocabulary. Gradients are exact; the teacher gets
 none. Scores, sums and accumulated gradients are float32 or better, also if hidden states and heads
-are bfloat16: then gradients take float32 sums of their own size while they are computed.
+are bfloat16: then gradients take float32 sums of their own size while they are computed. With
+`softcap` c, scores before the temperature are `c tanh(z / c)` of the head's own z, as in Gemma.
 
 Axes: N rows (tokens under the mask), H hidden size, K hidden size of the teacher, V vocabulary, R
 rows of one block.
@@ -29,12 +30,15 @@ from composer_mesh.losses.blocks import (
     rows_per_block,
     tiles,
 )
-from composer_mesh.losses.checks import check_jsd_beta, check_temperature
+from composer_mesh.losses.checks import check_jsd_beta, check_positive, check_temperature
 from composer_mesh.losses.divergence_rules import JsdRule, RowLoss, Rule, autograd_rule
 from composer_mesh.losses.reductions import Number, normalized_sum
 
 ScoresLoss = Callable[[Float[Tensor, "R V"], slice], Float[Tensor, ""]]
 """A loss on a block's student scores and its slice of the rows."""
+
+Caps = tuple[Number | None, Number | None]
+"""The caps of two heads: student's, teacher's."""
 
 
 def linear_logprobs(
@@ -43,6 +47,7 @@ def linear_logprobs(
     targets: Int[Tensor, "N"],
     *,
     bias: Float[Tensor, "V"] | None = None,
+    softcap: Number | None = None,
     temperature: Number = 1.0,
     block: int | None = None,
 ) -> Float[Tensor, "N"]:
@@ -53,9 +58,9 @@ def linear_logprobs(
     Rows whose gradient is 0, such as clipped tokens, cost nothing in the backward. `block` is the
     size of the scratch in numbers, by default 2^22 on a CPU and 2^26 on an accelerator.
     """
-    check_linear(temperature, block)
+    check_linear(temperature, block, softcap)
     size = block or default_block(hidden)
-    found: Tensor = _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size)
+    found: Tensor = _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size, softcap)
     return found
 
 
@@ -65,11 +70,12 @@ def linear_collision_logprobs(
     weight: Float[Tensor, "V H"],
     *,
     bias: Float[Tensor, "V"] | None = None,
+    softcap: Number | None = None,
     block: int | None = None,
 ) -> Float[Tensor, "N"]:
     """`collision_logprobs` of the head's scores, without a gradient: what `wpo_weights` needs."""
-    check_linear(1.0, block)
-    head = LinearHead(weight, bias, 1.0, sum_dtype(hidden))
+    check_linear(1.0, block, softcap)
+    head = LinearHead(weight, bias, 1.0, sum_dtype(hidden), softcap)
     found = hidden.new_empty((len(hidden), 1), dtype=head.dtype)
     for rows, scores in head.scores(hidden, block or default_block(hidden)):
         for part, tile in tiles(found[rows], scores):
@@ -88,6 +94,8 @@ def linear_jsd(
     normalizer: Number,
     student_bias: Float[Tensor, "V"] | None = None,
     teacher_bias: Float[Tensor, "V"] | None = None,
+    student_softcap: Number | None = None,
+    teacher_softcap: Number | None = None,
     block: int | None = None,
     entropies: Float[Tensor, "2"] | None = None,
 ) -> Float[Tensor, ""]:
@@ -104,15 +112,16 @@ def linear_jsd(
     negative bias and not -inf.
     """
     check_jsd_beta(jsd_beta)
-    check_linear(temperature, block)
+    check_linear(temperature, block, student_softcap, teacher_softcap)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
     sink = [] if entropies is None else [entropies]
     rule = JsdRule(jsd_beta, temperature, float(one), sink)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
+    caps = (student_softcap, teacher_softcap)
     loss: Tensor = _LinearDivergence.apply(
-        *student, *teacher, temperature, rule, size, torch.is_grad_enabled()
+        *student, *teacher, temperature, rule, size, torch.is_grad_enabled(), caps
     )
     sink.clear()  # a second backward runs the rule again
     return loss
@@ -127,6 +136,8 @@ def linear_distillation(
     *,
     student_bias: Float[Tensor, "V"] | None = None,
     teacher_bias: Float[Tensor, "V"] | None = None,
+    student_softcap: Number | None = None,
+    teacher_softcap: Number | None = None,
     block: int | None = None,
 ) -> Float[Tensor, ""]:
     """The sum over blocks of any loss on two rows of scores, such as TAID or SDPO's top-k.
@@ -137,12 +148,13 @@ def linear_distillation(
     keep the scores, whose memory the next block takes. The teacher's scores get no gradient;
     without a weight, what is passed as its hidden states are its scores.
     """
-    check_linear(1.0, block)
+    check_linear(1.0, block, student_softcap, teacher_softcap)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
+    caps = (student_softcap, teacher_softcap)
     total: Tensor = _LinearDivergence.apply(
-        *student, *teacher, 1.0, autograd_rule(loss), size, torch.is_grad_enabled()
+        *student, *teacher, 1.0, autograd_rule(loss), size, torch.is_grad_enabled(), caps
     )
     return total
 
@@ -153,6 +165,7 @@ def linear_scores(
     weight: Float[Tensor, "V H"],
     *,
     bias: Float[Tensor, "V"] | None = None,
+    softcap: Number | None = None,
     block: int | None = None,
 ) -> Float[Tensor, ""]:
     """The sum over blocks of any loss on the rows' own scores; the rest is `linear_distillation`.
@@ -162,9 +175,9 @@ def linear_scores(
     nothing = hidden.new_empty(len(hidden), 0)
     student, rule = (hidden, weight, bias), autograd_rule(lambda own, _, rows: loss(own, rows))
     size = block or default_block(hidden)
-    check_linear(1.0, block)
+    check_linear(1.0, block, softcap)
     total: Tensor = _LinearDivergence.apply(
-        *student, nothing, None, None, 1.0, rule, size, torch.is_grad_enabled()
+        *student, nothing, None, None, 1.0, rule, size, torch.is_grad_enabled(), (softcap, None)
     )
     return total
 
@@ -181,8 +194,9 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: Number,
         block: int,
+        softcap: Number | None,
     ) -> Tensor:
-        head = LinearHead(weight, bias, temperature, sum_dtype(hidden))
+        head = LinearHead(weight, bias, temperature, sum_dtype(hidden), softcap)
         picked = targets.long().unsqueeze(-1)
         chosen, log_z = hidden.new_empty((2, len(hidden), 1), dtype=head.dtype)
         for rows, scores in head.scores(hidden, block):
@@ -190,19 +204,19 @@ class _LinearLogprobs(torch.autograd.Function):
             for part, tile in tiles(log_z[rows], scores):
                 part.copy_(tile.logsumexp(-1, keepdim=True))
         ctx.save_for_backward(hidden, weight, bias, picked, log_z)
-        ctx.temperature, ctx.block = temperature, block
+        ctx.temperature, ctx.block, ctx.softcap = temperature, block, softcap
         return (chosen - log_z).squeeze(-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, picked, log_z = ctx.saved_tensors
-        head = LinearHead(weight, bias, ctx.temperature, log_z.dtype)
+        head = LinearHead(weight, bias, ctx.temperature, log_z.dtype, ctx.softcap)
         active = gradient.ne(0).nonzero().squeeze(-1)
         some, picked, log_z = hidden[active], picked[active], log_z[active]
         factor = (gradient[active] / ctx.temperature).unsqueeze(-1)
         gradients = HeadGradients(head, some, ctx.needs_input_grad[:3])
-        for rows, scores in head.scores(some, ctx.block):
+        for rows, scores in gradients.scores(ctx.block):
             for tile, normal, weigh in tiles(scores, log_z[rows], factor[rows]):
                 tile.sub_(normal).exp_().mul_(-weigh)
             scores.scatter_add_(-1, picked[rows], factor[rows])
@@ -211,7 +225,7 @@ class _LinearLogprobs(torch.autograd.Function):
         of_hidden = None
         if of_some is not None:
             of_hidden = torch.zeros_like(hidden).index_copy_(0, active, of_some)
-        return of_hidden, of_weight, of_bias, None, None, None
+        return of_hidden, of_weight, of_bias, *[None] * 4
 
 
 # In a Function's forward, inputs appear to need gradients also under no_grad.
@@ -234,10 +248,12 @@ class _LinearDivergence(torch.autograd.Function):
         rule: Rule,
         block: int,
         grad: bool,
+        caps: Caps,
     ) -> Tensor:
         heads = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
         ctx.save_for_backward(*heads)
-        ctx.rest = (temperature, rule, block, ctx.needs_input_grad[:3] if grad else NO_GRADIENTS)
+        wanted = ctx.needs_input_grad[:3] if grad else NO_GRADIENTS
+        ctx.rest = (temperature, rule, block, wanted, caps)
         total, ctx.gradients = _divergence(*heads, *ctx.rest)
         return total
 
@@ -249,7 +265,7 @@ class _LinearDivergence(torch.autograd.Function):
         gradients = ctx.gradients or _divergence(*ctx.saved_tensors, *ctx.rest)[1]
         ctx.gradients = None
         found = [None if part is None else part.mul_(gradient) for part in gradients]
-        return *found, *[None] * 7
+        return *found, *[None] * 8
 
 
 def _divergence(
@@ -263,17 +279,18 @@ def _divergence(
     rule: Rule,
     block: int,
     wanted: tuple[bool, ...],
+    caps: Caps,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     dtype = sum_dtype(hidden)
-    student = LinearHead(weight, bias, temperature, dtype)
+    student = LinearHead(weight, bias, temperature, dtype, caps[0])
     gradients = HeadGradients(student, hidden, wanted)
     total = hidden.new_zeros((), dtype=dtype)
     rows = rows_per_block(len(weight), block)
-    own_scores = student.scores(hidden, block, rows=rows)
+    own_scores = gradients.scores(block, rows=rows)
     if teacher_weight is None:
         other_scores = given_scores(teacher_hidden, temperature, dtype, rows)
     else:
-        teacher = LinearHead(teacher_weight, teacher_bias, temperature, dtype)
+        teacher = LinearHead(teacher_weight, teacher_bias, temperature, dtype, caps[1])
         other_scores = teacher.scores(teacher_hidden, block, rows=rows)
     for (place, own), (_, others) in zip(own_scores, other_scores, strict=True):
         value, pull = rule(own, others, place, gradients.wanted)
@@ -288,8 +305,11 @@ def sum_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def check_linear(temperature: Number, block: int | None) -> None:
-    """Raise ValueError for a temperature or a block size that no head can have."""
+def check_linear(temperature: Number, block: int | None, *softcaps: Number | None) -> None:
+    """Raise ValueError for a temperature, a block size or caps that no head can have."""
     check_temperature(temperature)
+    for softcap in softcaps:
+        if softcap is not None:
+            check_positive("softcap", softcap, "leave it out for a head without a cap")
     if block is not None and block < 1:
         raise ValueError(f"block is {block} but has to be >= 1: leave it out for the default")

@@ -22,6 +22,7 @@ def linear_entropies(
     weight: Float[Tensor, "V H"],
     *,
     bias: Float[Tensor, "V"] | None = None,
+    softcap: Number | None = None,
     temperature: Number = 1.0,
     block: int | None = None,
 ) -> Float[Tensor, "N"]:
@@ -29,11 +30,11 @@ def linear_entropies(
 
     Equals `token_entropies` on those scores, which have to be finite. The forward keeps two numbers
     a row and the backward makes the scores again. Rows whose gradient is 0 cost nothing in the
-    backward. `block` is that of `linear_logprobs`.
+    backward. `block` and `softcap` are those of `linear_logprobs`.
     """
-    check_linear(temperature, block)
+    check_linear(temperature, block, softcap)
     size = block or default_block(hidden)
-    found: Tensor = _LinearEntropies.apply(hidden, weight, bias, temperature, size)
+    found: Tensor = _LinearEntropies.apply(hidden, weight, bias, temperature, size, softcap)
     return found
 
 
@@ -52,8 +53,9 @@ class _LinearEntropies(torch.autograd.Function):
         bias: Tensor | None,
         temperature: Number,
         block: int,
+        softcap: Number | None,
     ) -> Tensor:
-        head = LinearHead(weight, bias, temperature, sum_dtype(hidden))
+        head = LinearHead(weight, bias, temperature, sum_dtype(hidden), softcap)
         found, log_z = hidden.new_empty((2, len(hidden), 1), dtype=head.dtype)
         for rows, scores in head.scores(hidden, block):
             for entropy, normal, tile in tiles(found[rows], log_z[rows], scores):
@@ -61,19 +63,19 @@ class _LinearEntropies(torch.autograd.Function):
                 tile.sub_(normal)
                 entropy.copy_(-(tile.exp() * tile).sum(-1, keepdim=True))
         ctx.save_for_backward(hidden, weight, bias, found, log_z)
-        ctx.temperature, ctx.block = temperature, block
+        ctx.temperature, ctx.block, ctx.softcap = temperature, block, softcap
         return found.squeeze(-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, found, log_z = ctx.saved_tensors
-        head = LinearHead(weight, bias, ctx.temperature, log_z.dtype)
+        head = LinearHead(weight, bias, ctx.temperature, log_z.dtype, ctx.softcap)
         active = gradient.ne(0).nonzero().squeeze(-1)
         some, entropies, log_z = hidden[active], found[active], log_z[active]
         factor = (gradient[active] / ctx.temperature).unsqueeze(-1)
         gradients = HeadGradients(head, some, ctx.needs_input_grad[:3])
-        for rows, scores in head.scores(some, ctx.block):
+        for rows, scores in gradients.scores(ctx.block):
             parts = tiles(scores, log_z[rows], entropies[rows], factor[rows])
             for tile, normal, entropy, weigh in parts:
                 tile.sub_(normal)
@@ -84,4 +86,4 @@ class _LinearEntropies(torch.autograd.Function):
         of_hidden = None
         if of_some is not None:
             of_hidden = torch.zeros_like(hidden).index_copy_(0, active, of_some)
-        return of_hidden, of_weight, of_bias, None, None
+        return of_hidden, of_weight, of_bias, None, None, None

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.checks import check_choice, check_temperature
 from composer_mesh.losses.reductions import Number, at_least_float32
 
@@ -64,11 +65,16 @@ def linear_logits(
     weight: Float[Tensor, "V H"],
     bias: Float[Tensor, "V"] | None = None,
     temperature: Number = 1.0,
+    softcap: Number | None = None,
 ) -> Float[Tensor, "N V"]:
-    """Scores `(hidden @ weight.T + bias) / temperature` in float32 at least, all at once."""
+    """Scores `(hidden @ weight.T + bias) / temperature` in float32 at least, all at once.
+
+    `softcap` is that of `fused`.
+    """
     check_temperature(temperature)
     head = None if bias is None else at_least_float32(bias)
     scores = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), head)
+    scores = softcapped(scores, softcap)
     return scores if temperature == 1 else scores / temperature
 
 

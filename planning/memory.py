@@ -87,7 +87,7 @@ class Training:
 
     `sharded`: each of the `ranks` stores only its shard; `number`: bytes of a number in the forward
     pass; `trainable`: number of parameters with optimizer state; `longest`: longest row if
-    attention needs a mask, else 0.
+    attention needs a mask, else 0; `scored`: whether attention makes all its scores at once.
     """
 
     ranks: int
@@ -98,6 +98,7 @@ class Training:
     checkpointing: bool = False
     frozen_copies: int = 0
     longest: int = 0
+    scored: bool = False
     on_gpu: bool = False
 
 
@@ -116,6 +117,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
         Part("activations", max(passing, states)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
         Part("attention mask", (1 + how.number) * how.tokens * how.longest),
+        Part("attention scores", _attention_scores(sizes, how)),
         Part("blocks of scores", SCORES_GPU if how.on_gpu else SCORES_CPU),
         Part("allocator's slack", int(SLACK * max(passing, states))),
     )
@@ -145,6 +147,19 @@ def _passing(sizes: ModelSizes, how: Training) -> int:
     kept = layers * sizes.hidden_size * how.number if how.checkpointing else (layers - 1) * layer
     # The layer whose backward runs has its gradients next to its activations.
     return how.tokens * (kept + 2 * layer + 3 * FLOAT * sizes.hidden_size)
+
+
+def _attention_scores(sizes: ModelSizes, how: Training) -> int:
+    """Return the bytes of attention's scores that a backward needs, and of one layer's gradients.
+
+    Stored are the caps' output, the float32 softmax, and its copy in the dtype of compute.
+    """
+    if not how.scored:
+        return 0
+    scores = sizes.num_attention_heads * how.tokens * how.longest
+    stored = scores * (2 * FLOAT if how.number == FLOAT else FLOAT + 2 * how.number)
+    layers = 1 if how.checkpointing else sizes.num_hidden_layers
+    return stored * layers + 2 * FLOAT * scores
 
 
 def _gathered(sizes: ModelSizes, how: Training) -> int:

@@ -133,7 +133,8 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         sharded=trainer.sharded,
         checkpointing=trainer.activation_checkpointing,
         frozen_copies=copies,
-        longest=config.policy.max_context if trainer.attention == "sdpa" else 0,
+        longest=config.policy.max_context if trainer.attention in ("sdpa", "eager") else 0,
+        scored=trainer.attention == "eager",
         on_gpu=config.placement.trainer.gpus > 0,
     )
     parts = (

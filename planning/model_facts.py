@@ -19,6 +19,8 @@ from composer_mesh.planning.model_refusals import (
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
+MEANT = {"softcap": "caps", "s_aux": "sinks", "position_bias": "position biases"}
+"""What the arguments of attention mean that not every implementation knows."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class AttentionCall:
 class ModelFacts:
     """Facts of a model: its class, token ids, layers and their kinds, and what its parts can do.
 
-    `head` is the difference between its logits and those of a plain head; it and `attention` are
-    None where only a model with weights shows them.
+    `head` is the difference between its logits and those of a head that the losses know; it and
+    `attention` are None where only a model with weights shows them. `implementations` are the
+    values of `trainer.attention` that compute all of its attention.
     """
 
     name: str
@@ -47,13 +50,14 @@ class ModelFacts:
     positions: int | None
     head: float | None
     attention: tuple[AttentionCall, ...] | None
+    implementations: tuple[str, ...]
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Self:
         """Return facts from a dict, as JSON has them."""
         calls = told["attention"]
         attention = None if calls is None else tuple(_call(one) for one in calls)
-        plain = {key: tuple(told[key]) for key in ("kinds", "linear")}
+        plain = {key: tuple(told[key]) for key in ("kinds", "linear", "implementations")}
         return cls(**{**told, **plain, "attention": attention})
 
 
@@ -65,6 +69,7 @@ def check_model_fits(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the policy's model cannot do what the config asks for."""
     check_plain_head(facts)
     _check_positions(facts, config.policy.max_context)
+    _check_attention(facts, config.trainer.attention)
     _check_layers(facts, config)
     _check_adapters(facts, config)
     if config.generator.engine == "embedded":
@@ -83,6 +88,18 @@ def _check_positions(facts: ModelFacts, context: int) -> None:
             f"policy.max_context is {context} but {facts.name} has positions up to "
             f"{facts.positions}: lower policy.max_context to {facts.positions}"
         )
+
+
+def _check_attention(facts: ModelFacts, attention: str) -> None:
+    if attention in facts.implementations:
+        return
+    asked = sorted({name for call in facts.attention or () for name in call.more})
+    why = f"which computes no {' and '.join(MEANT[name] for name in asked)}"
+    found = " or ".join(repr(name) for name in facts.implementations)
+    raise UnfitModel(
+        f"{facts.name} cannot have trainer.attention = {attention!r}, "
+        f"{why if asked else 'which it does not support'}: set it to {found}"
+    )
 
 
 def _check_layers(facts: ModelFacts, config: Config) -> None:
@@ -122,7 +139,8 @@ def check_embedded_serves(facts: ModelFacts, context: int) -> None:
         if not call.replaceable:
             raise ModelNotServed(facts.name, f"its layer {number} computes attention of its own")
         if call.more:
-            raise ModelNotServed(facts.name, f"its attention has {', '.join(call.more)}")
+            more = " and ".join(MEANT[name] for name in call.more)
+            raise ModelNotServed(facts.name, f"it has attention with {more}")
         if call.window is not None and call.window < context:
             why = f"attention looks back {call.window} tokens but policy.max_context is {context}"
             raise ModelNotServed(facts.name, why)

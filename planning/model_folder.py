@@ -24,6 +24,8 @@ OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 ADAPTER = "adapter_config.json"
 FOREIGN_KEYS = ("transformers_weights", "fusion_config")
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
+PER_LAYER = "intermediate_size"
+"""May be a list with a number for each layer, as in Gemma 3n."""
 LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope", "su"})
 MOST_FILES = 10_000
 MOST_JSON_BYTES = 1 << 26
@@ -117,7 +119,9 @@ def _layers_fit(path: Path, config: dict[str, Any]) -> None:
     for table in (config, text if isinstance(text, dict) else {}):
         for key in ModelSizes.model_fields:
             if key.startswith(("hidden", "intermediate", "num", "vocab")) and key in table:
-                _count(path, key, table[key])
+                value = table[key]
+                for one in value if key == PER_LAYER and isinstance(value, list) else [value]:
+                    _count(path, key, one)
 
 
 def _layers_have_weights(path: Path, config: dict[str, Any], tensors: int) -> None:
@@ -153,9 +157,10 @@ def _rope_types(rope: object) -> set[str]:
 
 
 def _count(path: Path, key: str, value: object) -> None:
-    if value is None and key == "num_key_value_heads":
+    of_experts = "expert" in key
+    if value is None and (of_experts or key == "num_key_value_heads"):
         return
-    least = 0 if "expert" in key else 1  # files of dense models may name 0 experts
+    least = 0 if of_experts else 1  # files of dense models may name 0 experts
     if type(value) is not int or not least <= value < 1 << 31:
         most = (1 << 31) - 1
         why = f"has {key} = {str(value)[:60]}, but it is a whole number from {least} to {most}"

@@ -11,7 +11,7 @@ class UnfitModel(ConfigError):
 
 
 class UnsupportedHead(UnfitModel):
-    """A model whose logits are not a linear function of its last hidden states."""
+    """A model whose logits are more than a linear function of its hidden states, and a cap."""
 
     def __init__(self, model: str, difference: float) -> None:
         super().__init__(model, difference)
@@ -19,8 +19,7 @@ class UnsupportedHead(UnfitModel):
     def __str__(self) -> str:
         return (
             f"{self.args[0]}: its logits differ from those of its hidden states and head by up to "
-            f"{self.args[1]:.3g}, so it caps or scales them, which the fused losses do not know: "
-            "use a model with a plain linear head"
+            f"{self.args[1]:.3g}, which the fused losses do not know: use another model"
         )
 
 

@@ -16,11 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.models.attention_calls import MORE
 
 NAME = "composer_mesh_rows"
-
-UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""Arguments of other attention functions that change the result: caps, sinks, biases."""
 
 
 @dataclass(slots=True)
@@ -143,7 +141,7 @@ def rows_attention(
         raise ValueError(
             f"attention looks back {sliding_window} tokens but a row has {packed.cache.length}"
         )
-    if asked := [name for name in UNKNOWN if others.get(name) is not None]:
+    if asked := [name for name in MORE if others.get(name) is not None]:
         raise ValueError(f"attention has {', '.join(asked)}")
     return packed.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 

@@ -149,7 +149,10 @@ class PolicyChannel:
         def rows_entropy(scores: Tensor, _rows: slice) -> Tensor:
             return token_entropies(scores, self._temperature).sum() / count
 
-        return linear_scores(rows_entropy, hidden.predicting(mask), model.weight, bias=model.bias)
+        rows = hidden.predicting(mask)
+        return linear_scores(
+            rows_entropy, rows, model.weight, bias=model.bias, softcap=model.softcap
+        )
 
     @torch.no_grad()
     def skip(self) -> None:

@@ -31,9 +31,11 @@ def requested_fields(
         found["hidden_states"] = rows
     if "entropies" in loss.needs:
         found["entropies"] = linear_entropies(
-            rows, model.weight, bias=model.bias, temperature=temperature
+            rows, model.weight, bias=model.bias, softcap=model.softcap, temperature=temperature
         )
     if "logits" in loss.needs:
-        found["logits"] = linear_logits(rows, model.weight, model.bias, temperature)
+        found["logits"] = linear_logits(
+            rows, model.weight, model.bias, temperature, softcap=model.softcap
+        )
     parts = {name: tensor.split(counts) for name, tensor in found.items()}
     return [{name: split[row] for name, split in parts.items()} for row in range(len(mask))]

@@ -88,8 +88,9 @@ class StudentRows:
     @torch.no_grad()
     def top_k(self, top_k: int) -> Tensor:
         """Return the student's most likely ids [N, K]."""
-        head = LinearHead(self.model.weight, self.model.bias, 1.0, torch.float32)
-        kept = min(top_k, len(self.model.weight))
+        model = self.model
+        head = LinearHead(model.weight, model.bias, 1.0, torch.float32, model.softcap)
+        kept = min(top_k, len(model.weight))
         blocks = head.scores(self.hidden, default_block(self.hidden))
         return torch.cat([scores.topk(kept, dim=-1).indices.int() for _, scores in blocks])
 
@@ -146,7 +147,7 @@ class SdpoChannel:
             teacher, head = tensors["logits"], None
         else:
             teacher = tensors["states"]
-            head = teacher_output.head or Head(rows.model.weight, rows.model.bias)
+            head = teacher_output.head or Head.of(rows.model)
         entropies = rows.hidden.new_zeros(2, dtype=torch.float32)
         loss = self._whole(rows, teacher, head, normalizer, entropies)
         if figures is not None:
@@ -165,10 +166,15 @@ class SdpoChannel:
         """Return the loss on the teacher's whole distribution: states and head, or logits."""
         config, student = self._config, rows.model
         weight = None if head is None else head.weight
-        biases = {"student_bias": student.bias, "teacher_bias": head.bias if head else None}
+        options: dict[str, Any] = {
+            "student_bias": student.bias,
+            "teacher_bias": head.bias if head else None,
+            "student_softcap": student.softcap,
+            "teacher_softcap": head.softcap if head else None,
+        }
         shared: dict[str, Any] = {"temperature": config.temperature, "normalizer": normalizer}
         if config.objective == "none":
-            shared |= {"jsd_beta": config.jsd_beta, "entropies": entropies, **biases}
+            shared |= {"jsd_beta": config.jsd_beta, "entropies": entropies, **options}
             return linear_jsd(rows.hidden, student.weight, teacher, weight, **shared)
 
         def rows_loss(own: Tensor, others: Tensor, _rows: slice) -> Tensor:
@@ -180,7 +186,7 @@ class SdpoChannel:
             return entropy_gated_kl(own, others, mask, h_max=config.entropy_opd_h_max, **shared)
 
         return linear_distillation(
-            rows_loss, rows.hidden, student.weight, teacher, weight, **biases
+            rows_loss, rows.hidden, student.weight, teacher, weight, **options
         )
 
     def _top_k(self, rows: StudentRows, ids: Tensor, teacher: Tensor, normalizer: int) -> Tensor:
@@ -195,12 +201,19 @@ class SdpoChannel:
             )
 
         model = rows.model
-        return linear_scores(rows_loss, rows.hidden, model.weight, bias=model.bias)
+        return linear_scores(
+            rows_loss, rows.hidden, model.weight, bias=model.bias, softcap=model.softcap
+        )
 
     def _sampled(self, rows: StudentRows, teacher: Tensor, normalizer: int) -> Tensor:
         model = rows.model
         student = linear_logprobs(
-            rows.hidden, model.weight, rows.targets, bias=model.bias, temperature=rows.temperature
+            rows.hidden,
+            model.weight,
+            rows.targets,
+            bias=model.bias,
+            softcap=model.softcap,
+            temperature=rows.temperature,
         )
         mask = torch.ones_like(student, dtype=torch.bool)
         return sampled_reverse_kl(student, teacher, mask, normalizer=normalizer)

@@ -16,6 +16,7 @@ from torch import Tensor
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.packed import Packed
 from composer_mesh.actors.models.shared_prefixes import shared_states
+from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
 from composer_mesh.planning.model_refusals import (
     UnsupportedHead,
@@ -66,18 +67,24 @@ class LanguageModel:
         """The head's bias [V], which few models have."""
         return getattr(self._head, "bias", None)
 
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the head's scores, which few models have."""
+        return logit_softcap(self.model.config)
+
     @torch.no_grad()
     def check_head(self) -> None:
         """Raise `UnsupportedHead` unless head and hidden states give the model's own logits.
 
-        The comparison scales the head's output by a thousand: a logit cap is nearly the identity on
-        the small logits of an untrained model.
+        The comparison scales the head's output by a thousand: an unknown cap is nearly the identity
+        on the small logits of an untrained model.
         """
         ids = torch.arange(PROBE_IDS, device=self.device)[None]
         louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_SCALE)
         try:
             own = self.model(input_ids=ids, use_cache=False).logits.float()
             apart = self._head(self.hidden(ids.tolist()).whole()).float()
+            apart = softcapped(apart, self.softcap)
         finally:
             louder.remove()
         difference = float((own - apart).abs().max())
@@ -146,6 +153,7 @@ class LanguageModel:
             self.weight,
             ids[:, 1:][mask],
             bias=self.bias,
+            softcap=self.softcap,
             temperature=temperature,
         )
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
@@ -153,7 +161,7 @@ class LanguageModel:
     def collision_logprobs(self, hidden: HiddenStates, mask: Tensor) -> Tensor:
         """Log of sum p^2 [B, T - 1] of each prediction where the mask is True, 0 elsewhere."""
         rows = hidden.predicting(mask)
-        found = linear_collision_logprobs(rows, self.weight, bias=self.bias)
+        found = linear_collision_logprobs(rows, self.weight, bias=self.bias, softcap=self.softcap)
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 
@@ -195,6 +203,12 @@ def logit_scale(config: Any) -> float:
     for name in DIVISORS:
         scale /= getattr(text, name, None) or 1.0
     return scale
+
+
+def logit_softcap(config: Any) -> float | None:
+    """Return the cap of a model's logits, None without one; `check_head` proves it."""
+    softcap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return softcap or None
 
 
 def decoder_of(model: Any) -> Any:

@@ -1,11 +1,9 @@
 """Collects what a folder tells of its model without reading weights.
 
-The model is built without memory (torch's meta device). Its attention is called there with a
-function that notes its arguments; its head is called with a few small numbers in place of hidden
-states.
+The model is built without memory (torch's meta device). Its head is called with a few small numbers
+in place of hidden states.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_mesh.actors.models.attention_calls import UNTRIED
 from composer_mesh.actors.models.checkpoint_names import CheckpointNames
 from composer_mesh.actors.models.language_model import (
     PROBE_IDS,
@@ -21,18 +20,15 @@ from composer_mesh.actors.models.language_model import (
     is_plain,
     layer_kinds,
     logit_scale,
+    logit_softcap,
 )
 from composer_mesh.actors.models.lora import linear_layers
-from composer_mesh.actors.models.policy import empty_model
+from composer_mesh.actors.models.policy import attention_of, empty_model
 from composer_mesh.actors.models.sharding import decoder_layers
-from composer_mesh.planning.model_facts import AttentionCall, ModelFacts
+from composer_mesh.losses.blocks import softcapped
+from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_refusals import UnknownLayers
 
-NOTING = "composer_mesh_noting"
-PASSED_ON = "packed"
-"""The keyword by which the embedded engine hands its layout to its attention function."""
-
-MORE = ("softcap", "s_aux", "position_bias")
 WORDS, WIDTH = 64, 8
 
 
@@ -46,6 +42,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 def _facts(model: Any, folder: Path) -> ModelFacts:
     text = model.config.get_text_config()
+    calls, implementations = attention_of(folder)
     layers = [name.rpartition(".")[-1] for name in linear_layers(model)]
     return ModelFacts(
         name=type(model).__name__,
@@ -56,7 +53,8 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
         linear=tuple(sorted(set(layers))),
         positions=getattr(text, "max_position_embeddings", None),
         head=_head_difference(empty_model(folder)),
-        attention=_attention(empty_model(folder)),
+        attention=calls,
+        implementations=implementations,
     )
 
 
@@ -66,37 +64,6 @@ def _listed(model: Any) -> bool:
     except UnknownLayers:
         return False
     return True
-
-
-@torch.no_grad()
-def _attention(model: Any) -> tuple[AttentionCall, ...] | None:
-    """Return the attention calls of a forward, None where the model needs numbers for one."""
-    from transformers import AttentionInterface
-
-    calls: list[AttentionCall] = []
-
-    def noting(*given: Any, **options: Any) -> tuple[Tensor, None]:
-        _, query, _, value, _ = given
-        calls.append(_call(options))
-        heads, tokens = query.shape[1:3]
-        return query.new_empty(query.shape[0], tokens, heads, value.shape[-1]), None
-
-    AttentionInterface.register(NOTING, noting)
-    try:
-        model.set_attn_implementation(NOTING)
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("batched_mm")
-        with torch.device("meta"):
-            ids = torch.zeros(1, PROBE_IDS, dtype=torch.long)
-            model(input_ids=ids, use_cache=False, **{PASSED_ON: True})
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return None  # the engine compares numbers when it starts
-    return tuple(calls)
-
-
-def _call(options: Mapping[str, Any]) -> AttentionCall:
-    more = tuple(name for name in MORE if options.get(name) is not None)
-    return AttentionCall(PASSED_ON in options, options.get("sliding_window"), more)
 
 
 class _States:
@@ -139,8 +106,8 @@ def _head_difference(model: Any) -> float | None:
         model.set_submodule(place, _Decoder(states))
         model.set_output_embeddings(head)
         own = model(input_ids=torch.zeros(1, PROBE_IDS, dtype=torch.long), use_cache=False).logits
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except UNTRIED:
         return None  # the trainer compares numbers when it starts
-    plain = head(states * logit_scale(model.config))
+    plain = softcapped(head(states * logit_scale(model.config)), logit_softcap(model.config))
     difference = float((own - plain).abs().max())
     return None if is_plain(difference, own) else difference

@@ -13,7 +13,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from composer_mesh.actors.models.attention_calls import (
+    IMPLEMENTATIONS,
+    attention_calls,
+    computing,
+)
 from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.planning.model_facts import AttentionCall
 from composer_mesh.planning.model_folder import UnfitModelFolder
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
@@ -25,7 +31,6 @@ UNLOADABLE = (
 )
 """What transformers raises for folders that it cannot load."""
 
-IMPLEMENTATIONS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PLAIN_CONTROLS = ("<tool_call>", "</tool_call>")
 _PIECES = r"\d| ?[A-Za-z]+|[^A-Za-z\d\n]+|\n+"
@@ -115,8 +120,11 @@ def save_policy(
     tokenizer.save_pretrained(folder)
 
 
-def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
     """Load the model in float32, in eval mode.
+
+    Without a name of an attention, it is "sdpa" where that computes all that the model asks of its
+    attention, else "eager".
 
     Raises `UnfitModelFolder` where transformers refuses the folder, or its files lack tensors of
     the model or have others.
@@ -124,13 +132,14 @@ def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
+        implementation = IMPLEMENTATIONS[attention or _plain_attention(folder)]
         model, told = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             dtype=torch.float32,
-            attn_implementation=IMPLEMENTATIONS[attention],
+            attn_implementation=implementation,
             output_loading_info=True,
         )
     except UNLOADABLE as error:
@@ -144,7 +153,25 @@ def load_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     return cast("PreTrainedModel", model.eval())
 
 
-def empty_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+def attention_of(folder: Path) -> tuple[tuple[AttentionCall, ...] | None, tuple[str, ...]]:
+    """Return the attention calls of a folder's model, and the implementations that compute them.
+
+    The calls are None, and nothing is known of them, where only a model with weights shows them.
+    """
+    calls = attention_calls(empty_model(folder))
+    found = computing(calls)
+    try:
+        empty_model(folder, "sdpa")
+    except ValueError:  # the class has no such attention
+        found = tuple(name for name in found if name != "sdpa")
+    return calls, found
+
+
+def _plain_attention(folder: Path) -> str:
+    return "sdpa" if "sdpa" in attention_of(folder)[1] else "eager"
+
+
+def empty_model(folder: Path, attention: str = "eager") -> PreTrainedModel:
     """Return a folder's model without weights, which take no memory (torch's meta device)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -39,10 +39,10 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     the device does not support, and for adapters and sharding that do not fit.
     """
     trainer = config.trainer
-    if trainer.attention != "sdpa" and ranks.device.type == "cpu":
+    if trainer.attention in ("flex", "flash") and ranks.device.type == "cpu":
         raise UnfitModel(
             f"trainer.attention is {trainer.attention!r} but the trainer computes on a CPU, where "
-            "only sdpa has a backward: set it to 'sdpa', or placement.trainer.gpus to 1"
+            "only sdpa and eager have a backward: set it to 'sdpa', or placement.trainer.gpus to 1"
         )
     source, model = _read(folder, trainer, ranks)
     if source is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.fused import linear_logprobs
@@ -60,14 +61,21 @@ class StepOver(RuntimeError):
 
 @dataclass(frozen=True)
 class Head:
-    """The linear head from a teacher's hidden states to logits; [V, H] and [V]."""
+    """The linear head from a teacher's hidden states to logits; [V, H] and [V], and their cap."""
 
     weight: Tensor
     bias: Tensor | None
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "Head":
+        """Return a model's own head."""
+        return cls(model.weight, model.bias, model.softcap)
 
     def on(self, device: torch.device) -> "Head":
         """Return a copy on a device."""
-        return Head(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+        bias = None if self.bias is None else self.bias.to(device)
+        return Head(self.weight.to(device), bias, self.softcap)
 
     def fitted(self, vocabulary: int) -> "Head":
         """Return the head with this many rows, as one tokenizer's models may be padded differently.
@@ -78,11 +86,11 @@ class Head:
         missing = vocabulary - len(self.weight)
         if missing <= 0:
             bias = None if self.bias is None else self.bias[:vocabulary]
-            return Head(self.weight[:vocabulary], bias)
+            return Head(self.weight[:vocabulary], bias, self.softcap)
         rows = self.weight.new_zeros(missing, self.weight.shape[1])
         bias = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
         low = bias.new_full((missing,), PADDING_SCORE)
-        return Head(torch.cat([self.weight, rows]), torch.cat([bias, low]))
+        return Head(torch.cat([self.weight, rows]), torch.cat([bias, low]), self.softcap)
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class HeadHandle:
     version: int
     layout: tuple[Layout, ...]
     buffer: BufferHandle
+    softcap: float | None
 
 
 def view_keys(views: Sequence[HintedView]) -> tuple[ViewKey, ...]:
@@ -150,11 +159,16 @@ def make_teacher_output(
         return {"states": states}
     if config.teacher_output == "sampled":
         found = linear_logprobs(
-            states, head.weight, targets, bias=head.bias, temperature=config.temperature
+            states,
+            head.weight,
+            targets,
+            bias=head.bias,
+            softcap=head.softcap,
+            temperature=config.temperature,
         )
         return {"logprobs": found}
     temperature = 1.0 if config.teacher_output == "full" else config.temperature
-    scorer = LinearHead(head.weight, head.bias, temperature, torch.float32)
+    scorer = LinearHead(head.weight, head.bias, temperature, torch.float32, head.softcap)
     blocks = (scores for _, scores in scorer.scores(states, default_block(states)))
     if config.teacher_output == "full":
         return {"logits": torch.cat([scores.clone() for scores in blocks])}

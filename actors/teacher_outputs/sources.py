@@ -149,7 +149,7 @@ class MeshSource:
     async def take_head(self, handle: HeadHandle) -> None:
         """Read the teachers' own head, once per version."""
         tensors = unpack(handle.layout, await read(handle.buffer))
-        self._head = handle.version, Head(tensors["weight"], tensors.get("bias"))
+        self._head = handle.version, Head(tensors["weight"], tensors.get("bias"), handle.softcap)
 
     async def choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
         """Return a handle to the student's top k ids of a part. Waits for the student."""

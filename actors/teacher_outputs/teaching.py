@@ -139,13 +139,13 @@ class TeacherModel:
     def _make_head(self) -> Head:
         live = LanguageModel(self._live)
         if self._initial is None:
-            head = Head(live.weight, live.bias)
+            head = Head.of(live)
             return head if self._vocabulary is None else head.fitted(self._vocabulary)
         initial, rate = LanguageModel(self._initial), self._config.ema_rate
         weight = torch.cat([rate * live.weight, (1 - rate) * initial.weight], dim=-1)
         if live.bias is None or initial.bias is None:
-            return Head(weight, None)
-        return Head(weight, torch.lerp(initial.bias, live.bias, rate))
+            return Head(weight, None, live.softcap)
+        return Head(weight, torch.lerp(initial.bias, live.bias, rate), live.softcap)
 
 
 def blend_from(source: Any) -> Blend:

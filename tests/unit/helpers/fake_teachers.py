@@ -114,7 +114,7 @@ class FakeTeacher(FakeActor):
     async def head(self) -> HeadHandle:
         self.log.append(("head", self.name))
         await self.pass_gate("head")
-        return HeadHandle(self.version, (), NOWHERE)
+        return HeadHandle(self.version, (), NOWHERE, None)
 
     async def keep(self) -> int:
         self.log.append(("keep", self.name, self.version))

@@ -56,6 +56,7 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_expand": 2,
 }
+CAPPED: dict[str, Any] = {"final_logit_softcapping": 2.0}
 WINDOW: dict[str, Any] = {"sliding_window": 8}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -106,7 +107,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
     "cohere": {},
     "cohere2": {**WINDOW},
-    "gemma2": {**WINDOW},
+    "gemma2": {**WINDOW, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
+    "vaultgemma": {**WINDOW, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
+    "gemma3n_text": {
+        **WINDOW,
+        **CAPPED,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 400,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "intermediate_size": [48, 48],
+    },
+    "gemma4_text": {**WINDOW, **CAPPED, "layer_types": ["sliding_attention", "full_attention"]},
+    "nanochat": {**CAPPED},
+    "qwen3_5_moe_text": {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "granite_swa": {**WINDOW, "logits_scaling": 8.0},
+    "exaone_moe": {**WINDOW, **EXPERTS},
+    "olmo_hybrid": {**LINEAR},
+    "glm4_moe_lite": {**LATENT, **ROUTED},
+    "deepseek_v32": {**LATENT, **ROUTED},
+    "mimo_v2_flash": {**WINDOW, **ROUTED},
+    "ministral3": {},
     "gemma3_text": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3": {
         "text_config": {**SMALL, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]},

@@ -122,6 +122,14 @@ def test_a_mask_has_a_row_of_the_longest_sequence_for_each_token() -> None:
     assert half == mask.numel() * (mask.element_size() + HALF)
 
 
+def test_eager_attention_stores_the_scores_of_each_layer_or_of_one() -> None:
+    assert training(longest=8192)["attention scores"] == 0
+    kept = training(longest=8192, scored=True)["attention scores"]
+    again = training(longest=8192, scored=True, checkpointing=True)["attention scores"]
+    scores = FLOAT * EIGHT_BILLION.num_attention_heads * 16384 * 8192
+    assert (kept, again) == ((2 * 36 + 2) * scores, 4 * scores)
+
+
 def test_scores_of_a_whole_microbatch_are_never_in_the_sum() -> None:
     wide = EIGHT_BILLION.model_copy(update={"vocab_size": 8 * EIGHT_BILLION.vocab_size})
     assert training(wide)["activations"] == training()["activations"]

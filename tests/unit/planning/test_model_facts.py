@@ -22,7 +22,9 @@ FACTS = ModelFacts(
     positions=4096,
     head=None,
     attention=(PLAIN, PLAIN),
+    implementations=("sdpa", "flex", "flash", "eager"),
 )
+CAPPED = replace(FACTS, implementations=("flex", "eager"))
 WINDOW = replace(
     FACTS, kinds=("sliding_attention",), attention=(replace(PLAIN, window=8),) * 2, listed=False
 )
@@ -46,7 +48,7 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
 @pytest.mark.parametrize(
     ("facts", "sections", "told"),
     [
-        (replace(FACTS, head=2.5), VLLM, "so it caps or scales them"),
+        (replace(FACTS, head=2.5), VLLM, "up to 2.5, which the fused losses do not know"),
         (replace(FACTS, positions=16), VLLM, "positions up to 16: lower policy.max_context to 16"),
         (FACTS, lora("q_proj"), r"no layer q_proj .*: name linear layers .* \(k_proj, o_proj\)"),
         (replace(FACTS, linear=()), lora(), "trainer.lora is set but QwenForCausalLM has no linea"),
@@ -61,8 +63,14 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
         (
             replace(FACTS, attention=(replace(PLAIN, more=("s_aux",)),) * 2),
             EMBEDDED,
-            "its attention has s_aux",
+            "it has attention with sinks",
         ),
+        (
+            replace(CAPPED, attention=(replace(PLAIN, more=("softcap",)),) * 2),
+            VLLM,
+            "trainer.attention = 'sdpa', which computes no caps: set it to 'flex' or 'eager'",
+        ),
+        (CAPPED, VLLM, "'sdpa', which it does not support: set it to 'flex' or 'eager'"),
         (
             replace(FACTS, kinds=("mamba",)),
             {**VLLM, "trainer": {"packing": True}},

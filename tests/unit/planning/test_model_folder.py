@@ -175,6 +175,22 @@ def test_a_whole_folder_is_accepted_also_by_an_index(folder: Path) -> None:
     check_model_folder(folder)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_experts": None, "num_local_experts": None},  # as dense models of Gemma 4
+        {"num_experts": 0},
+        {"intermediate_size": [48, 48]},  # as Gemma 3n
+        {"num_key_value_heads": None},
+    ],
+)
+def test_counts_may_be_none_where_a_model_has_none_and_a_list_for_its_layers(
+    folder: Path, sizes: dict[str, Any]
+) -> None:
+    changed("config.json", **sizes)(folder)
+    check_model_folder(folder)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_refused_with_the_file_and_the_repair(folder: Path, case: str) -> None:
     breaking, told = BROKEN[case]

@@ -18,10 +18,12 @@ from transformers import (
     OPTConfig,
     PhiConfig,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
 from composer_mesh.actors.models.language_model import LanguageModel, padded
+from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.planning.model_refusals import UnsupportedHead
 
@@ -39,10 +41,11 @@ LINEAR: dict[str, PretrainedConfig] = {
     "Granite": GraniteConfig(**DECODER, logits_scaling=8.0),
     "Cohere": CohereConfig(**DECODER, logit_scale=0.0625),
     "Gemma2 uncapped": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=None),
+    "Gemma2": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=2.0),
 }
 NOT_LINEAR: dict[str, PretrainedConfig] = {
-    "Gemma2ForCausalLM": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=30.0),
     "LlamaForCausalLM": LlamaConfig(**DECODER, logit_scale=2.0),  # which it does not read
+    "Qwen2ForCausalLM": Qwen2Config(**DECODER, final_logit_softcapping=30.0),  # nor this
 }
 SEQUENCES = [[5, 7, 9, 11, 13, 2], [3], [49, 4, 4], [6, 2, 8, 1]]
 
@@ -71,14 +74,14 @@ def test_head_and_hidden_states_of_padded_rows_give_the_logits_of_each_sequence(
     with torch.no_grad():
         states = apart.hidden(SEQUENCES).whole()
         scores = states @ apart.weight.T
-    scores = scores if apart.bias is None else scores + apart.bias
+    scores = softcapped(scores if apart.bias is None else scores + apart.bias, apart.softcap)
     assert states.shape == (len(SEQUENCES), 6, 16)
     for row, ids in zip(scores, SEQUENCES, strict=True):
         torch.testing.assert_close(row[: len(ids)], logits(model, ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("name", ["Qwen3 tied", "GPT-2", "Phi"])
+@pytest.mark.parametrize("name", ["Qwen3 tied", "GPT-2", "Phi", "Gemma2"])
 def test_log_probs_are_those_of_whole_logits_under_the_mask_and_zero_elsewhere(
     name: str, temperature: float
 ) -> None:
@@ -130,7 +133,9 @@ def test_a_head_that_is_not_linear_is_refused_by_the_name_of_its_model(
 ) -> None:
     """Also with the small logits of a fresh model, which a cap hardly changes."""
     model = built(NOT_LINEAR[name], std)
-    with pytest.raises(UnsupportedHead, match=f"{name}: its logits differ .* plain linear head"):
+    with pytest.raises(
+        UnsupportedHead, match=f"{name}: its logits differ .* fused losses do not know"
+    ):
         LanguageModel(model).check_head()
 
 

@@ -80,7 +80,7 @@ def handle(
 def head(version: int, value: float = 1.0) -> HeadHandle:
     layout, packed = pack({"weight": torch.full((3, 2), value)})
     buffer = BufferHandle(Memory(packed), packed.numel(), packed.dtype, (packed.numel(),))  # type: ignore[arg-type]
-    return HeadHandle(version, layout, buffer)
+    return HeadHandle(version, layout, buffer, None)
 
 
 def tokens(views: Sequence[HintedView]) -> int:
