@@ -70,6 +70,7 @@ def make_code_tasks_command(options: MakeOptions, say: Say) -> int:
 
 def _make(options: MakeOptions, say: Say) -> int:
     in_boxes = list(with_dependencies([*NEEDED, *options.packages]))
+    assert options.output is not None
     results, status = Results(options.sources), 0
     with _boxes(options, say) as sandbox:
         making = make_all(
@@ -92,7 +93,10 @@ def _make(options: MakeOptions, say: Say) -> int:
         except KeyboardInterrupt:
             say("interrupted: what is done is written")
             status = INTERRUPTED
-    assert options.output is not None
+        except Exception:
+            say("failed: what is done is written")
+            results.write(options.output, options.heldout)
+            raise
     tasks = results.write(options.output, options.heldout)
     for line in table_of(results):
         say(line)

@@ -12,6 +12,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from composer_mesh.tasks.code.values import decode, encode
+
 LONGEST_INPUT = 3000
 TRIES = 10
 """Draws for each input that is wanted; most functions with few recorded calls allow fewer."""
@@ -69,9 +71,11 @@ def varied(value: Any, seen: Sequence[Any], rng: random.Random) -> Any:
         return made
     match type_of(value):
         case "int":
-            return rng.randint(min(same), max(same))
+            whole = [decode(one) for one in same]  # large ones are tagged
+            return encode(rng.randint(min(whole), max(whole)))
         case "float":
-            return min(max(round(rng.uniform(min(same), max(same)), 3), min(same)), max(same))
+            finite = [one for one in same if isinstance(one, float)]
+            return _between(min(finite), max(finite), rng) if finite else made
         case "str":
             return _text(same, rng) or made
         case "list":
@@ -90,6 +94,11 @@ def type_of(value: Any) -> str:
     if isinstance(value, Mapping) and len(value) == 1:
         return str(next(iter(value)))
     return type(value).__name__
+
+
+def _between(least: float, most: float, rng: random.Random) -> float:
+    """Return a number within bounds, of few digits where they allow it."""
+    return min(max(round(rng.uniform(least, most), 3), least), most)
 
 
 def _text(same: Sequence[str], rng: random.Random) -> str:
