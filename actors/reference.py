@@ -10,16 +10,16 @@ from typing import ClassVar
 
 import torch
 from monarch.actor import concurrent_endpoint
+from torch import Tensor
 
-from composer_mesh.actors.learning.replay_channel import answer_logprobs
+from composer_mesh.actors.learning.replay_channel import answer_logprobs, answer_logprobs_by_sides
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.rollouts.batches import PairSample
-from composer_mesh.rollouts.packing import microbatches
-from composer_mesh.rollouts.step_plan import pair_tokens
+from composer_mesh.rollouts.step_plan import pair_groups, pair_tokens
 
 Scores = tuple[float, float]
 """Summed log-probs in nats of the chosen and of the rejected answer."""
@@ -68,11 +68,21 @@ class ReferenceActor(MeshActor):
 def score_pairs(
     model: LanguageModel, pairs: Sequence[PairSample], budget: int, ld_alpha: float | None = None
 ) -> list[Scores]:
-    """Return the model's scores of some pairs, in batches of at most `budget` padded tokens."""
-    longest = [pair_tokens(pair) for pair in pairs]
+    """Return the model's scores of some pairs, in batches of at most `budget` padded tokens.
+
+    The sides of a pair that exceeds it are computed one after the other.
+    """
+    places = range(len(pairs))
+    fitting = [place for place in places if pair_tokens(pairs[place]) <= budget]
     scores: dict[int, Scores] = {}
-    for indices in microbatches(longest, max([budget, *longest])):
-        chosen, rejected = answer_logprobs(model, [pairs[index] for index in indices], ld_alpha)
-        found = zip(chosen.tolist(), rejected.tolist(), strict=True)
-        scores.update(zip(indices, found, strict=True))
-    return [scores[index] for index in range(len(pairs))]
+    for group in pair_groups(pairs, fitting, budget):
+        chosen, rejected = answer_logprobs(model, [pairs[place] for place in group], ld_alpha)
+        scores.update(zip(group, _listed(chosen, rejected), strict=True))
+    for place in set(places) - set(fitting):
+        sides = answer_logprobs_by_sides(model, pairs[place], ld_alpha)
+        (scores[place],) = _listed(*sides)
+    return [scores[place] for place in places]
+
+
+def _listed(chosen: Tensor, rejected: Tensor) -> list[Scores]:
+    return list(zip(chosen.tolist(), rejected.tolist(), strict=True))

@@ -30,22 +30,28 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Work of one trainer rank in a step, in order: its microbatches, and the pairs after them."""
+    """Work of one trainer rank in a step, in order: its microbatches, and the pairs after them.
+
+    `large_pairs` do not fit the budget with both sides at once, and are computed side by side.
+    """
 
     microbatches: list[Microbatch]
     pairs: list[int]
+    large_pairs: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """Number of forwards that all ranks of a sharded model run in a step: that of the busiest rank.
 
-    `trained` counts those of each microbatch, and `teacher` those of a teacher inside the trainer.
+    `trained` counts those of each microbatch, and `teacher` those of a teacher inside the trainer;
+    each of the `large_pairs` takes two without and two with gradients.
     """
 
     trained: list[int]
     teacher: list[int]
     pairs: int
+    large_pairs: int
 
     @property
     def microbatches(self) -> int:
@@ -75,10 +81,12 @@ def plan_step(
         check_fits(lengths, budget)
         return _shared_plans(batch, by_sample, budget, ranks)
     shares = spread(lengths, ranks)
-    pairs = spread([pair_tokens(pair) for pair in batch.pairs], ranks)
+    tokens = [pair_tokens(pair) for pair in batch.pairs]
     return [
-        RankPlan(_microbatches(share, lengths, by_sample, budget, packed), pairs[rank])
-        for rank, share in enumerate(shares)
+        RankPlan(
+            _microbatches(share, lengths, by_sample, budget, packed), *_by_size(own, tokens, budget)
+        )
+        for share, own in zip(shares, spread(tokens, ranks), strict=True)
     ]
 
 
@@ -90,7 +98,8 @@ def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Round
         for row in rows
     ]
     pairs = max(len(pair_groups(batch.pairs, plan.pairs, budget)) for plan in plans)
-    return Rounds([max(one.forwards for one in row) for row in rows], teacher, pairs)
+    large = max(len(plan.large_pairs) for plan in plans)
+    return Rounds([max(one.forwards for one in row) for row in rows], teacher, pairs, large)
 
 
 def pair_sides(pair: PairSample) -> list[list[int]]:
@@ -99,12 +108,8 @@ def pair_sides(pair: PairSample) -> list[list[int]]:
 
 
 def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int) -> list[list[int]]:
-    """Group a rank's pairs, by index in the batch, into shared forwards.
-
-    A pair longer than the budget raises the size limit of all groups to its own length.
-    """
-    tokens = [pair_tokens(pairs[place]) for place in places]
-    groups = microbatches(tokens, max([budget, *tokens]))
+    """Group pairs that fit the budget, by index in the batch, into shared forwards."""
+    groups = microbatches([pair_tokens(pairs[place]) for place in places], budget)
     return [[places[index] for index in group] for group in groups]
 
 
@@ -153,6 +158,14 @@ def split_views(views: Sequence[HintedView], parts: int) -> list[range]:
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
 
 
+def _by_size(
+    places: Sequence[int], tokens: Sequence[int], budget: int
+) -> tuple[list[int], list[int]]:
+    """Return the places whose tokens fit the budget, and those that exceed it."""
+    fitting = [place for place in places if tokens[place] <= budget]
+    return fitting, [place for place in places if tokens[place] > budget]
+
+
 def _microbatches(
     share: Sequence[int],
     lengths: Sequence[int],
@@ -173,24 +186,34 @@ def _shared_plans(
     batch: StepBatch, by_sample: dict[int, list[int]], budget: int, ranks: int
 ) -> list[RankPlan]:
     """Divide samples and pairs, of which those that begin alike stay together."""
-    units = [*([sample.ids] for sample in batch.samples), *map(pair_sides, batch.pairs)]
-    parts = parts_of(units, budget)
+    tokens = [PrefixTree.of(pair_sides(pair)).computed for pair in batch.pairs]
+    pairs, large = _by_size(range(len(tokens)), tokens, budget)
+    units = [[sample.ids] for sample in batch.samples]
+    parts = parts_of([*units, *(pair_sides(batch.pairs[place]) for place in pairs)], budget)
     plans = []
-    for share in spread([part.tokens for part in parts], ranks):
+    alone = spread([tokens[place] for place in large], ranks)
+    shares = spread([part.tokens for part in parts], ranks)
+    for share, others in zip(shares, alone, strict=True):
         own = [parts[index] for index in share]
         groups = shared_microbatches(own, budget)
-        micros = [_shared([own[index] for index in one], batch, by_sample) for one in groups]
-        plans.append(RankPlan(sorted(micros, key=lambda one: bool(one.views)), []))
+        micros = [_shared([own[index] for index in one], batch, pairs, by_sample) for one in groups]
+        ordered = sorted(micros, key=lambda one: bool(one.views))
+        plans.append(RankPlan(ordered, [], [large[index] for index in others]))
     return plans
 
 
-def _shared(parts: Sequence[Part], batch: StepBatch, by_sample: dict[int, list[int]]) -> Microbatch:
-    """Return the microbatch of some parts, whose units are the samples and then the pairs."""
+def _shared(
+    parts: Sequence[Part],
+    batch: StepBatch,
+    fitting: Sequence[int],
+    by_sample: dict[int, list[int]],
+) -> Microbatch:
+    """Return the microbatch of some parts, whose units are the samples and then `fitting` pairs."""
     first_pair = len(batch.samples)
     units = [unit for part in parts for unit in part.units]
     samples = [unit for unit in units if unit < first_pair]
     views = [view for sample in samples for view in by_sample.get(sample, [])]
-    pairs = [unit - first_pair for unit in units if unit >= first_pair]
+    pairs = [fitting[unit - first_pair] for unit in units if unit >= first_pair]
     sequences = [batch.samples[place].ids for place in samples]
     sequences += [side for place in pairs for side in pair_sides(batch.pairs[place])]
     return Microbatch(samples, views, pairs, PrefixTree.of(sequences).forwards)

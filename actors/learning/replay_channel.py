@@ -6,11 +6,12 @@ Axes: B pairs of a microbatch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
@@ -27,6 +28,7 @@ from composer_mesh.losses.preference import (
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.step_plan import pair_sides
 
+SIDES = ("chosen", "rejected")
 Sides = tuple[Tensor, Tensor]
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
@@ -50,10 +52,33 @@ class ReplayChannel:
 
         `hidden` has the states of `answer_sequences`; without it they are computed.
         """
+        answers = _Answers.of(model, pairs, hidden, self._config.use_weighting)
+        return self._loss(answers, pairs, normalizer)
+
+    def backward_by_sides(
+        self, model: LanguageModel, pair: PairSample, normalizer: int
+    ) -> PreferenceLoss:
+        """Add the gradients of one pair, `beta` times its loss; return the loss without a graph.
+
+        Its sides are never in memory together: both are computed without gradients, of which
+        follows the gradient by each log-prob, and then again, each with its own backward.
+        """
+        with torch.no_grad():
+            answers = _Answers.by_sides(model, pair, self._config.use_weighting)
+        leaf = answers.logprobs.requires_grad_()
+        result = self._loss(replace(answers, logprobs=leaf), [pair], normalizer)
+        (pulls,) = torch.autograd.grad(self._config.beta * result.loss, leaf)
+        for ids, pull in zip(pair_sides(pair), pulls, strict=True):
+            hidden, mask = _of_side(model, pair, ids)
+            logprobs = model.logprobs(hidden, padded([ids], model.device), mask)
+            (logprobs * pull[: mask.shape[1]]).sum().backward()
+        return PreferenceLoss(*(getattr(result, one.name).detach() for one in fields(result)))
+
+    def _loss(
+        self, answers: "_Answers", pairs: Sequence[PairSample], normalizer: int
+    ) -> PreferenceLoss:
         config = self._config
-        answers = _Answers.of(model, pairs, hidden)
-        weights = answers.pair_weights(model) if config.use_weighting else None
-        shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
+        shared: dict[str, Any] = {"normalizer": normalizer, "weights": answers.pair_weights()}
         chosen, rejected = answers.sums(config.ld_alpha)
         if config.loss == "simpo":
             return simpo_loss(
@@ -102,15 +127,22 @@ def loss_type(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The chosen answers of some pairs, then the rejected ones, by token [2 B, T - 1]."""
+    """The chosen answers of some pairs, then the rejected ones, by token [2 B, T - 1].
 
-    hidden: HiddenStates
+    `collisions` are there where pairs are weighted.
+    """
+
     logprobs: Tensor
     mask: Tensor
+    collisions: Tensor | None
 
     @classmethod
     def of(
-        cls, model: LanguageModel, pairs: Sequence[PairSample], hidden: HiddenStates | None = None
+        cls,
+        model: LanguageModel,
+        pairs: Sequence[PairSample],
+        hidden: HiddenStates | None = None,
+        weighted: bool = False,
     ) -> "_Answers":
         sequences = answer_sequences(pairs)
         contexts = [len(pair.context_ids) for pair in pairs] * 2
@@ -120,7 +152,20 @@ class _Answers:
         ]
         mask = padded(masks, model.device)[:, 1:].bool()
         hidden = model.hidden(sequences) if hidden is None else hidden
-        return cls(hidden, model.logprobs(hidden, padded(sequences, model.device), mask), mask)
+        logprobs = model.logprobs(hidden, padded(sequences, model.device), mask)
+        return cls(logprobs, mask, model.collision_logprobs(hidden, mask) if weighted else None)
+
+    @classmethod
+    def by_sides(cls, model: LanguageModel, pair: PairSample, weighted: bool) -> "_Answers":
+        """Compute both answers of a pair, one after the other."""
+        found: list[list[Tensor]] = []
+        for ids in pair_sides(pair):
+            hidden, mask = _of_side(model, pair, ids)
+            parts = [model.logprobs(hidden, padded([ids], model.device), mask), mask]
+            parts += [model.collision_logprobs(hidden, mask)] if weighted else []
+            found.append([part[0] for part in parts])
+        both = [pad_sequence(list(parts), batch_first=True) for parts in zip(*found, strict=True)]
+        return cls(both[0], both[1], both[2] if weighted else None)
 
     @property
     def lengths(self) -> Sides:
@@ -135,10 +180,11 @@ class _Answers:
             sequence_logprobs(self.logprobs, self.mask, ld_alpha=ld_alpha, shared_lengths=shared)
         )
 
-    def pair_weights(self, model: LanguageModel) -> Tensor:
+    def pair_weights(self) -> Tensor | None:
         """Return WPO's weights [B]: the product of both answers' weights under the policy."""
-        collisions = model.collision_logprobs(self.hidden, self.mask)
-        return torch.mul(*_sides(wpo_weights(self.logprobs, collisions, self.mask)))
+        if self.collisions is None:
+            return None
+        return torch.mul(*_sides(wpo_weights(self.logprobs, self.collisions, self.mask)))
 
 
 def answer_sequences(pairs: Sequence[PairSample]) -> list[list[int]]:
@@ -152,6 +198,20 @@ def answer_logprobs(
 ) -> Sides:
     """Return the summed log-probs [B] in nats of the chosen and of the rejected answers."""
     return _Answers.of(model, pairs).sums(ld_alpha)
+
+
+def answer_logprobs_by_sides(
+    model: LanguageModel, pair: PairSample, ld_alpha: float | None = None
+) -> Sides:
+    """Return `answer_logprobs` of one pair, whose sides are computed one after the other."""
+    return _Answers.by_sides(model, pair, weighted=False).sums(ld_alpha)
+
+
+def _of_side(model: LanguageModel, pair: PairSample, ids: list[int]) -> tuple[HiddenStates, Tensor]:
+    """Return the hidden states of one side of a pair, and the mask [1, T - 1] of its answer."""
+    context = len(pair.context_ids)
+    mask = torch.arange(1, len(ids), device=model.device)[None] >= context
+    return model.hidden([ids]), mask
 
 
 def _sides(values: Tensor) -> Sides:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import (
+    SIDES,
     ReplayChannel,
     answer_sequences,
     figures_of,
@@ -30,6 +31,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
+from composer_mesh.losses.preference import PreferenceLoss
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
 from composer_mesh.rollouts.prefix_tree import unique_ids
 from composer_mesh.rollouts.step_plan import (
@@ -161,6 +163,7 @@ class ThreeChannelStep:
                 self._pair_loss(pairs, None, one).backward()
             for _ in range(rounds.pairs - len(groups)):
                 self._model.dummy_forward().backward()
+            self._train_large_pairs([batch.pairs[place] for place in plan.large_pairs], one)
         if batch.skipped.sequences:
             self._count_skipped(rounds, one)
         return one
@@ -171,7 +174,7 @@ class ThreeChannelStep:
         An optimizer moves a weight whose gradient is 0, by its momentum, but none without gradient.
         """
         one.sums.losses.setdefault("policy", 0.0)
-        if not (rounds.microbatches or rounds.pairs):
+        if not (rounds.microbatches or rounds.pairs or rounds.large_pairs):
             self._model.dummy_forward().backward()
 
     def _metrics(
@@ -261,6 +264,18 @@ class ThreeChannelStep:
         self._skip_traces(index, one)
         torch.stack(losses).sum().backward()
 
+    def _train_large_pairs(self, pairs: Sequence[PairSample], one: _Pass) -> None:
+        """Add the gradients of pairs whose sides are computed one after the other."""
+        for pair in pairs:
+            result = self._replay.backward_by_sides(self._model, pair, len(one.batch.pairs))
+            self._add_pair_figures(result, one)
+        for _ in range(one.rounds.large_pairs - len(pairs) if self._sharded else 0):
+            with torch.no_grad():
+                for _ in SIDES:
+                    self._model.dummy_forward()
+            for _ in SIDES:
+                self._model.dummy_forward().backward()
+
     def _skip_traces(self, index: int, one: _Pass) -> None:
         """Run the frozen models to match ranks that have samples where this one has none."""
         self._policy.skip()
@@ -272,10 +287,13 @@ class ThreeChannelStep:
     ) -> Tensor:
         """Return the weighted loss of some pairs."""
         result = self._replay.loss(self._model, pairs, len(one.batch.pairs), hidden)
+        self._add_pair_figures(result, one)
+        return self._config.replay.beta * result.loss
+
+    def _add_pair_figures(self, result: PreferenceLoss, one: _Pass) -> None:
         one.sums.add("replay", result.loss)
         for name, value in figures_of(result).items():
             one.sums.figures[f"replay/{name}"] += value
-        return self._config.replay.beta * result.loss
 
 
 def _unique_tokens(batch: StepBatch, plan: RankPlan) -> int:

@@ -36,13 +36,15 @@ class World:
         ]
 
     def alone(self) -> dict[str, Any]:
-        """The same work on one rank that neither shards nor packs."""
+        """The same work on one rank that neither shards nor packs, nor divides a step."""
         plain, ranks = learning.config(), Ranks()
         of_one = self.root / "checkpoints" / "of-one"
         return {
-            "five": learning.five_steps(plain, self.folder, ranks, self.steps),
+            "five": learning.five_steps(
+                learning.config(learning.WHOLE), self.folder, ranks, self.steps
+            ),
             "dense": learning.five_steps(
-                learning.config(learning.SHARING, **learning.LONGER),
+                learning.config(learning.WHOLE, **learning.LONGER),
                 self.folder,
                 ranks,
                 learning.with_prompts(self.steps),

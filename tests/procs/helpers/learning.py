@@ -25,6 +25,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import is_dtensor, local
+from composer_mesh.actors.reference import score_pairs
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
@@ -52,6 +53,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "replay": ALL_ON["replay"],
     "trainer": {"lr": 1e-3, "microbatch_tokens": 64},
 }
+WHOLE = {"microbatch_tokens": 1024}
+"""Room for all that a step has, in one microbatch."""
+LARGE = 50
 SHARDED = {"ranks": 2, "packing": True}
 SHARING = {"microbatch_tokens": 128}
 """Room for a prompt before each sequence of the batches; with it, `prefix_sharing` has work."""
@@ -82,14 +86,28 @@ def write_policy(folder: Path) -> Any:
 
 
 def batches(model: Any) -> list[StepBatch]:
-    """Five steps of uneven lengths. Of the last two, one rank has no views, then nothing at all."""
+    """Five steps of uneven lengths. Of the last two, one rank has no views, then nothing at all.
+
+    In the first step one pair exceeds a microbatch, so that one rank has none such; in the second
+    all do.
+    """
     rng = random.Random(0)
     sizes = [(7, 3), (6, 5), (9, 1), (2, 4), (1, 1)]
     found = [batch_of(model, rng, samples=n, pairs=pairs) for n, pairs in sizes]
+    found[0] = replace(found[0], pairs=[large(model, found[0].pairs[0]), *found[0].pairs[1:]])
+    found[1] = replace(found[1], pairs=[large(model, pair) for pair in found[1].pairs])
     return [
         replace(batch, step=step, pairs=[untied(pair) for pair in batch.pairs])
         for step, batch in enumerate(found)
     ]
+
+
+def large(model: Any, pair: PairSample) -> PairSample:
+    """The pair with a context of which a microbatch holds one side at a time."""
+    context = (pair.context_ids * LARGE)[:LARGE]
+    longer = replace(pair, context_ids=context, reference=None)
+    (scores,) = score_pairs(LanguageModel(model), [longer], 10 * LARGE)
+    return replace(longer, reference=scores)
 
 
 def with_prompts(steps: Sequence[StepBatch]) -> list[StepBatch]:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.packing import packed_rows
+from composer_mesh.rollouts.prefix_tree import PrefixTree
 from composer_mesh.rollouts.step_plan import (
     RankPlan,
     pair_groups,
+    pair_sides,
     pair_tokens,
     plan_step,
     rounds_of,
@@ -49,7 +51,8 @@ def test_every_sample_view_and_pair_is_trained_exactly_once(
     assert len(plans) == ranks
     assert places(plans, "samples") == list(range(len(batch.samples)))
     assert places(plans, "views") == list(range(len(batch.views)))
-    assert sorted(p for plan in plans for p in plan.pairs) == list(range(len(batch.pairs)))
+    pairs = [p for plan in plans for p in (*plan.pairs, *plan.large_pairs)]
+    assert sorted(pairs) == list(range(len(batch.pairs)))
 
 
 @given(batches(), st.integers(60, 200), st.integers(1, 5))
@@ -84,6 +87,7 @@ def test_rounds_are_what_the_busiest_rank_needs_in_each_microbatch(
     rounds = rounds_of(batch, plans, budget)
     assert rounds.microbatches == max(len(plan.microbatches) for plan in plans)
     assert rounds.pairs == max(len(pair_groups(batch.pairs, p.pairs, budget)) for p in plans)
+    assert rounds.large_pairs == max(len(plan.large_pairs) for plan in plans)
     for index, most in enumerate(rounds.teacher):
         at_once = [p.microbatches[index] for p in plans if index < len(p.microbatches)]
         groups = [teacher_groups([batch.views[v] for v in m.views], budget) for m in at_once]
@@ -98,10 +102,23 @@ def test_groups_of_pairs_hold_each_once_within_the_budget(
     for plan in plan_step(batch, budget, ranks):
         groups = pair_groups(batch.pairs, plan.pairs, budget)
         assert sorted(place for group in groups for place in group) == plan.pairs
-        tokens = [pair_tokens(batch.pairs[place]) for place in plan.pairs]
+        assert all(pair_tokens(batch.pairs[place]) > budget for place in plan.large_pairs)
         for group in groups:
             widest = max(pair_tokens(batch.pairs[place]) for place in group)
-            assert len(group) * widest <= max([budget, *tokens])
+            assert len(group) * widest <= budget
+
+
+@given(batches(), st.integers(60, 80), st.integers(1, 4))
+def test_with_shared_prefixes_pairs_are_in_microbatches_or_larger_than_these(
+    batch: StepBatch, budget: int, ranks: int
+) -> None:
+    plans = plan_step(batch, budget, ranks, sharing=True)
+    large = [place for plan in plans for place in plan.large_pairs]
+    assert not any(plan.pairs for plan in plans)
+    assert sorted([*places(plans, "pairs"), *large]) == list(range(len(batch.pairs)))
+    for place, pair in enumerate(batch.pairs):
+        assert (PrefixTree.of(pair_sides(pair)).computed > budget) == (place in large)
+    assert rounds_of(batch, plans, budget).large_pairs == max(len(p.large_pairs) for p in plans)
 
 
 @given(batches(), st.integers(60, 200), st.integers(1, 3))

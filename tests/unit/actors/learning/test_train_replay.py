@@ -32,6 +32,7 @@ from composer_mesh.losses.preference import (
     simpo_loss,
 )
 from composer_mesh.rollouts.batches import PairSample, StepBatch
+from composer_mesh.rollouts.step_plan import pair_tokens
 
 BETA = 0.3
 Sides = tuple[Tensor, Tensor]
@@ -110,8 +111,11 @@ CASES: dict[str, tuple[dict[str, Any], Preference]] = {
 
 
 def pairs_of(rng: random.Random, count: int) -> list[PairSample]:
+    """Each third pair has a context of which 64 tokens hold one side at a time."""
+    begins = [[rng.randrange(3, 300) for _ in range(30 * (n % 3 == 2))] for n in range(count)]
     return [
-        PairSample(f"p{n}", ids_of(rng, 12), ids_of(rng, 9), ids_of(rng, 9)) for n in range(count)
+        PairSample(f"p{n}", [*begin, *ids_of(rng, 12)], ids_of(rng, 9), ids_of(rng, 9))
+        for n, begin in enumerate(begins)
     ]
 
 
@@ -284,7 +288,22 @@ def test_training_raises_the_chosen_answers_over_the_rejected_ones(
     assert losses == sorted(losses, reverse=True)
 
 
-@pytest.mark.parametrize("budget", [1, 64, 10_000])
+def test_no_forward_takes_more_tokens_than_a_microbatch(
+    step_of: Callable[..., Any], rng: random.Random
+) -> None:
+    budget = 64
+    model, frozen, step = step_of({}, budget)
+    pairs, seen = pairs_of(rng, 9), list[int]()
+    assert max(map(pair_tokens, pairs)) > budget
+    for one in (model, frozen):
+        embedding = one.get_input_embeddings()
+        embedding.register_forward_pre_hook(lambda _, given: seen.append(given[0].numel()))
+    reference = torch.tensor(score_pairs(LanguageModel(frozen), pairs, budget)).T
+    step.run(StepBatch(0, [], [], scored(pairs, (reference[0], reference[1]))), None)
+    assert max(seen) <= budget
+
+
+@pytest.mark.parametrize("budget", [64, 10_000])
 def test_the_reference_scores_each_pair_as_alone_however_it_is_batched(
     build_model: Any, rng: random.Random, budget: int
 ) -> None:
