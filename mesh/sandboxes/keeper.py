@@ -63,7 +63,8 @@ class Settings:
 class Box:
     """A box: its process, the worker's end of its runner's socket, what is removed with it.
 
-    One without a status socket is a spare: it waits for its command, and serves one only.
+    One without a status socket is a spare: it waits for its command, and serves one only. One that
+    was killed is here until its process is reaped.
     """
 
     process: int
@@ -75,6 +76,7 @@ class Box:
     sizes: Sizes
     status: socket.socket | None = None
     until: float = math.inf
+    killed: bool = False
 
 
 class Keeper:
@@ -155,7 +157,7 @@ class Keeper:
         box.channel.close()
 
     def _spares(self) -> list[Box]:
-        return [box for box in self._boxes.values() if box.status is None]
+        return [box for box in self._boxes.values() if box.status is None and not box.killed]
 
     def _spare(self, sizes: Sizes) -> Box | None:
         return next((box for box in self._spares() if box.sizes == sizes), None)
@@ -218,6 +220,7 @@ class Keeper:
         if box.status is not None:
             with contextlib.suppress(KeyError):
                 self._waiting.unregister(box.status)
+        box.killed = True
         os.kill(box.process, signal.SIGKILL)
 
     def _finish(self, box: Box) -> None:

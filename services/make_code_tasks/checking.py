@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,11 +18,12 @@ from composer_mesh.tasks.code.making.features import spread
 from composer_mesh.tasks.code.task import CodeTask
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.running import RunningEpisode
-from composer_mesh.tasks.sandbox import Sandbox
+from composer_mesh.tasks.sandbox import Sandbox, SandboxError
 from composer_mesh.tasks.task import TaskSettings
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 EMPTY = (call_text("submit", {}),)
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,17 @@ async def faults_of(task: CodeTask, split: Split, row: Row, gradings: int) -> li
 
 
 async def played(task: CodeTask, split: Split, row: Row, actions: Sequence[str]) -> Outcome:
-    """Play an episode with stated actions; return how it is scored."""
+    """Play an episode with stated actions; return how it is scored.
+
+    An episode whose box fails is played again; raises SandboxError where that happens each time.
+    """
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(SandboxError):
+            return await _played_once(task, split, row, actions)
+    return await _played_once(task, split, row, actions)
+
+
+async def _played_once(task: CodeTask, split: Split, row: Row, actions: Sequence[str]) -> Outcome:
     episode = RunningEpisode(task, Episode(task.name, split, 0, row), Calls())
     try:
         await episode.begin()

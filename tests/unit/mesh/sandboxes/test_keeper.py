@@ -4,9 +4,43 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
+import subprocess
+from pathlib import Path
 
-from composer_mesh.mesh.sandboxes.box_process import claimed_uids
-from composer_mesh.mesh.sandboxes.keeper import dispatch
+from composer_mesh.mesh.sandboxes.box_process import Sizes, claimed_uids
+from composer_mesh.mesh.sandboxes.keeper import Box, Keeper, Settings, dispatch
+
+
+class Sleeping(Keeper):
+    """A keeper whose boxes are processes that sleep."""
+
+    def _start(self, sizes: Sizes) -> Box:
+        process = subprocess.Popen(["sleep", "60"]).pid
+        ours, _ = socket.socketpair()
+        end, errors = os.pidfd_open(process), os.memfd_create("errors")
+        box = Box(process, end, ours, errors, self._free.pop(), None, sizes)
+        self._boxes[process] = box
+        return box
+
+
+def test_a_spare_that_makes_room_for_another_gets_no_command(tmp_path: Path) -> None:
+    control, worker = socket.socketpair()
+    settings = Settings(
+        control.detach(), 0, "bubblewrap", None, str(tmp_path / "boxes"), "", 0, None, None, 1
+    )
+    keeper, one, other = Sleeping(settings), (1, 1, 1), (2, 2, 2)
+    try:
+        keeper._keep_spare(one)
+        assert keeper._spare(one) is not None
+        keeper._keep_spare(other)  # the first is killed, and not reaped before the next request
+        assert keeper._spare(one) is None
+        assert keeper._spare(other) is not None
+        keeper._keep_spare(other)
+        assert len(keeper._spares()) == 1
+    finally:
+        keeper._end_all()
+        worker.close()
 
 
 def test_what_was_closed_in_the_same_turn_is_not_called_by_its_number() -> None:
