@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import subprocess
 from pathlib import Path
 
 from composer_mesh.mesh.sandboxes.box_process import Sizes, claimed_uids
@@ -16,12 +15,20 @@ class Sleeping(Keeper):
     """A keeper whose boxes are processes that sleep."""
 
     def _start(self, sizes: Sizes) -> Box:
-        process = subprocess.Popen(["sleep", "60"]).pid
-        ours, _ = socket.socketpair()
+        process = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+        ours, theirs = socket.socketpair()
+        theirs.close()
         end, errors = os.pidfd_open(process), os.memfd_create("errors")
         box = Box(process, end, ours, errors, self._free.pop(), None, sizes)
         self._boxes[process] = box
         return box
+
+    def end(self) -> None:
+        for box in list(self._boxes.values()):
+            self._kill(box)
+            self._finish(box)
+        self._waiting.close()
+        self._control.close()
 
 
 def test_a_spare_that_makes_room_for_another_gets_no_command(tmp_path: Path) -> None:
@@ -39,7 +46,7 @@ def test_a_spare_that_makes_room_for_another_gets_no_command(tmp_path: Path) -> 
         keeper._keep_spare(other)
         assert len(keeper._spares()) == 1
     finally:
-        keeper._end_all()
+        keeper.end()
         worker.close()
 
 
