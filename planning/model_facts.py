@@ -19,6 +19,9 @@ from composer_mesh.planning.model_refusals import (
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
+NOT_UPDATED_BY_VLLM = frozenset({"GptOssForCausalLM"})
+DELTA_NETS = ("Qwen3Next", "Qwen3_5", "OlmoHybrid", "KimiLinear")
+"""How the names of classes begin whose linear attention is a gated delta rule."""
 MEANT = {"softcap": "caps", "s_aux": "sinks", "position_bias": "position biases"}
 """What the arguments of attention mean that not every implementation knows."""
 
@@ -67,13 +70,20 @@ def _call(told: dict[str, Any]) -> AttentionCall:
 
 def check_model_fits(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the policy's model cannot do what the config asks for."""
+    check_model_trains(facts, config)
+    if config.generator.engine == "embedded":
+        check_embedded_serves(facts, config.policy.max_context)
+    else:
+        _check_vllm_serves(facts, config)
+
+
+def check_model_trains(facts: ModelFacts, config: Config) -> None:
+    """Raise `UnfitModel` where the trainer cannot train the model as configured."""
     check_plain_head(facts)
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
     _check_layers(facts, config)
     _check_adapters(facts, config)
-    if config.generator.engine == "embedded":
-        check_embedded_serves(facts, config.policy.max_context)
 
 
 def check_plain_head(facts: ModelFacts) -> None:
@@ -147,6 +157,20 @@ def check_embedded_serves(facts: ModelFacts, context: int) -> None:
     if facts.attention is not None and len(facts.attention) != facts.layers:
         why = f"{len(facts.attention)} of its {facts.layers} layers call an attention function"
         raise ModelNotServed(facts.name, why)
+
+
+def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:
+    if facts.name in NOT_UPDATED_BY_VLLM:
+        raise UnfitModel(
+            f"{facts.name} cannot have generator.engine = 'vllm': vLLM 0.32 keeps the experts and "
+            "sinks that it has loaded when new weights come: train another model"
+        )
+    on_cpu = not config.placement.gpus("generator")
+    if on_cpu and config.generator.dtype == "float32" and facts.name.startswith(DELTA_NETS):
+        raise UnfitModel(
+            f"{facts.name} cannot have generator.dtype = 'float32' without GPUs: vLLM's kernels "
+            "of its linear attention for CPUs compute in bfloat16: set it to 'bfloat16'"
+        )
 
 
 def _others(facts: ModelFacts, kinds: frozenset[str]) -> str:

@@ -23,7 +23,9 @@ from composer_mesh.actors.engines.port import (
 from composer_mesh.actors.engines.vllm_settings import engine_arguments, refuse_unknown
 from composer_mesh.actors.engines.vllm_weights import VllmWeights
 from composer_mesh.actors.models.checkpoint_names import CheckpointNames
+from composer_mesh.actors.models.language_model import layer_kinds
 from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_facts import ATTENTION_KINDS
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
@@ -184,11 +186,13 @@ def start(config: Config, folder: Path) -> VllmEngine:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = engine_arguments(config, folder)
+    # Before vLLM starts: it changes some classes of transformers, which then cannot be built.
+    checkpoint = CheckpointNames(folder)
+    kinds = layer_kinds(checkpoint.model.config)
+    arguments = engine_arguments(config, folder, states=bool(set(kinds) - ATTENTION_KINDS))
     refuse_unknown(config.generator.vllm.engine_args, [field.name for field in fields(EngineArgs)])
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     model = llm.model_config
-    checkpoint = CheckpointNames(folder)
     weights = VllmWeights(
         llm.collective_rpc,
         checkpoint.expected,

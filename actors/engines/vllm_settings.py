@@ -11,6 +11,7 @@ from typing import Any
 
 from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.actors.engines.vllm_installed import Flavour, VllmUnavailable
+from composer_mesh.actors.engines.vllm_worker import EXTENSION
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.process_resources import own_gpu_share
 
@@ -42,8 +43,11 @@ def process_environment(config: Config) -> dict[str, str]:
     return env
 
 
-def engine_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs` for the model of `folder` and this config."""
+def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs` for the model of `folder` and this config.
+
+    `states`: the model has layers that carry a state instead of attending to keys.
+    """
     generator, on_cpu = config.generator, flavour_of(config) == "cpu"
     vllm = generator.vllm
     eager = on_cpu if vllm.enforce_eager is None else vllm.enforce_eager
@@ -62,13 +66,15 @@ def engine_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "kv_cache_memory_bytes": kv_cache_bytes(config, AttentionShape.of_folder(folder)),
         "block_size": vllm.block_size,
         "enforce_eager": eager,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
+        # Prefixes of states need chunked prefill.
+        "enable_prefix_caching": vllm.enable_prefix_caching and not (states and on_cpu),
         # A step running during a swap would be labelled with the new version.
         "async_scheduling": False,
         # Undoing a draw for a partial prompt ends the engine where generators have no offset.
         "enable_chunked_prefill": not on_cpu,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "worker_extension_cls": EXTENSION,
     }
     if not on_cpu:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization * own_gpu_share()

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from composer_mesh.actors.engines.port import Weights
+from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD
 from composer_mesh.actors.models.checkpoint_names import Named
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -67,6 +68,7 @@ class VllmWeights:
         engine has one worker, in this process; `converted` makes the checkpoint's tensors."""
         self._call, self._expected, self._tied, self._here = call, expected, tied, here
         self._converted = converted
+        self._named_head = all(call(HAS_HEAD, kwargs={}))
 
     def update(self, weights: Weights) -> None:
         """Replace the served version. An engine where this fails is unusable.
@@ -75,12 +77,12 @@ class VllmWeights:
         copy of the weights.
         """
         if self._here:
-            self._call("reload_weights", kwargs={"weights_iterator": self._named(weights)})
+            self._call(RELOAD, kwargs={"weights_iterator": self._named(weights)})
             return
         place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         with tempfile.TemporaryDirectory(prefix="composer-mesh-", dir=place) as folder:
             write(self._named(weights), Path(folder))
-            self._call("reload_weights", kwargs={"weights_path": folder})
+            self._call(RELOAD, kwargs={"weights_path": folder})
 
     def _named(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor under every name; raises `WeightsIncomplete` after the last one."""
@@ -88,9 +90,10 @@ class VllmWeights:
         embedding: Tensor | None = None
         for name, tensor in self._converted(weights.tensors()):
             seen.add(name)
-            yield name, tensor
+            if name != HEAD or self._named_head or not self._tied:
+                yield name, tensor
             embedding = tensor if name == EMBEDDING else embedding
-        if self._tied and HEAD not in seen and embedding is not None:
+        if self._tied and self._named_head and HEAD not in seen and embedding is not None:
             yield HEAD, embedding
         if missing := sorted(self._expected - seen):
             raise WeightsIncomplete(weights.version, missing)

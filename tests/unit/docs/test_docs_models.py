@@ -16,7 +16,7 @@ from model_families import FAMILIES, family_folder
 
 from composer_mesh.actors.models.template_program import described
 from composer_mesh.configs.schema import Config
-from composer_mesh.planning.model_facts import ModelFacts, check_model_fits
+from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_trains
 from composer_mesh.planning.model_folder import check_model_folder
 from composer_mesh.planning.model_refusals import UnfitModel
 
@@ -79,7 +79,8 @@ class Tried:
             trainer={"lr": 1e-3, "attention": self._attention, **(trainer or {})},
         )
         try:
-            check_model_fits(self._facts, config)
+            check = check_model_fits if engine == "embedded" else check_model_trains
+            check(self._facts, config)
         except UnfitModel as error:
             return self._reason(error)
         found = difference(config, self._folder)

@@ -55,7 +55,7 @@ def difference_in_training(config: Config, folder: Path) -> float:
         asked = [prompts[0], *prompts]
         for prompt, found in zip(asked, sampled, strict=True):
             largest = max(largest, *_trained_differences(learner, prompt, found, prompts[1]))
-        learner.train(_batch(step, asked, sampled), None)
+        learner.train(batch_of_results(step, asked, sampled), None)
         engine.swap(Exported(learner.version, learner.export()))
     return largest
 
@@ -72,7 +72,7 @@ def difference_from_own_logits(config: Config, folder: Path) -> float:
             logprobs = _own_logprobs(learner.model, [*prompt, *answer])[-NEW:]
             found.append(GenerationResult("", answer, logprobs, [step] * NEW, "length"))
             largest = max(largest, *_trained_differences(learner, prompt, found[-1], prompts[1]))
-        learner.train(_batch(step, prompts, found), None)
+        learner.train(batch_of_results(step, prompts, found), None)
     return largest
 
 
@@ -126,7 +126,9 @@ def _own_logprobs(model: Any, ids: list[int]) -> list[float]:
     return found
 
 
-def _batch(step: int, prompts: Sequence[list[int]], found: Sequence[GenerationResult]) -> StepBatch:
+def batch_of_results(
+    step: int, prompts: Sequence[list[int]], found: Sequence[GenerationResult]
+) -> StepBatch:
     samples = []
     for number, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
         turn = Turn(prompt, one.token_ids, one.logprobs, one.versions, "stop")

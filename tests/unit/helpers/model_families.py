@@ -169,8 +169,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 
 
-def family_config(name: str, tokenizer: Any) -> Any:
-    """The config of a tiny model whose vocabulary is the tokenizer's."""
+def family_config(name: str, tokenizer: Any, **sizes: Any) -> Any:
+    """The config of a tiny model whose vocabulary is the tokenizer's; `sizes` replace its own."""
     from transformers import AutoConfig
 
     ids = {
@@ -182,15 +182,15 @@ def family_config(name: str, tokenizer: Any) -> Any:
     own = FAMILIES[name]
     if "text_config" in own:
         return AutoConfig.for_model(name, **{**own, "text_config": {**own["text_config"], **ids}})
-    return AutoConfig.for_model(name, **{**SMALL, **ids, **own})
+    return AutoConfig.for_model(name, **{**SMALL, **ids, **own, **sizes})
 
 
-def family_model(name: str, tokenizer: Any, seed: int = 0) -> Any:
+def family_model(name: str, tokenizer: Any, seed: int = 0, **sizes: Any) -> Any:
     """A model in float32, with weights wide enough that predictions depend on the context."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = family_config(name, tokenizer)
+    config = family_config(name, tokenizer, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weights in model.parameters():
@@ -199,7 +199,7 @@ def family_model(name: str, tokenizer: Any, seed: int = 0) -> Any:
     return model.eval()
 
 
-def family_folder(name: str, tokenizer: Any, folder: Path) -> Path:
+def family_folder(name: str, tokenizer: Any, folder: Path, **sizes: Any) -> Path:
     """A folder with such a model, its tokenizer and its chat template."""
-    save_policy(family_model(name, tokenizer), tokenizer, folder)
+    save_policy(family_model(name, tokenizer, **sizes), tokenizer, folder)
     return folder

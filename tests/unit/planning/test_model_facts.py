@@ -70,6 +70,8 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             VLLM,
             "trainer.attention = 'sdpa', which computes no caps: set it to 'flex' or 'eager'",
         ),
+        (replace(FACTS, name="GptOssForCausalLM"), VLLM, "keeps the experts and sinks"),
+        (replace(FACTS, name="Qwen3NextForCausalLM"), VLLM, "set it to 'bfloat16'"),
         (CAPPED, VLLM, "'sdpa', which it does not support: set it to 'flex' or 'eager'"),
         (
             replace(FACTS, kinds=("mamba",)),

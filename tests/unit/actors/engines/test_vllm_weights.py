@@ -19,6 +19,12 @@ from composer_mesh.actors.engines.vllm_weights import (
     WeightsIncomplete,
     write,
 )
+from composer_mesh.actors.engines.vllm_worker import (
+    HAS_HEAD,
+    RELOAD,
+    PolicyWorker,
+    WeightsNotTaken,
+)
 
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 
@@ -26,19 +32,24 @@ Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_pro
 class Workers:
     """Take weights over, each call one list of names and tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: bool = True) -> None:
+        self.head = head
         self.reloads: list[list[tuple[str, Tensor]]] = []
         self.folders: list[Path] = []
 
-    def __call__(self, method: str, *, kwargs: dict[str, Any]) -> None:
-        assert method == "reload_weights"
+    def __call__(self, method: str, *, kwargs: dict[str, Any]) -> list[bool]:
+        if method == HAS_HEAD:
+            return [self.head, self.head]
+        assert method == RELOAD
+        assert hasattr(PolicyWorker, method)
         if "weights_iterator" in kwargs:
             self.reloads.append(list(kwargs["weights_iterator"]))
-            return
+            return []
         folder = Path(kwargs["weights_path"])
         files = sorted(folder.glob("*.safetensors"))
         self.folders.append(folder)
         self.reloads.append([item for file in files for item in load_file(file).items()])
+        return []
 
 
 def test_everything_goes_in_one_reload_under_every_name() -> None:
@@ -56,6 +67,15 @@ def test_a_tied_head_is_named_also_where_the_weights_do_not(here: bool) -> None:
     weights.update(Plain(1, {(EMBEDDING,): weight(1.0), (Q,): weight(2.0)}))
     (reload,) = workers.reloads
     assert torch.equal(dict(reload)[HEAD], weight(1.0))
+
+
+@pytest.mark.parametrize("names", [(EMBEDDING,), (EMBEDDING, HEAD)])
+def test_a_tied_head_is_not_named_where_the_served_model_has_none(names: tuple[str, ...]) -> None:
+    """As vLLM's Gemma, which refuses the name."""
+    workers = Workers(head=False)
+    weights = VllmWeights(workers, {EMBEDDING, Q}, tied=True, here=True)
+    weights.update(Plain(1, {names: weight(1.0), (Q,): weight(2.0)}))
+    assert [name for name, _ in workers.reloads[0]] == [EMBEDDING, Q]
 
 
 def test_a_head_of_its_own_is_not_made_the_embedding() -> None:
@@ -95,6 +115,6 @@ def test_files_hold_what_fits_and_views_of_larger_memory_alone(tmp_path: Path) -
         assert torch.equal(found[0], tensor)
 
 
-def test_the_error_of_incomplete_weights_travels() -> None:
-    error = WeightsIncomplete(6, [Q, K])
+@pytest.mark.parametrize("error", [WeightsIncomplete(6, [Q, K]), WeightsNotTaken("Model", [Q, K])])
+def test_the_errors_of_weights_travel(error: Exception) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

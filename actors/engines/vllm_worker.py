@@ -1,0 +1,110 @@
+"""What vLLM's workers do beside their own: take the policy's new weights, all of them.
+
+vLLM imports the class by its name in every worker process and adds its methods to the worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # settings name the class before anything imports torch
+    from torch import Tensor
+
+RELOAD, HAS_HEAD = "reload_policy", "policy_has_head"
+EXTENSION = f"{__name__}.PolicyWorker"
+
+
+class WeightsNotTaken(RuntimeError):
+    """Layers of the served model kept their weights through an update."""
+
+    def __init__(self, model: str, layers: list[str]) -> None:
+        super().__init__(model, layers)
+
+    def __str__(self) -> str:
+        model, layers = self.args
+        return (
+            f"vLLM took no new weights for {len(layers)} layers of {model}, among them "
+            f"{', '.join(layers[:3])}: it cannot update this model in place, so serve it with "
+            "another version of vLLM, or set generator.engine to 'embedded'"
+        )
+
+
+class PolicyWorker:
+    """Methods that are called through `collective_rpc`."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def policy_has_head(self) -> bool:
+        """Return whether the served model has a head of its own, or one more name for it."""
+        named = self.model_runner.get_model().named_parameters(remove_duplicate=False)
+        return any(name.startswith("lm_head.") for name, _ in named)
+
+    def reload_policy(
+        self,
+        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
+        weights_path: str | None = None,
+    ) -> None:
+        """Replace all weights by those of an iterator, or of a folder of safetensors files.
+
+        Raises `WeightsNotTaken`; the engine is then unusable.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self.model_runner.get_model()
+        weights = _read(Path(weights_path)) if weights_path is not None else weights_iterator
+        with set_current_vllm_config(self.vllm_config):
+            _forget_packed_experts(model)
+            initialize_layerwise_reload(model)
+            model.load_weights(weights)
+            if kept := _layers_without_new_weights(model):
+                raise WeightsNotTaken(type(model).__name__, kept)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+
+
+def _read(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all files of a folder, one file in memory at a time."""
+    from safetensors.torch import load_file
+
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from load_file(file).items()
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """Let a reload pack the weights of experts again, as their kernels for CPU read them.
+
+    vLLM 0.32 packs them only where a layer has no kernel yet: after a reload, those for CPU would
+    read unpacked weights. GPUs' kernels have nothing to pack.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _layers_without_new_weights(model: Any) -> list[str]:
+    """Return the layers for whose parameters a reload that is not finished has seen nothing.
+
+    vLLM would put their old weights back, and only log it. Scales of attention are its own.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    found = []
+    for name, layer in model.named_modules():
+        about = get_layerwise_info(layer)
+        own = any(one is not None for one in layer._parameters.values())
+        waits = about.can_load() and not about.load_numel
+        if own and waits and not is_deferred_attention_layer(layer):
+            found.append(name)
+    return found
