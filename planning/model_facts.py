@@ -79,15 +79,20 @@ def check_model_fits(facts: ModelFacts, config: Config) -> None:
 
 def check_model_trains(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the trainer cannot train the model as configured."""
-    check_plain_head(facts)
+    _check_head(facts)
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
     _check_layers(facts, config)
     _check_adapters(facts, config)
 
 
-def check_plain_head(facts: ModelFacts) -> None:
-    """Raise `UnsupportedHead` for a head that is not linear."""
+def check_model_teaches(facts: ModelFacts, config: Config) -> None:
+    """Raise `UnfitModel` where another model cannot read what the policy writes, or be compared."""
+    _check_head(facts)
+    _check_positions(facts, config.policy.max_context)
+
+
+def _check_head(facts: ModelFacts) -> None:
     if facts.head is not None:
         raise UnsupportedHead(facts.name, facts.head)
 

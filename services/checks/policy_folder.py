@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs.schema import Config
-from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_plain_head
+from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
 from composer_mesh.planning.model_folder import (
     TEACHER_KEY,
     UnfitModelFolder,
@@ -41,7 +41,7 @@ def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
         chat = json.dumps(config.policy.chat)
         check_model_fits(_checked(folder, json.dumps(tools), config.sdpo.on, chat), config)
     if (other := _teacher_folder(config)) is not None:
-        check_plain_head(_checked_teacher(other, folder))
+        check_model_teaches(_checked_teacher(other, folder), config)
 
 
 @lru_cache

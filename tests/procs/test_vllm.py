@@ -7,7 +7,7 @@ import importlib.util
 import os
 import random
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 import torch
 from engine_probe import EngineProbe, State
 
+from composer_mesh.actors.engines.embedded_sampling import truncated
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.models import policy
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `make vllm` installs it", allow_module_level=True)
@@ -47,6 +48,8 @@ class Versions:
         with torch.inference_mode():
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         logits = logits[len(asked.prompt_ids) - 1 : -1] / (asked.temperature or 1.0)
+        if asked.temperature:
+            logits = torch.stack([truncated(row, asked.truncation) for row in logits])
         values = torch.log_softmax(logits, -1)
         return values.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -154,6 +157,23 @@ async def test_a_seed_samples_the_same_whatever_is_batched_beside_it(
     )
     result = await generator.call("generate", stopped)
     assert (result.stop_reason, result.token_ids) == ("stop", together[0].token_ids[: first + 1])
+
+
+@pytest.mark.timeout(600)
+async def test_log_probs_of_truncated_sampling_are_those_of_what_may_be_sampled(
+    host: MeshHost, versions: Versions
+) -> None:
+    run = config("generator.max_concurrent=32", "generator.max_new_tokens=63")
+    probe = await host.spawn("probe", EngineProbe, env={**ONE_THREAD, **process_environment(run)})
+    await probe.call("load", run, versions.folder)
+    cuts = [Truncation(top_p=0.7), Truncation(top_k=5), Truncation(min_p=0.1), Truncation()]
+    cuts += [Truncation(top_p=0.9, top_k=40, min_p=0.02)]
+    asked = [
+        replace(one, truncation=cuts[index % len(cuts)])
+        for index, one in enumerate(requests(60, 30, (1.0, 0.6, 0.0)))
+    ]
+    results = await probe.call("serve", asked, versions.states[1:3], 6)
+    assert_agreement(versions, asked, results)
 
 
 @pytest.mark.timeout(600)

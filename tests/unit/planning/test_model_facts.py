@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.planning.model_facts import AttentionCall, ModelFacts, check_model_fits
+from composer_mesh.planning.model_facts import (
+    AttentionCall,
+    ModelFacts,
+    check_model_fits,
+    check_model_teaches,
+)
 from composer_mesh.planning.model_refusals import UnfitModel
 
 PLAIN = AttentionCall(replaceable=True, window=None, more=())
@@ -101,6 +106,15 @@ def test_nothing_of_the_embedded_engine_is_said_where_vllm_serves(
     facts: ModelFacts, build_config: Any
 ) -> None:
     check_model_fits(facts, build_config(**VLLM))
+
+
+def test_a_teacher_needs_positions_for_the_policys_conversations(build_config: Any) -> None:
+    config = build_config(**EMBEDDED)
+    check_model_teaches(WINDOW, config)  # its attention is its own matter
+    with pytest.raises(UnfitModel, match="has positions up to 16: lower"):
+        check_model_teaches(replace(FACTS, positions=16), config)
+    with pytest.raises(UnfitModel, match="which the fused losses do not know"):
+        check_model_teaches(replace(FACTS, head=0.5), config)
 
 
 def test_what_only_weights_show_is_not_refused(build_config: Any) -> None:
