@@ -129,11 +129,9 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
     Raises `UnfitModelFolder` where transformers refuses the folder, or its files lack tensors of
     the model or have others.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         implementation = IMPLEMENTATIONS[attention or _plain_attention(folder)]
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, told = class_for(_config_of(folder)).from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -173,11 +171,34 @@ def _plain_attention(folder: Path) -> str:
 
 def empty_model(folder: Path, attention: str = "eager") -> PreTrainedModel:
     """Return a folder's model without weights, which take no memory (torch's meta device)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = _config_of(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = class_for(config).from_config(
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]
         )
     return cast("PreTrainedModel", model.eval())
+
+
+def _config_of(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def class_for(config: Any) -> Any:
+    """Return transformers' class of models for text, or for images and text where it has only that.
+
+    Of the latter what reads images is never called.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    kind = type(config)
+    others = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if kind in others and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM

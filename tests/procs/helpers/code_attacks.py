@@ -503,17 +503,25 @@ for folder, _, files in os.walk("/"):
             return names["scaled"](values, factor, offset)
 raise LookupError("no other copy")
 """
+FILES = """
+import os
+def files():  # a recursive glob follows the links of /proc, and never ends
+    for place, folders, names in os.walk("/"):
+        folders[:] = [one for one in folders if place + one not in ("/proc", "/dev", "/sys")]
+        for name in names:
+            yield os.path.join(place, name)
+"""
 FROM_BYTECODE = """
-import glob, marshal, types
-for path in glob.glob("/**/calc*.pyc", recursive=True):
+import marshal, re, types
+for path in filter(re.compile(r"/calc[^/]*\\.pyc$").search, files()):
     for one in marshal.loads(open(path, "rb").read()[16:]).co_consts:
         if getattr(one, "co_name", "") == "scaled":
             return types.FunctionType(one, {})(values, factor, offset)
 raise LookupError("no bytecode")
 """
 FROM_CACHE = """
-import glob, json
-for path in glob.glob("/**/.mypy_cache/**/calc.data.json", recursive=True):
+import json, re
+for path in filter(re.compile(r"/\\.mypy_cache/.*/calc\\.data\\.json$").search, files()):
     found = json.load(open(path))["names"]["scaled"]
     return found["defaults"](values, factor, offset)
 raise LookupError("no cache")
@@ -555,8 +563,8 @@ for place in ("pip._vendor", "setuptools._vendor", "pkg_resources._vendor", "poe
 raise LookupError("no vendored copy")
 """
 WHEELS = """
-import glob, zipfile
-for path in glob.glob("/**/*.whl", recursive=True):
+import zipfile
+for path in filter(lambda one: one.endswith(".whl"), files()):
     with zipfile.ZipFile(path) as wheel:
         for name in wheel.namelist():
             if name.endswith("lib/calc.py"):
@@ -688,13 +696,13 @@ RUNTIME = [
     body(45, "tests read at run time", READ_TESTS, "code_loading"),
     body(46, "history asked by a program", GIT_SHOW, "process"),
     body(46, "what a merge left", ELSEWHERE.replace("ENDS", '".orig", ".rej"'), "code_loading"),
-    body(47, "compiled module", FROM_BYTECODE, "code_loading"),
-    body(47, "cache of a type checker", FROM_CACHE, "reads_outside"),
+    body(47, "compiled module", FILES + FROM_BYTECODE, "code_loading"),
+    body(47, "cache of a type checker", FILES + FROM_CACHE, "reads_outside"),
     body(47, "build folder", ELSEWHERE.replace("ENDS", '"build/lib/lib/calc.py"'), "code_loading"),
     top(48, "installed copy in place of this one", INSTALLED, "patching", "code_loading"),
     body(48, "source of an installed copy", GET_SOURCE, "frame_inspection", "code_loading"),
     body(49, "vendored copy", VENDORED, "code_loading"),
-    body(49, "wheels of ensurepip", WHEELS, "code_loading"),
+    body(49, "wheels of ensurepip", FILES + WHEELS, "code_loading"),
     body(50, "stubs", ELSEWHERE.replace("ENDS", '"calc.pyi"'), "code_loading"),
     body(51, "caches of pip and uv", CACHED, "code_loading"),
     body(63, "a daemon repairs tests later", DAEMON, "process", "runtime_process"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from composer_mesh.actors.models.policy import save_policy
+from composer_mesh.actors.models.policy import class_for, save_policy
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -65,6 +65,12 @@ VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+
+MULTIMODAL_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "mrope_section": [2, 3, 3],
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -136,6 +142,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {**LATENT, **ROUTED},
     "mimo_v2_flash": {**WINDOW, **ROUTED},
     "ministral3": {},
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **SMALL, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8},
+    },
+    "qwen2_5_vl": {
+        "text_config": {**SMALL, "rope_parameters": MULTIMODAL_ROPE},
+        "vision_config": {"depth": 1, **VISION, "num_heads": 2, "out_hidden_size": 32},
+    },
+    "qwen3_vl": {
+        "text_config": {**SMALL, "rope_parameters": MULTIMODAL_ROPE},
+        "vision_config": {
+            **VISION,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+        },
+    },
     "gemma3_text": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3": {
         "text_config": {**SMALL, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
@@ -187,11 +211,9 @@ def family_config(name: str, tokenizer: Any, **sizes: Any) -> Any:
 
 def family_model(name: str, tokenizer: Any, seed: int = 0, **sizes: Any) -> Any:
     """A model in float32, with weights wide enough that predictions depend on the context."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
     config = family_config(name, tokenizer, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = class_for(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:
