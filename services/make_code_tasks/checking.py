@@ -24,6 +24,8 @@ from composer_mesh.tasks.task import TaskSettings
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 EMPTY = (call_text("submit", {}),)
 ATTEMPTS = 3
+TOLD_EVERY = 100
+"""Tasks after which progress is told."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ async def check_tasks(
             return name, await faults_of(task, *rows[name], gradings)
 
     wrong, right = 0, set[str]()
-    for graded in asyncio.as_completed([one(name) for name in names]):
+    for count, graded in enumerate(asyncio.as_completed([one(name) for name in names]), 1):
         name, faults = await graded
         right |= set() if faults else {name}
         for fault in faults:
             wrong += 1
             say(fault)
+        if count % TOLD_EVERY == 0 and count < len(names):
+            say(f"{count} of {len(names)} tasks graded ({time.monotonic() - started:.0f} s)")
     say(
         f"{len(names)} tasks graded {gradings} times: {wrong} gradings are wrong "
         f"({time.monotonic() - started:.0f} s)"
