@@ -150,7 +150,7 @@ class TrainerActor(MeshActor):
             return await asyncio.to_thread(self._learner.own_teacher_outputs, batch)
         if not teachers:
             return LostSource()
-        plan = await asyncio.to_thread(self._learner.step.plan, batch)
+        plan = await asyncio.to_thread(self._learner.step.view_plan, batch)
         await self._teacher_outputs.begin(batch, plan, teachers, self._learner.version)
         return self._teacher_outputs
 

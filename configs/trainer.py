@@ -73,6 +73,13 @@ class TrainerConfig(Section):
     microbatch_tokens: Tokens = 4096
     """Tokens, including padding, of one forward and backward pass."""
 
+    updates_per_batch: Count = 1
+    """Optimizer updates that a step's batch is divided into, by prompt groups. From the second one
+    on, ratios to the log-probs of the step's start differ from 1, and clips bind."""
+
+    epochs: Count = 1
+    """Times that a step trains on its batch, each time with all of its updates."""
+
     packing: bool = False
     """Whether several sequences share a row of a microbatch, which reduces padding."""
 

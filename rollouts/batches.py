@@ -24,7 +24,8 @@ Advantage = float | list[float]
 class PolicySample:
     """A trace with its advantage. `mask` is True at trained ids; `logprobs` is 0 elsewhere.
 
-    `versions` holds the policy version that sampled each id, -1 for ids that are not trained.
+    `versions` holds the policy version that sampled each id, -1 for ids that are not trained;
+    `group_id` is that of the trace.
     `advantage` is one number, or a list with one for each id, which is 0 where none is trained.
     """
 
@@ -34,6 +35,7 @@ class PolicySample:
     logprobs: list[float]
     advantage: float | list[float]
     versions: list[int]
+    group_id: int = 0
 
     @property
     def is_zero(self) -> bool:
@@ -152,6 +154,7 @@ def policy_sample(trace: Trace, advantage: Advantage) -> PolicySample:
         logprobs,
         _by_id(trace, advantage) if isinstance(advantage, list) else advantage,
         versions,
+        trace.group_id,
     )
 
 

@@ -91,7 +91,7 @@ class Learner:
     def own_teacher_outputs(self, batch: StepBatch) -> InlineSource:
         """Return a source that computes the teacher outputs of a batch in this process."""
         assert self._teacher is not None
-        forwards = self.step.rounds(batch).teacher
+        forwards = self.step.teacher_forwards(batch)
         return InlineSource(self._teacher, self._config.sdpo, self.version, forwards)
 
     def train(

@@ -6,12 +6,14 @@ relative to.
 Axes: B sequences of a microbatch, T their padded length.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
 from composer_mesh.actors.learning.requested_fields import requested_fields
@@ -77,10 +79,12 @@ class Tokens:
     """Per-token tensors of a microbatch; position t is about the id at t + 1.
 
     All are [B, T - 1] except advantages, which are [B] if no sequence has one for each token.
-    `current` is True at ids sampled by the version that is being trained.
+    `current` is True at ids sampled by the version that is being trained; `start` are the trainer's
+    own log-probs before the step's first update, without a gradient.
     """
 
     logprobs: Tensor
+    start: Tensor
     sampling: Tensor
     reference: Tensor | None
     advantages: Tensor
@@ -125,7 +129,8 @@ class PolicyChannel:
     ) -> Tensor:
         """Return the loss of some samples, divided by the normalizer of their whole batch."""
         tokens = self._tokens(model, samples, hidden, counts.version)
-        self._logprob_mismatch.note(tokens.logprobs, tokens.sampling, tokens.mask, tokens.current)
+        if self._start or not self._moved:
+            self._logprob_mismatch.note(tokens.start, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
             requested = requested_fields(self._loss, model, hidden, tokens.mask, self._temperature)
             return self._custom(self._loss, tokens, samples, requested, counts.action_tokens)
@@ -162,9 +167,40 @@ class PolicyChannel:
             release(self._reference.model)
 
     def begin_step(self) -> None:
-        """Reset the metrics of the previous step."""
+        """Forget the previous step."""
         self._custom_metrics: dict[str, MetricSum] = {}
         self._logprob_mismatch = LogprobMismatch(self._bound)
+        self._start: dict[str, Tensor] = {}
+        self._moved = False
+
+    def updated(self) -> None:
+        """Note that the weights are no longer those of the step's start."""
+        self._moved = True
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether later updates of a step need the log-probs of its start."""
+        loss = self._loss
+        return isinstance(loss, configs.DecoupledPpoLoss) or (
+            isinstance(loss, Corrected) and loss.correction != "none"
+        )
+
+    def remember(
+        self, model: LanguageModel, samples: Sequence[PolicySample], hidden: HiddenStates
+    ) -> None:
+        """Keep the log-probs of some samples for the updates of the step."""
+        ids, mask = _ids_and_mask(samples, hidden.computed.device)
+        found = model.logprobs(hidden, ids, mask, self._temperature)
+        for sample, row in zip(samples, found, strict=True):
+            self._start[sample.trace_id] = row[: len(sample.ids) - 1].cpu()
+
+    def measured(self) -> Any:
+        """Return the metrics so far, for `forget_since`."""
+        return copy.deepcopy((self._custom_metrics, self._logprob_mismatch))
+
+    def forget_since(self, measured: Any) -> None:
+        """Take the metrics back to what they were: what was measured since is measured again."""
+        self._custom_metrics, self._logprob_mismatch = measured
 
     def finish_step(self, ranks: Ranks) -> Figures:
         """Return this step's metrics over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
@@ -201,16 +237,21 @@ class PolicyChannel:
         self, model: LanguageModel, samples: list[PolicySample], hidden: HiddenStates, version: int
     ) -> Tokens:
         sequences, device = [sample.ids for sample in samples], hidden.computed.device
-        ids = padded(sequences).to(device)
-        mask = padded([sample.mask for sample in samples])[:, 1:].bool().to(device)
+        ids, mask = _ids_and_mask(samples, device)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 states = self._reference.hidden(sequences)
                 reference = self._reference.logprobs(states, ids, mask, self._temperature)
             release(self._reference.model)
+        logprobs = model.logprobs(hidden, ids, mask, self._temperature)
+        start = logprobs.detach()
+        if self._start:
+            rows = [self._start[sample.trace_id] for sample in samples]
+            start = pad_sequence(rows, batch_first=True).to(device)
         return Tokens(
-            logprobs=model.logprobs(hidden, ids, mask, self._temperature),
+            logprobs=logprobs,
+            start=start,
             sampling=padded([sample.logprobs for sample in samples])[:, 1:].to(device),
             reference=reference,
             advantages=advantages_of(samples).to(device),
@@ -242,6 +283,12 @@ class PolicyChannel:
             before = self._custom_metrics.get(name)
             self._custom_metrics[name] = metric if before is None else before + metric
         return found
+
+
+def _ids_and_mask(samples: Sequence[PolicySample], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return ids [B, T] and the mask [B, T - 1] of those that are trained."""
+    mask = padded([sample.mask for sample in samples])[:, 1:].bool()
+    return padded([sample.ids for sample in samples]).to(device), mask.to(device)
 
 
 def advantages_of(samples: Sequence[PolicySample]) -> Tensor:
@@ -278,10 +325,9 @@ def policy_loss(
         case configs.DppoLoss():
             return dppo_loss(now, then, advantages, mask, **options)
         case configs.DecoupledPpoLoss():
-            # With one update per batch, the proximal policy (at the batch's start) is the current
-            # one.
+            # The proximal policy is that of the step's start.
             options |= {"rejection": Rejection(**loss.rejection.model_dump())}
-            return decoupled_ppo_loss(now, now.detach(), then, advantages, mask, **options)
+            return decoupled_ppo_loss(now, tokens.start, then, advantages, mask, **options)
         case configs.ReinforceLoss():
             return reinforce_loss(now, advantages, mask, sampling_weights=weights, **options)
     raise AssertionError(f"the config has a loss that nobody computes: {loss.type}")
@@ -294,7 +340,7 @@ def correction_weights(
     if not isinstance(loss, Corrected) or loss.correction == "none":
         return None
     return sampling_weights(
-        tokens.logprobs.detach(),
+        tokens.start,
         tokens.sampling,
         tokens.mask,
         mode=loss.correction,
@@ -310,7 +356,7 @@ def _ratio_loss(
     weights: Tensor | None,
     off_policy_threshold: float | None = None,
 ) -> PolicyLoss:
-    old = tokens.sampling if weights is None else tokens.logprobs.detach()
+    old = tokens.sampling if weights is None else tokens.start
     if off_policy_threshold is not None:
         kept = off_policy_weights(
             tokens.logprobs,

@@ -33,6 +33,7 @@ from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOu
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.preference import PreferenceLoss
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
+from composer_mesh.rollouts.minibatches import minibatches, plan_views
 from composer_mesh.rollouts.prefix_tree import unique_ids
 from composer_mesh.rollouts.step_plan import (
     Microbatch,
@@ -46,12 +47,17 @@ from composer_mesh.rollouts.step_plan import (
 
 @dataclass
 class _Pass:
-    """One pass over a step's batch; without a source it trains no SDPO channel."""
+    """One pass over an update's batch; without a source it trains no SDPO channel.
+
+    The source counts microbatches through the step; `first` is the number of the first one here.
+    """
 
     batch: StepBatch
     source: TeacherOutputSource | None
+    plan: RankPlan
     rounds: Rounds
     counts: BatchCounts
+    first: int
     sums: StepSums = field(default_factory=StepSums)
     lost: bool = False
 
@@ -102,13 +108,26 @@ class ThreeChannelStep:
         self._update.restore(figures["trained"], optimizer_state)
         self._sdpo.taid.load_state_dict(figures["taid"])
 
-    def plan(self, batch: StepBatch) -> RankPlan:
-        """Return this rank's share of a step."""
-        return self._plans(batch)[self._ranks.rank]
+    def view_plan(self, batch: StepBatch) -> RankPlan:
+        """Return the views of this rank's microbatches, through all updates of a step."""
+        how = (self._budget, self._ranks.size, self._packed, self._sharing)
+        return plan_views(batch, self._parts(batch), *how)[self._ranks.rank]
 
-    def rounds(self, batch: StepBatch) -> Rounds:
-        """Return the number of model forwards that this rank runs in a step."""
-        plans = self._plans(batch)
+    def teacher_forwards(self, batch: StepBatch) -> list[int]:
+        """Return a sharded teacher's forwards in each microbatch, through all updates of a step."""
+        found: list[int] = []
+        for part in self._parts(batch):
+            plans = self._plans(part)
+            own = self._rounds(part, plans).teacher
+            found += own + [0] * (_most_microbatches(plans) - len(own))
+        return found
+
+    def _parts(self, batch: StepBatch) -> list[StepBatch]:
+        trainer = self._config.trainer
+        return minibatches(batch, trainer.updates_per_batch, trainer.epochs)
+
+    def _rounds(self, batch: StepBatch, plans: Sequence[RankPlan]) -> Rounds:
+        """Return the number of model forwards that this rank runs in an update."""
         together = plans if self._sharded else [plans[self._ranks.rank]]
         return rounds_of(batch, together, self._budget)
 
@@ -121,32 +140,69 @@ class ThreeChannelStep:
         source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, float | None]:
-        """Run one update; return the step's `loss/…`, `policy/…` and `tokens/…` metrics.
+        """Run the updates; return the step's `loss/…`, `policy/…` and `tokens/…` metrics.
 
         `source` returns the teacher output for the views of each microbatch. If it raises
-        `TeacherOutputsLost` on any rank, the step restarts without the SDPO channel. The weights do
-        not change before `before_update` has returned.
+        `TeacherOutputsLost` on any rank, the update restarts without the SDPO channel, which the
+        rest of the step lacks too. The weights do not change before `before_update` has returned.
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
-        counts = batch.counts()
-        done = self._accumulate(batch, source, counts)
-        if lost := self._ranks.any(done.lost):
-            done = self._accumulate(batch, None, counts)
-        sums = StepSums.of_ranks(self._ranks.gather(done.sums))
+        parts, first, sums = self._parts(batch), 0, list[StepSums]()
+        norms, rate, lost = list[float](), 0.0, False
+        self._policy.begin_step()
+        if len(parts) > 1 and self._policy.needs_start:
+            self._remember_start(parts[: len(parts) // self._config.trainer.epochs])
+        for part in parts:
+            plans, measured = self._plans(part), self._policy.measured()
+            done = self._accumulate(part, plans, None if lost else source, first)
+            if self._ranks.any(done.lost):
+                lost = True
+                self._policy.forget_since(measured)
+                done = self._accumulate(part, plans, None, first)
+            sums.append(StepSums.of_ranks(self._ranks.gather(done.sums)))
+            norm, rate = self._update.apply(batch.step, nothing if norms else before_update)
+            norms.append(norm)
+            self._policy.updated()
+            first += _most_microbatches(plans)
+        total = sums[0] if len(sums) == 1 else StepSums.of_updates(sums)
         if lost:
-            sums.figures["sdpo/lost_steps"] = 1
-        norm, rate = self._update.apply(batch.step, before_update)
-        return self._metrics(batch, counts, sums, norm, rate)
+            total.figures["sdpo/lost_steps"] = 1
+        if len(sums) > 1:
+            total.figures["policy/updates"] = len(sums)
+        return self._metrics(batch, total, sum(norms) / len(norms), rate)
+
+    @torch.no_grad()
+    def _remember_start(self, parts: Sequence[StepBatch]) -> None:
+        """Let the policy channel keep the log-probs of all samples before the first update."""
+        for part in parts:
+            plans = self._plans(part)
+            plan, rounds = plans[self._ranks.rank], self._rounds(part, plans)
+            for index, forwards in enumerate(rounds.trained):
+                left = forwards
+                if index < len(plan.microbatches):
+                    microbatch = plan.microbatches[index]
+                    samples, pairs = _content(part, microbatch)
+                    own, others = [one.ids for one in samples], answer_sequences(pairs)
+                    hidden = self._model.hidden([*own, *others])
+                    if samples:
+                        states = hidden.part(slice(len(own)), max(map(len, own)))
+                        self._policy.remember(self._model, samples, states)
+                    left -= microbatch.forwards
+                for _ in range(left if self._sharded else 0):
+                    self._model.dummy_forward()
 
     def _accumulate(
-        self, batch: StepBatch, source: TeacherOutputSource | None, counts: BatchCounts
+        self,
+        batch: StepBatch,
+        plans: Sequence[RankPlan],
+        source: TeacherOutputSource | None,
+        first: int,
     ) -> _Pass:
-        """Accumulate the gradients of this rank's share, starting from zero."""
-        plan, rounds = self.plan(batch), self.rounds(batch)
-        one = _Pass(batch, source, rounds, counts)
+        """Accumulate the gradients of this rank's share of an update, starting from zero."""
+        plan, rounds = plans[self._ranks.rank], self._rounds(batch, plans)
+        one = _Pass(batch, source, plan, rounds, batch.counts(), first)
         self._update.begin()
-        self._policy.begin_step()
         if self._sharing:
             one.sums.figures["tokens/unique"] += _unique_tokens(batch, plan)
         for index in range(rounds.microbatches):
@@ -178,7 +234,7 @@ class ThreeChannelStep:
             self._model.dummy_forward().backward()
 
     def _metrics(
-        self, batch: StepBatch, counts: BatchCounts, sums: StepSums, norm: float, rate: float
+        self, batch: StepBatch, sums: StepSums, norm: float, rate: float
     ) -> dict[str, float | None]:
         sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
@@ -186,14 +242,13 @@ class ThreeChannelStep:
             **sums.metrics(self._config.sdpo.alpha, self._config.replay.beta),
             "policy/grad_norm": norm,
             "policy/lr": rate,
-            "tokens/trained": counts.action_tokens,
+            "tokens/trained": batch.action_tokens,
             "tokens/skipped": batch.skipped.tokens,
         }
 
     def _train_microbatch(self, index: int, microbatch: Microbatch, one: _Pass) -> None:
         """Add the gradients of a microbatch: one forward, and one backward for all channels."""
-        samples = [one.batch.samples[place] for place in microbatch.samples]
-        pairs = [one.batch.pairs[place] for place in microbatch.pairs]
+        samples, pairs = _content(one.batch, microbatch)
         own, others = [sample.ids for sample in samples], answer_sequences(pairs)
         hidden = self._model.hidden([*own, *others])
         missing = one.rounds.trained[index] - microbatch.forwards if self._sharded else 0
@@ -240,7 +295,7 @@ class ThreeChannelStep:
         if one.source is None:
             return None
         if not microbatch.views:
-            one.source.skip(index)
+            one.source.skip(one.first + index)
             return None
         views = [one.batch.views[place] for place in microbatch.views]
         places = {sample.trace_id: row for row, sample in enumerate(samples)}
@@ -252,7 +307,9 @@ class ThreeChannelStep:
             self._sdpo.temperature,
         )
         try:
-            teacher_output = one.source.take(index, views, lambda: rows.top_k(self._sdpo.top_k))
+            teacher_output = one.source.take(
+                one.first + index, views, lambda: rows.top_k(self._sdpo.top_k)
+            )
         except TeacherOutputsLost:
             one.source, one.lost = None, True
             return None
@@ -280,7 +337,7 @@ class ThreeChannelStep:
         """Run the frozen models to match ranks that have samples where this one has none."""
         self._policy.skip()
         if one.source is not None:
-            one.source.skip(index)
+            one.source.skip(one.first + index)
 
     def _pair_loss(
         self, pairs: Sequence[PairSample], hidden: HiddenStates | None, one: _Pass
@@ -294,6 +351,22 @@ class ThreeChannelStep:
         one.sums.add("replay", result.loss)
         for name, value in figures_of(result).items():
             one.sums.figures[f"replay/{name}"] += value
+
+
+def nothing() -> None:
+    """Wait for nothing."""
+
+
+def _content(
+    batch: StepBatch, microbatch: Microbatch
+) -> tuple[list[PolicySample], list[PairSample]]:
+    """Return the samples and pairs of a microbatch."""
+    samples = [batch.samples[place] for place in microbatch.samples]
+    return samples, [batch.pairs[place] for place in microbatch.pairs]
+
+
+def _most_microbatches(plans: Sequence[RankPlan]) -> int:
+    return max(len(plan.microbatches) for plan in plans)
 
 
 def _unique_tokens(batch: StepBatch, plan: RankPlan) -> int:

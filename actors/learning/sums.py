@@ -39,6 +39,18 @@ class StepSums:
                 total.figures[name] += figure
         return total
 
+    @classmethod
+    def of_updates(cls, parts: Sequence["StepSums"]) -> "StepSums":
+        """Return the means over a step's updates, each over those that have it; tokens add up."""
+        total = cls()
+        for name in dict.fromkeys(name for part in parts for name in part.losses):
+            losses = [part.losses[name] for part in parts if name in part.losses]
+            total.losses[name] = sum(losses) / len(losses)
+        for name in dict.fromkeys(name for part in parts for name in part.figures):
+            figures = [part.figures[name] for part in parts if name in part.figures]
+            total.figures[name] = sum(figures) / (1 if name.startswith("tokens/") else len(figures))
+        return total
+
     def metrics(self, alpha: float, beta: float) -> dict[str, float | None]:
         """Return the step's `loss/…` metrics, then its other metrics by name."""
         losses = {

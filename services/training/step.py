@@ -16,8 +16,8 @@ from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.minibatches import minibatches, plan_views
 from composer_mesh.rollouts.packed_batch import PackedBatch
-from composer_mesh.rollouts.step_plan import plan_step
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.ranks import WRITE_DEADLINE_S
 from composer_mesh.services.training.teaching import SdpoTeachers
@@ -51,8 +51,9 @@ class MeshTraining:
         ]
         if self._teachers is not None and alive:
             trainer = self._trainer
-            plans = plan_step(
+            plans = plan_views(
                 batch,
+                minibatches(batch, trainer.updates_per_batch, trainer.epochs),
                 trainer.microbatch_tokens,
                 len(ranks),
                 trainer.packing,

@@ -49,6 +49,12 @@ class World:
                 ranks,
                 learning.with_prompts(self.steps),
             ),
+            "updates": learning.five_steps(
+                learning.config(learning.WHOLE | learning.SEVERAL, **learning.CORRECTED),
+                self.folder,
+                ranks,
+                self.steps,
+            ),
             "lost": learning.lost(plain, self.folder, ranks, self.steps[0], at=0),
             "saved": learning.saved(plain, self.folder, ranks, self.steps, of_one),
         }
@@ -96,6 +102,16 @@ def test_two_ranks_that_share_prefixes_make_the_weights_of_one_that_does_not(wor
         assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-5, abs=1e-5)
     first = world.two[0]["sharing"]["metrics"][0]
     assert first["tokens/computed"] < 0.8 * first["tokens/dense"]
+
+
+def test_several_updates_of_two_ranks_make_the_weights_of_one(world: World) -> None:
+    for rank in world.two:
+        same(rank["updates"]["last"], world.one["updates"]["last"])
+    for two, one in zip(
+        world.two[0]["updates"]["metrics"], world.one["updates"]["metrics"], strict=True
+    ):
+        assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-5, abs=1e-5)
+    assert world.one["updates"]["metrics"][0]["policy/updates"] == 4
 
 
 def test_gradients_are_sums_over_ranks_the_tied_head_among_them(world: World) -> None:

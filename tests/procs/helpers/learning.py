@@ -60,6 +60,8 @@ SHARDED = {"ranks": 2, "packing": True}
 SHARING = {"microbatch_tokens": 128}
 """Room for a prompt before each sequence of the batches; with it, `prefix_sharing` has work."""
 LONGER = {"policy": {"max_context": 128}}
+SEVERAL = {"updates_per_batch": 2, "epochs": 2}
+CORRECTED: dict[str, Any] = {"loss": {"type": "grpo", "correction": "token_truncate"}}
 ADAPTED = {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}
 
 
@@ -97,7 +99,12 @@ def batches(model: Any) -> list[StepBatch]:
     found[0] = replace(found[0], pairs=[large(model, found[0].pairs[0]), *found[0].pairs[1:]])
     found[1] = replace(found[1], pairs=[large(model, pair) for pair in found[1].pairs])
     return [
-        replace(batch, step=step, pairs=[untied(pair) for pair in batch.pairs])
+        replace(
+            batch,
+            step=step,
+            samples=[replace(one, group_id=at // 2) for at, one in enumerate(batch.samples)],
+            pairs=[untied(pair) for pair in batch.pairs],
+        )
         for step, batch in enumerate(found)
     ]
 
@@ -268,6 +275,7 @@ def both(
             ranks,
             with_prompts(steps),
         ),
+        "updates": five_steps(config(SHARDED | SEVERAL, **CORRECTED), folder, ranks, steps),
         "lost": lost(sharded, folder, ranks, steps[0], at=1),
         "saved": saved(sharded, folder, ranks, steps, root / "checkpoints" / "of-two"),
         "from one": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-one"),

@@ -1,0 +1,168 @@
+"""Several updates of a step: each is the update of its part, on ratios to the step's start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from step_batches import ALL_ON, NARROW, batch_of, largest_change, nearby, weights_of
+from torch import Tensor
+
+from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.losses.policy import decoupled_ppo_loss, grpo_loss
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.minibatches import minibatches
+
+RATE = 0.1
+
+
+def plain_descent(weights: Any) -> list[torch.optim.Optimizer]:
+    """SGD: of Adam's first updates only the signs of gradients count."""
+    return [torch.optim.SGD(weights.values(), lr=RATE)]
+
+
+@pytest.fixture
+def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
+    def build(loss: dict[str, Any], budget: int = 10_000, **trainer: Any) -> Any:
+        trainer = {"lr": RATE, "grad_clip": 1e9, "microbatch_tokens": budget, **trainer}
+        model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
+        config = build_config(
+            **{**NARROW, "trainer": trainer, "loss": loss, "replay": ALL_ON["replay"]}
+        )
+        reference = frozen if needs_reference(config) else None
+        return model, ThreeChannelStep(model, reference, config, optimizers=plain_descent)
+
+    return build
+
+
+def grouped(model: Any, rng: random.Random, count: int = 8, size: int = 2) -> StepBatch:
+    """A batch whose log-probs are the model's own, in groups."""
+    batch = batch_of(model, rng, samples=count, pairs=3)
+    samples = [
+        replace(one, group_id=at // size, logprobs=own_logprobs(model, one))
+        for at, one in enumerate(batch.samples)
+    ]
+    return replace(batch, samples=samples, views=[])
+
+
+@torch.no_grad()
+def own_logprobs(model: Any, sample: Any) -> list[float]:
+    found = now(model, sample).tolist()
+    return [0.0, *(one if own else 0.0 for one, own in zip(found, sample.mask[1:], strict=True))]
+
+
+def now(model: Any, sample: Any) -> Tensor:
+    """Log-probs [T - 1] of a sample's ids."""
+    logits = model(input_ids=torch.tensor([sample.ids])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(-1, torch.tensor(sample.ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("budget", [64, 10_000])
+def test_updates_are_those_of_steps_on_the_parts(
+    step_of: Callable[..., Any], rng: random.Random, budget: int
+) -> None:
+    (one, several), (two, single) = (
+        step_of({}, budget, updates_per_batch=2),
+        step_of({}, budget),
+    )
+    batch = grouped(one, rng)
+    found = several.run(batch, None)
+    parts = minibatches(batch, 2)
+    expected = [single.run(part, None) for part in parts]
+    assert len(parts) == 2
+    assert largest_change(weights_of(one), weights_of(two)) < 1e-6
+    for name in ("loss/policy", "loss/replay", "policy/grad_norm", "policy/clipped_fraction"):
+        mean = sum(part[name] for part in expected) / 2
+        assert found[name] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+    assert found["policy/updates"] == 2
+    assert found["tokens/trained"] == batch.action_tokens
+
+
+def test_nothing_is_clipped_in_the_first_update_and_something_after_it(
+    step_of: Callable[..., Any], rng: random.Random
+) -> None:
+    (model, first), (_, both) = step_of({}), step_of({}, epochs=2)
+    batch = grouped(model, rng)
+    once, twice = first.run(batch, None), both.run(batch, None)
+    assert once["policy/clipped_fraction"] == 0
+    assert twice["policy/clipped_fraction"] > 0
+    # Sampling and training are compared at the step's start, of which updates are no part.
+    assert twice["logprob_mismatch/max"] == once["logprob_mismatch/max"] < 1e-5
+
+
+def by_hand(
+    model: Any, batch: StepBatch, loss: Callable[..., Any], updates: int, epochs: int
+) -> list[Tensor]:
+    """The losses of plain descent on whole logits, one microbatch an update, no replay."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with torch.no_grad():
+        start = {one.trace_id: now(model, one) for one in batch.samples}
+    losses = []
+    for part in minibatches(batch, updates, epochs):
+        optimizer.zero_grad()
+        total = sum(loss(now(model, one), start[one.trace_id], one, part) for one in part.samples)
+        total.backward()  # type: ignore[union-attr]
+        optimizer.step()
+        losses.append(total.detach())  # type: ignore[union-attr]
+    return losses
+
+
+def of_grpo(own: Tensor, _: Tensor, sample: Any, part: StepBatch) -> Tensor:
+    found = grpo_loss(
+        own[None],
+        torch.tensor([sample.logprobs[1:]]),
+        torch.tensor([sample.advantage]),
+        torch.tensor([sample.mask[1:]]),
+        clip_high=0.28,
+        aggregation="dapo",
+        normalizer=part.action_tokens,
+    )
+    return found.loss
+
+
+def of_decoupled_ppo(own: Tensor, start: Tensor, sample: Any, part: StepBatch) -> Tensor:
+    found = decoupled_ppo_loss(
+        own[None],
+        start[None],
+        torch.tensor([sample.logprobs[1:]]),
+        torch.tensor([sample.advantage]),
+        torch.tensor([sample.mask[1:]]),
+        normalizer=part.action_tokens,
+    )
+    return found.loss
+
+
+@pytest.mark.parametrize("budget", [64, 10_000])
+@pytest.mark.parametrize(
+    ("name", "function"), [("grpo", of_grpo), ("decoupled_ppo", of_decoupled_ppo)]
+)
+def test_later_updates_see_the_log_probs_of_the_start(
+    step_of: Callable[..., Any],
+    build_model: Any,
+    rng: random.Random,
+    name: str,
+    function: Callable[..., Any],
+    budget: int,
+) -> None:
+    model, step = step_of({"type": name}, budget, updates_per_batch=2, epochs=2)
+    batch = replace(grouped(model, rng), pairs=[])
+    other = build_model(1)
+    losses = by_hand(other, batch, function, 2, 2)
+    assert len(losses) == 4
+    found = step.run(batch, None)
+    assert found["loss/policy"] == pytest.approx(float(sum(losses)) / 4, rel=1e-4, abs=1e-6)
+    assert largest_change(weights_of(model), weights_of(other)) < 1e-5
+
+
+def test_the_weights_wait_for_their_publisher_before_the_first_update_only(
+    step_of: Callable[..., Any], rng: random.Random
+) -> None:
+    model, step = step_of({}, updates_per_batch=3)
+    batch, before = grouped(model, rng), weights_of(model)
+    waits: list[float] = []
+    step.run(batch, None, lambda: waits.append(float(largest_change(before, weights_of(model)))))
+    assert waits == [0.0]
