@@ -260,3 +260,13 @@ class Config(Section):
                 f"raise trainer.microbatch_tokens to {context} or more"
             )
         return self
+
+    @model_validator(mode="after")
+    def _each_update_has_a_group(self) -> Self:
+        updates, groups = self.trainer.updates_per_batch, self.schedule.prompts_per_step
+        if updates > groups:
+            raise ValueError(
+                f"trainer.updates_per_batch is {updates} but schedule.prompts_per_step is "
+                f"{groups}, and each update trains whole groups: lower it to {groups} or less"
+            )
+        return self

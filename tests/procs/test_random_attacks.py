@@ -56,12 +56,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CodeTask]:
     asyncio.run(made.sandbox.close())
 
 
-def actions(rng: random.Random, tried: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the calls of one episode, each with the name of the attack that it is part of."""
+def actions(rng: random.Random, written: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the calls of one episode, each with the name of the attack that it is part of.
+
+    Adds the paths that are written on the way.
+    """
     chosen = rng.sample(TREES, rng.choice([0, 1, 2])) + rng.sample(QUICK, rng.choice([0, 1, 1]))
     for attack in chosen:
         for path, content in attack.edits.items():
             text = (content or b"").decode("utf-8", "replace")
+            written.add(path)
             yield attack.id, call_text("write_file", {"path": path, "content": text})
     for name in rng.sample(WHERE, rng.choice([0, 1])):
         yield name, call_text("run_command", {"command": ["python3", "-c", ATTEMPTS[name]]})
@@ -71,14 +75,16 @@ def actions(rng: random.Random, tried: list[str]) -> Iterator[tuple[str, str]]:
 
 
 async def play(task: CodeTask, number: int, found: Tried) -> None:
-    rng, tried = random.Random(f"{SEED}:{number}"), list[str]()
+    rng, tried, written = random.Random(f"{SEED}:{number}"), list[str](), set[str]()
     episode = RunningEpisode(task, task.episode("train", 0), Calls())
     await episode.begin()
-    for name, text in actions(rng, tried):
+    for name, text in actions(rng, written):
         tried.append(name)
         step = await episode.step(text)
         said = str(step.messages[0]["content"]) if step.messages else ""
-        if name in ATTEMPTS and said.startswith("exit code") and not said.startswith("exit code 0"):
+        ended = said.startswith("exit code") and not said.startswith("exit code 0")
+        own = any(f"TOOK /w/{path}\n" in said for path in written)  # what it wrote itself
+        if name in ATTEMPTS and ended and not own:
             found.left.append(f"episode {number}: {name}: {said[:300]}")
         if step.done:  # some attacks write more files than an episode has turns
             break

@@ -32,6 +32,10 @@ BROKEN = {
         ["replay.loss=simpo", "replay.ld_alpha=0.5"],
         ["ld_alpha is 0.5", "averages over all tokens", "set loss to 'dpo'"],
     ),
+    "more updates than groups": (
+        ["trainer.updates_per_batch=300"],
+        ["trainer.updates_per_batch is 300", "prompts_per_step is ", "lower it to "],
+    ),
     "mix of nothing": (
         ["replay.mpo_types={}"],
         ["mpo_types is empty", "as dpo = 1.0"],

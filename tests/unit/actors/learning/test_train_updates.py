@@ -161,7 +161,7 @@ def test_later_updates_see_the_log_probs_of_the_start(
 def test_the_weights_wait_for_their_publisher_before_the_first_update_only(
     step_of: Callable[..., Any], rng: random.Random
 ) -> None:
-    model, step = step_of({}, updates_per_batch=3)
+    model, step = step_of({}, updates_per_batch=2)
     batch, before = grouped(model, rng), weights_of(model)
     waits: list[float] = []
     step.run(batch, None, lambda: waits.append(float(largest_change(before, weights_of(model)))))
