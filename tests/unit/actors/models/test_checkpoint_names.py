@@ -15,6 +15,7 @@ from stepped import Plain
 from torch import Tensor
 
 from composer_mesh.actors.engines.vllm_weights import VllmWeights
+from composer_mesh.actors.engines.vllm_worker import HAS_HEAD
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.checkpoint_names import CheckpointNames
 from composer_mesh.actors.models.policy import load_model
@@ -34,8 +35,11 @@ def published(learner: Learner, folder: Path) -> dict[str, Tensor]:
     weights = Plain(1, {tuple(names): export[names[0]] for names in named.values()})
     names = CheckpointNames(folder)
 
-    def call(method: str, *, kwargs: dict[str, Any]) -> None:
+    def call(method: str, *, kwargs: dict[str, Any]) -> list[bool]:
+        if method == HAS_HEAD:
+            return [True]
         received.append(dict(kwargs["weights_iterator"]))
+        return []
 
     tied = "lm_head.weight" in {name for names in named.values() for name in names[1:]}
     VllmWeights(call, names.expected, tied, here=True, converted=names.converted).update(weights)
