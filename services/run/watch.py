@@ -76,6 +76,8 @@ class RunWatch:
         self._hosts: Hosts | None = None
         self._writer = ThreadPoolExecutor(1, "run-status")
         self._display_lost = False
+        self._shown: tuple[ActorStatus, ...] = ()
+        self._looking = asyncio.Lock()
 
     async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
         """Start the servers, before the first actor, and show the commands for inspection."""
@@ -121,7 +123,16 @@ class RunWatch:
         scaling = Scaling(
             mesh.pools, self._record, cores=self._hosts.cores if self._hosts else None
         )
-        commands = {"scale": scaling.scale, **self._commands}
+
+        async def scale(**wanted: Any) -> dict[str, dict[str, int]]:
+            changes = await scaling.scale(**wanted)
+            try:
+                await self._look(mesh)  # whoever asked finds the new replicas in the tree
+            except OSError as error:  # the pools have changed nevertheless
+                self._cannot_tell(error)
+            return changes
+
+        commands = {"scale": scale, **self._commands}
         try:
             failed = recorded_by(self._record)
             await until.enter_async_context(Control(self._root, commands, failed))
@@ -129,13 +140,17 @@ class RunWatch:
             self._record("no_commands", "", f"there is no control socket: {error}")
 
     async def _watch(self, mesh: Inspectable) -> None:
-        shown: tuple[ActorStatus, ...] = ()
         while True:
             self._check_display()
-            with suppress(MeshError):  # a dead actor ends the run through the supervisor
-                shown = census(await mesh.describe(), mesh.pools, shown)
-                await self._show(shown)
+            await self._look(mesh)
             await asyncio.sleep(STATUS_EVERY_S)
+
+    async def _look(self, mesh: Inspectable) -> None:
+        """Show the actors as they are now, on the screen and in the status file."""
+        async with self._looking:  # an earlier look must not be written after a later one
+            with suppress(MeshError):  # a dead actor ends the run through the supervisor
+                self._shown = census(await mesh.describe(), mesh.pools, self._shown)
+                await self._show(self._shown)
 
     async def _show(self, actors: Sequence[ActorStatus]) -> None:
         self._view.actors(actors)

@@ -33,8 +33,9 @@ class FakePool:
         self.size = 1
 
     def status(self) -> list[dict[str, Any]]:
-        about = {"pid": None, "outstanding": 0, "reason": ""}
-        return [{"name": "generator-0.2", "state": "starting", "generation": 2, **about}]
+        about = {"pid": None, "outstanding": 0, "reason": "", "state": "starting"}
+        grown = [{"name": f"generator-{n}", "generation": 1, **about} for n in range(1, self.size)]
+        return [{"name": "generator-0.2", "generation": 2, **about}, *grown]
 
     def __len__(self) -> int:
         return self.size
@@ -44,10 +45,11 @@ class FakePool:
 
 
 class FakeMesh:
-    """`asked` is set each time that somebody asked; `error` is what they get."""
+    """`asked` is set each time that somebody asked; they wait for `slow` and get `error`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.pool, self.error, self.asked = FakePool(), error, asyncio.Event()
+        self.slow: asyncio.Event | None = None
 
     @property
     def pools(self) -> dict[str, Any]:
@@ -55,6 +57,8 @@ class FakeMesh:
 
     async def describe(self) -> list[ActorStatus]:
         self.asked.set()
+        if self.slow is not None:
+            await self.slow.wait()
         if self.error is not None:
             raise self.error
         return ACTORS
@@ -112,6 +116,41 @@ async def test_a_run_is_scaled_while_it_is_watched_and_not_after(world: World) -
     assert mesh.pool.size == 3
     assert world.events == [("pool_resized", "generator", "1 to 3")]
     assert not (world.root / CONTROL_FILE).exists()
+
+
+async def test_whoever_scaled_a_run_finds_the_new_replicas_in_its_status(world: World) -> None:
+    mesh = FakeMesh()
+    async with world.watch.over(mesh):
+        await shown(mesh, world.root)
+        await scale(world.root, generator=3)
+        status = read_status(world.root)
+    assert status is not None
+    assert {"generator-1", "generator-2"} <= {actor.name for actor in status.actors}
+
+
+async def test_a_look_that_began_before_a_run_was_scaled_does_not_replace_the_later_one(
+    world: World,
+) -> None:
+    mesh = FakeMesh()
+    answer = mesh.slow = asyncio.Event()
+    async with world.watch.over(mesh):
+        await mesh.asked.wait()  # the watch's own look is on its way
+        mesh.slow = None
+        scaling = asyncio.create_task(scale(world.root, generator=3))
+        await asyncio.wait({scaling}, timeout=0.2)
+        assert (mesh.pool.size, scaling.done()) == (3, False)  # its own look waits for the first
+        answer.set()
+        await scaling
+
+
+async def test_a_run_whose_status_cannot_be_written_is_scaled_nevertheless(world: World) -> None:
+    mesh = FakeMesh()
+    async with world.watch.over(mesh):
+        await shown(mesh, world.root)
+        mesh.error = OSError("no space")
+        changes = await scale(world.root, generator=3)
+    assert changes == {"generator": {"before": 1, "after": 3}}
+    assert ("status_stopped", "", "OSError: no space") in world.events
 
 
 async def test_a_dead_actor_does_not_end_the_watch_and_an_error_of_it_does_not_end_the_run(
