@@ -1,10 +1,11 @@
 """Sequences as paths of a tree, whose shared beginnings are computed once.
 
-    sequences of ids -> nodes (spans of ids) -> levels: what one forward computes
+    sequences of ids -> nodes (spans of ids) -> branches -> rows -> levels (one forward each)
 
-A node is a span of ids that follows the same ids in all its sequences. Level 0 holds the roots, and
-each further level continues the nodes of the one before. Nodes of one row follow the same row of
-the level before, and do not see each other; a row is short beside what it follows.
+A node is a span of ids that follows the same ids in all its sequences. A branch is a small subtree
+in one piece, or a node whose subtree is too large for that. Level 0 holds the roots, and each
+further level continues the branches of the one before. Branches of one row follow the same row of
+the level before, and do not see each other.
 
 The last id of a span predicts a different next id in each of its sequences: losses read the same
 position once for each.
@@ -14,31 +15,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 MIN_SHARED = 16
-"""Ids that sequences share at least, to be a node of their own: a shorter span costs a forward
-more than it saves."""
+"""Ids that sequences share at least, to have a forward for them: a shorter span costs a forward
+more than it saves. Within a branch of several nodes every shared id is computed once."""
 
 WORTH = 0.9
 """Largest ratio of positions computed with sharing to those without at which it is used."""
 
+ROOM = 512
+"""Ids of a row of several nodes, which do not see each other: what attention computes of that is
+lost, but a row so short costs less than the forward and the padding that it saves."""
 
 ROW_SHARE = 4
-"""A row of several nodes is no longer than the longest of them, or this part of what it follows:
-they do not see each other, so what attention computes of that is lost."""
+"""The part of what it follows up to which a row of several nodes may be longer than `ROOM`."""
+
+WIDE = 4
+"""Rooms up to which the first level may have a mask, which grows with the square of its width."""
 
 
 @dataclass(slots=True)
 class Node:
-    """A span of ids from position `start` on, at `column` of a row of its level."""
+    """A span of ids from position `start` on, at `offset` of its branch.
+
+    The nodes that follow it in the branch end at `stop`.
+    """
 
     ids: list[int]
     start: int
-    level: int
     parent: Node | None = field(repr=False)
-    row: int = 0
-    column: int = 0
+    branch: Branch = field(repr=False)
+    offset: int = 0
+    stop: int = 0
+
+    @property
+    def column(self) -> int:
+        """Where it begins in the row of its branch."""
+        return self.branch.column + self.offset
 
     def ancestors(self) -> Iterator[Node]:
         """Yield the nodes before it, the nearest first."""
@@ -49,10 +63,27 @@ class Node:
 
 
 @dataclass(slots=True)
-class Level:
-    """Nodes in `rows` rows of one `width`; each row follows a row of the level before."""
+class Branch:
+    """Nodes side by side at `column` of a row of a level, each one's children right after it."""
 
-    nodes: list[Node]
+    level: int
+    parent: Node | None = field(repr=False)
+    nodes: list[Node] = field(default_factory=list)
+    row: int = 0
+    column: int = 0
+
+    @property
+    def ids(self) -> int:
+        """Number of ids of its nodes."""
+        last = self.nodes[-1]
+        return last.offset + len(last.ids)
+
+
+@dataclass(slots=True)
+class Level:
+    """Branches in `rows` rows of one `width`; each row follows a row of the level before."""
+
+    branches: list[Branch]
     follows: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
@@ -66,30 +97,52 @@ class Level:
     def width(self) -> int:
         return max(self.ends)
 
-    def place(self, previous: Level | None) -> None:
-        """Give each node its row and column: the longest first, where it fits first."""
-        siblings: dict[int, list[Node]] = {}
-        for number, node in enumerate(self.nodes):
-            follows = number if node.parent is None else node.parent.row
-            siblings.setdefault(follows, []).append(node)
-        for follows, nodes in siblings.items():
-            before = 0 if previous is None else previous.before[follows] + previous.ends[follows]
-            nodes.sort(key=lambda node: -len(node.ids))
-            longest, first = max(len(nodes[0].ids), before // ROW_SHARE), self.rows
-            for node in nodes:
-                self._place(node, first, longest, follows, before)
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for branch in self.branches for node in branch.nodes]
 
-    def _place(self, node: Node, first: int, longest: int, follows: int, before: int) -> None:
-        """Place a node in a row from `first` on where it fits, or in a new one."""
-        rows = range(first, self.rows)
-        fitting = (row for row in rows if self.ends[row] + len(node.ids) <= longest)
+    @property
+    def divides(self) -> bool:
+        """Whether it has nodes of one row that do not all follow each other."""
+        return any(len(branch.nodes) > 1 for branch in self.branches)
+
+    def place(self, previous: Level | None, room: int) -> None:
+        """Give each branch its row and column: the longest first, where it fits first."""
+        siblings: dict[int, list[Branch]] = {}
+        for number, branch in enumerate(self.branches):
+            follows = number if branch.parent is None else branch.parent.branch.row
+            siblings.setdefault(follows, []).append(branch)
+        for follows, branches in siblings.items():
+            before = 0 if previous is None else previous.before[follows] + previous.ends[follows]
+            branches.sort(key=lambda branch: -branch.ids)
+            longest = _row_length([one.ids for one in branches], room_after(before, room))
+            first = self.rows
+            for branch in branches:
+                self._place(branch, first, longest, follows, before)
+
+    def _place(self, branch: Branch, first: int, longest: int, follows: int, before: int) -> None:
+        """Place a branch in a row from `first` on where it fits, or in a new one."""
+        size, rows = branch.ids, range(first, self.rows)
+        fitting = (row for row in rows if self.ends[row] + size <= longest)
         if (row := next(fitting, None)) is None:
             row = self.rows
             self.follows.append(follows)
             self.before.append(before)
             self.ends.append(0)
-        node.row, node.column = row, self.ends[row]
-        self.ends[row] += len(node.ids)
+        branch.row, branch.column = row, self.ends[row]
+        self.ends[row] += size
+
+
+def room_after(before: int, room: int) -> int:
+    """Return how many ids a row of several nodes may have that follows so many others."""
+    return max(room, before // ROW_SHARE)
+
+
+def _row_length(sizes: Sequence[int], room: int) -> int:
+    """Return the length of rows for branches, so that the last row is about as full as others."""
+    total = sum(sizes)
+    rows = max(1, -(-total // max(1, room, *sizes)))
+    return max(*sizes, -(-total // rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +153,24 @@ class PrefixTree:
     leaves: list[Node]
 
     @classmethod
-    def of(cls, sequences: Sequence[list[int]], shortest: int = MIN_SHARED) -> PrefixTree:
-        """Share what at least two sequences begin with, in spans of at least `shortest` ids."""
+    def of(
+        cls, sequences: Sequence[list[int]], shortest: int = MIN_SHARED, room: int | None = None
+    ) -> PrefixTree:
+        """Share what at least two sequences begin with, in spans of at least `shortest` ids.
+
+        Subtrees of at most `room` ids, by default `ROOM`, are in one piece.
+        """
         order = sorted(range(len(sequences)), key=lambda index: sequences[index])
         ordered = [sequences[index] for index in order]
-        building = _Building(ordered, shared_lengths(ordered), max(1, shortest))
-        building.run()
+        room = ROOM if room is None else room
+        building = _Building(ordered, shared_lengths(ordered), max(1, shortest), room)
+        levels = building.levels()
+        if levels[0].divides and levels[0].width > WIDE * room:
+            levels = building.levels(divided_roots=False)
         leaves: list[Node | None] = [None] * len(sequences)
         for place, index in enumerate(order):
             leaves[index] = building.leaves[place]
-        return cls(building.placed(), [leaf for leaf in leaves if leaf is not None])
+        return cls(levels, [leaf for leaf in leaves if leaf is not None])
 
     @property
     def ids(self) -> int:
@@ -167,50 +228,77 @@ class _Building:
     ordered: Sequence[list[int]]
     shared: list[int]
     shortest: int
-    levels: list[list[Node]] = field(default_factory=list)
-    """The nodes of each level."""
+    room: int
     leaves: dict[int, Node] = field(default_factory=dict)
 
-    def run(self) -> None:
+    def __post_init__(self) -> None:
+        own = (len(ids) - alike for ids, alike in zip(self.ordered, self.shared, strict=True))
+        self._own = [0, *accumulate(own)]
+        """Ids of the sequences before each one that are not shared with the one before it."""
+
+    def levels(self, divided_roots: bool = True) -> list[Level]:
+        """Return the levels, each with its branches in rows; roots are divided only if wanted."""
+        self._branches: list[list[Branch]] = []
         todo: list[_Neighbours] = [(0, len(self.ordered), 0, None)]
         while todo:
-            todo.extend(self._split(*todo.pop()))
-
-    def placed(self) -> list[Level]:
-        """Return the levels, each with its nodes in rows."""
+            todo.extend(self._split(*todo.pop(), divided_roots))
         levels: list[Level] = []
-        for nodes in self.levels:
-            levels.append(Level(nodes))
-            levels[-1].place(levels[-2] if len(levels) > 1 else None)
+        for branches in self._branches:
+            levels.append(Level(branches))
+            levels[-1].place(levels[-2] if len(levels) > 1 else None, self.room)
         return levels
 
-    def _split(self, low: int, high: int, start: int, parent: Node | None) -> list[_Neighbours]:
-        """Add the nodes of neighbours that share `start` ids; return those to be split further."""
+    def _split(
+        self, low: int, high: int, start: int, parent: Node | None, divided_roots: bool
+    ) -> list[_Neighbours]:
+        """Add the branches of neighbours that share `start` ids; return what is split further."""
         rest: list[_Neighbours] = []
-        for first, last in self._families(low, high, start):
-            end = min(self.shared[first + 1 : last], default=len(self.ordered[first]))
-            node = self._node(first, start, end, parent)
-            done = first
-            while done < last and len(self.ordered[done]) == end:
-                self.leaves[done] = node
-                done += 1
-            if done < last:
-                rest.append((done, last, end, node))
+        room = room_after(start, self.room) if parent is not None or divided_roots else 0
+        for first, last in self._families(low, high, start, self.shortest):
+            level = 0 if parent is None else parent.branch.level + 1
+            branch = Branch(level, parent)
+            if self._unique(first, last, start) <= room:
+                self._grow(branch, first, last, start)
+            else:
+                rest += self._add(branch, (first, last, start, parent))
+            while len(self._branches) <= level:
+                self._branches.append([])
+            self._branches[level].append(branch)
         return rest
 
-    def _families(self, low: int, high: int, start: int) -> Iterator[tuple[int, int]]:
-        """Divide neighbours into runs that share `shortest` ids more, and single ones."""
+    def _grow(self, branch: Branch, first: int, last: int, start: int) -> None:
+        """Add the whole subtree of neighbours to a branch."""
+        todo: list[_Neighbours] = [(first, last, start, branch.parent)]
+        while todo:
+            for low, high, end, node in self._add(branch, todo.pop()):
+                families = list(self._families(low, high, end, 1))
+                todo += [(one, other, end, node) for one, other in reversed(families)]
+        for node in reversed(branch.nodes[1:]):
+            assert node.parent is not None, "only the first node follows another branch"
+            node.parent.stop = max(node.parent.stop, node.stop)
+
+    def _add(self, branch: Branch, family: _Neighbours) -> list[_Neighbours]:
+        """Add the node of what neighbours share to a branch; return those that go on after it."""
+        first, last, start, parent = family
+        end = min(self.shared[first + 1 : last], default=len(self.ordered[first]))
+        ids = self.ordered[first][start:end]
+        offset = branch.ids if branch.nodes else 0
+        node = Node(ids, start, parent, branch, offset, offset + len(ids))
+        branch.nodes.append(node)
+        while first < last and len(self.ordered[first]) == end:
+            self.leaves[first] = node
+            first += 1
+        return [(first, last, end, node)] if first < last else []
+
+    def _families(self, low: int, high: int, start: int, least: int) -> Iterator[tuple[int, int]]:
+        """Divide neighbours into runs that share `least` ids more, and single ones."""
         first = low
         for place in range(low + 1, high + 1):
-            if place < high and self.shared[place] >= start + self.shortest:
+            if place < high and self.shared[place] >= start + least:
                 continue
             yield first, place
             first = place
 
-    def _node(self, place: int, start: int, end: int, parent: Node | None) -> Node:
-        level = 0 if parent is None else parent.level + 1
-        while len(self.levels) <= level:
-            self.levels.append([])
-        node = Node(self.ordered[place][start:end], start, level, parent)
-        self.levels[level].append(node)
-        return node
+    def _unique(self, first: int, last: int, start: int) -> int:
+        """Return how many ids neighbours have from `start` on, of which shared ones count once."""
+        return self._own[last] - self._own[first] + self.shared[first] - start

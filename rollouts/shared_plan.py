@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from composer_mesh.rollouts.prefix_tree import MIN_SHARED, PrefixTree, shared_length, unique_ids
+from composer_mesh.rollouts.prefix_tree import (
+    MIN_SHARED,
+    ROOM,
+    PrefixTree,
+    shared_length,
+    unique_ids,
+)
 
 Unit = Sequence[list[int]]
 Shape = list[tuple[int, int]]
@@ -73,7 +79,10 @@ def _fitting(units: Sequence[Unit], family: Sequence[int], budget: int) -> list[
 
 
 def shared_microbatches(parts: Sequence[Part], budget: int) -> list[list[int]]:
-    """Group parts, by their indices, into microbatches of at most `budget` tokens: first fit."""
+    """Group parts, by their indices, into microbatches of at most `budget` tokens: first fit.
+
+    A part is not added where that pads more than `ROOM` tokens: a forward more costs less.
+    """
     groups: list[_Group] = []
     for index in sorted(range(len(parts)), key=lambda index: (-parts[index].tokens, index)):
         if not any(group.take(index, parts[index], budget) for group in groups):
@@ -94,10 +103,11 @@ class _Group:
     shape: Shape
 
     def take(self, index: int, part: Part, budget: int) -> bool:
-        """Add a part, unless that would exceed the budget."""
+        """Add a part, unless that would exceed the budget or pad too much."""
         levels = zip_longest(self.shape, part.shape, fillvalue=(0, 0))
         shape = [(one[0] + other[0], max(one[1], other[1])) for one, other in levels]
-        if positions(shape) > budget:
+        tokens = positions(shape)
+        if tokens > budget or tokens - positions(self.shape) - part.tokens > ROOM:
             return False
         self.parts.append(index)
         self.shape = shape

@@ -2,7 +2,8 @@
 
     level 0 -- keys, values --> level 1 -- keys, values --> ...      one forward each
 
-A level's forward reads the keys and values of those before it through autograd, so that one
+Rows hold branches of the tree, in which a position sees what comes before it on its path. A level's
+forward reads the keys and values of those before it through autograd, so that one
 backward gives a shared position the sum of the gradients of all its sequences.
 
 Axes: R rows and L length of a level; P length of the levels before it.
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
-from composer_mesh.rollouts.prefix_tree import Level, Node, PrefixTree
+from composer_mesh.rollouts.prefix_tree import Branch, Level, PrefixTree
 
 Pairs = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [R, heads, P, D] by the number of a layer."""
@@ -72,9 +73,13 @@ def shared_states(
     for number, level in enumerate(tree.levels):
         ids, positions = _rows(level, width)
         first_columns.append(width)
-        places |= {id(one): done + one.row * level.width + one.column for one in level.nodes}
+        places |= {
+            id(node): done + branch.row * level.width + node.column
+            for branch in level.branches
+            for node in branch.nodes
+        }
         inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device)}
-        if number:
+        if number or level.divides:
             inputs["attention_mask"] = _mask(level, first_columns).to(device)
         cache = LevelCache(_followed(cached, level, tree.levels[number - 1] if number else None))
         computed.append(states_of(**inputs, past_key_values=cache).flatten(0, 1))
@@ -98,10 +103,11 @@ def _rows(level: Level, before: int) -> tuple[Tensor, Tensor]:
     """Return a level's ids and positions [R, L]; those of padding are below `before` + L."""
     ids = torch.zeros(level.rows, level.width, dtype=torch.long)
     positions = torch.arange(before, before + level.width).repeat(level.rows, 1)
-    for node in level.nodes:
-        span = slice(node.column, node.column + len(node.ids))
-        ids[node.row, span] = torch.as_tensor(node.ids)
-        positions[node.row, span] = torch.arange(node.start, node.start + len(node.ids))
+    for branch in level.branches:
+        for node in branch.nodes:
+            span = slice(node.column, node.column + len(node.ids))
+            ids[branch.row, span] = torch.as_tensor(node.ids)
+            positions[branch.row, span] = torch.arange(node.start, node.start + len(node.ids))
     return ids, positions
 
 
@@ -110,44 +116,59 @@ def _mask(level: Level, first_columns: Sequence[int]) -> Tensor:
 
     Its first axis is 1 where all rows see alike.
     """
-    rows: list[list[Node]] = [[] for _ in range(level.rows)]
-    for node in level.nodes:
-        rows[node.row].append(node)
-    spans = [[_seen(node, first_columns) for node in row] for row in rows]
-    if all(len(row) == 1 and row[0].before == spans[0][0].before for row in spans):
-        spans = spans[:1]
+    rows: list[list[_Seen]] = [[] for _ in range(level.rows)]
+    for branch in level.branches:
+        rows[branch.row].append(_seen(branch, first_columns))
+    if all(len(row) == 1 and row[0].is_path and row[0].before == rows[0][0].before for row in rows):
+        rows = rows[:1]
     before, length = first_columns[-1], level.width
-    mask = torch.zeros(len(spans), 1, length, before + length, dtype=torch.bool)
-    for number, row in enumerate(spans):
-        if len(row) == 1:  # padding continues the only node
-            _show(mask[number, 0], replace(row[0], own=slice(0, length)), before)
+    mask = torch.zeros(len(rows), 1, length, before + length, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        if len(row) == 1 and row[0].is_path:  # padding continues the only node
+            _show(
+                mask[number, 0],
+                replace(row[0], first=0, ends=torch.full((length,), length)),
+                before,
+            )
             continue
         mask[number, 0, :, before:] = torch.eye(length, dtype=torch.bool)  # padding sees itself
-        for span in row:
-            _show(mask[number, 0], span, before)
+        for seen in row:
+            _show(mask[number, 0], seen, before)
     return mask
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The columns of a node in its row, and of the nodes before it among all keys."""
+    """Where a branch begins in its row, and the columns of the nodes before it among all keys.
 
-    own: slice
+    A position at offset q of the branch sees offset k <= q where q < `ends[k]`: where what follows
+    k's node ends.
+    """
+
+    first: int
+    ends: Tensor
+    is_path: bool
     before: list[tuple[int, int]]
 
 
-def _seen(node: Node, first_columns: Sequence[int]) -> _Seen:
-    starts = [(first_columns[one.level] + one.column, len(one.ids)) for one in node.ancestors()]
-    return _Seen(slice(node.column, node.column + len(node.ids)), starts)
+def _seen(branch: Branch, first_columns: Sequence[int]) -> _Seen:
+    above = [] if branch.parent is None else [branch.parent, *branch.parent.ancestors()]
+    starts = [(first_columns[one.branch.level] + one.column, len(one.ids)) for one in above]
+    stops = torch.tensor([node.stop for node in branch.nodes])
+    lengths = torch.tensor([len(node.ids) for node in branch.nodes])
+    ends = stops.repeat_interleave(lengths)
+    return _Seen(branch.column, ends, len(branch.nodes) == 1, starts)
 
 
 def _show(mask: Tensor, seen: _Seen, before: int) -> None:
-    """Set what a node's positions see in the mask [L, P + L] of its row."""
-    count = seen.own.stop - seen.own.start
-    causal = torch.ones(count, count, dtype=torch.bool).tril()
-    mask[seen.own, before + seen.own.start : before + seen.own.stop] = causal
+    """Set what a branch's positions see in the mask [L, P + L] of its row."""
+    count = len(seen.ends)
+    own = slice(seen.first, seen.first + count)
+    offsets = torch.arange(count)
+    follows = offsets[:, None] < seen.ends[None, :]
+    mask[own, before + seen.first : before + seen.first + count] = follows.tril()
     for column, length in seen.before:
-        mask[seen.own, column : column + length] = True
+        mask[own, column : column + length] = True
 
 
 def _places(tree: PrefixTree, places: dict[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from composer_mesh.rollouts.prefix_tree import PrefixTree, shared_length, unique_ids
+from composer_mesh.rollouts.prefix_tree import Node, PrefixTree, shared_length, unique_ids
 
 PROMPT = list(range(100, 140))
 
@@ -17,9 +17,13 @@ def path(tree: PrefixTree, sequence: int) -> list[int]:
     nodes = [leaf, *leaf.ancestors()][::-1]
     starts = [sum(len(one.ids) for one in nodes[:place]) for place in range(len(nodes))]
     assert [node.start for node in nodes] == starts
-    assert [node.level for node in nodes] == list(range(len(nodes)))
+    assert nodes[0].branch.level == 0
     for before, node in pairwise(nodes):
-        assert tree.levels[node.level].follows[node.row] == before.row
+        if node.branch is before.branch:
+            assert before.offset < node.offset <= node.stop <= before.stop
+        else:
+            assert node.branch.level == before.branch.level + 1
+            assert tree.levels[node.branch.level].follows[node.branch.row] == before.branch.row
     return [one for node in nodes for one in node.ids]
 
 
@@ -39,31 +43,62 @@ def test_every_sequence_is_its_path_and_no_shared_span_is_there_twice(seed: int)
     rng = random.Random(seed)
     sequences = branching(rng, seed % 7)
     rng.shuffle(sequences)
-    shortest = rng.randrange(1, 6)
-    tree = PrefixTree.of(sequences, shortest)
+    shortest, room = rng.randrange(1, 6), rng.choice([0, 8, 40, 1000])
+    tree = PrefixTree.of(sequences, shortest, room)
     assert [path(tree, index) for index in range(len(sequences))] == sequences
-    siblings: dict[int, list[list[int]]] = {}
+    for level in tree.levels:
+        used = [
+            (branch.row, branch.column + offset)
+            for branch in level.branches
+            for offset in range(branch.ids)
+        ]
+        assert len(set(used)) == len(used) == sum(level.ends)
+    siblings: dict[int, list[Node]] = {}
     for level in tree.levels:
         for node in level.nodes:
-            siblings.setdefault(id(node.parent), []).append(node.ids)
-    for spans in siblings.values():
-        for index, span in enumerate(spans):
-            assert all(shared_length(span, other) < shortest for other in spans[:index])
+            siblings.setdefault(id(node.parent), []).append(node)
+    for nodes in siblings.values():
+        for index, node in enumerate(nodes):
+            for other in nodes[:index]:
+                least = 1 if node.branch is other.branch else shortest
+                assert shared_length(node.ids, other.ids) < least
     if shortest == 1:
         assert tree.ids == unique_ids(sequences)
 
 
 def test_a_group_is_its_prompt_once_and_its_answers() -> None:
     sequences = [[*PROMPT, answer, answer + 1] for answer in range(8)]
-    tree = PrefixTree.of(sequences)
+    tree = PrefixTree.of(sequences, room=0)
     assert [[len(node.ids) for node in level.nodes] for level in tree.levels] == [[40], [2] * 8]
-    assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (2, 10)]
-    assert (tree.ids, tree.computed) == (56, 60)
+    assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (2, 8)]
+    assert (tree.ids, tree.computed) == (56, 56)
     assert tree.pays
 
 
+def test_a_small_group_is_one_row() -> None:
+    tree = PrefixTree.of([[*PROMPT, answer, answer + 1] for answer in range(8)])
+    assert [(level.rows, level.width) for level in tree.levels] == [(1, 56)]
+    assert [len(node.ids) for node in tree.levels[0].nodes] == [40] + [2] * 8
+
+
+def test_what_follows_a_large_node_is_in_one_piece_where_it_is_small() -> None:
+    prompt = [*PROMPT] * 20
+    sequences = [[*prompt, first, *PROMPT, last] for first in (1, 2) for last in (3, 4, 5)]
+    tree = PrefixTree.of(sequences)
+    assert [(level.rows, level.width) for level in tree.levels] == [(1, 800), (1, 88)]
+    assert tree.computed == unique_ids(sequences)
+
+
+def test_small_roots_beside_a_wide_one_are_not_divided() -> None:
+    small = [[*PROMPT, answer, answer + 1] for answer in range(8)]
+    wide = list(range(1000, 4000))
+    tree = PrefixTree.of([*small, wide])
+    assert [len(branch.nodes) for branch in tree.levels[0].branches] == [1, 1]
+    assert [path(tree, index) for index in range(9)] == [*small, wide]
+
+
 def test_long_answers_have_rows_of_their_own() -> None:
-    tree = PrefixTree.of([[*PROMPT, *[answer] * 30] for answer in range(4)])
+    tree = PrefixTree.of([[*PROMPT, *[answer] * 30] for answer in range(4)], room=0)
     assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (4, 30)]
     assert tree.levels[1].follows == [0, 0, 0, 0]
 

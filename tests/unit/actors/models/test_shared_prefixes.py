@@ -24,6 +24,7 @@ from composer_mesh.actors.models.lora import add_adapters
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.planning.model_refusals import UnsupportedSharing
+from composer_mesh.rollouts import prefix_tree
 
 IDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 256}
@@ -74,8 +75,13 @@ def assert_same(model: Any, sequences: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("room", [0, 64, 4096])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_trees_have_the_states_and_gradients_of_dense_rows(name: str, seed: int) -> None:
+def test_random_trees_have_the_states_and_gradients_of_dense_rows(
+    name: str, room: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In levels of single nodes, in branches, and in one row for each root."""
+    monkeypatch.setattr(prefix_tree, "ROOM", room)
     rng = random.Random(seed)
     roots = [branching(rng, 1 + seed % 6) for _ in range(rng.randrange(1, 3))]
     sequences = [one for root in roots for one in root][:40]
@@ -83,7 +89,9 @@ def test_random_trees_have_the_states_and_gradients_of_dense_rows(name: str, see
     assert_same(built(MODELS[name]), [*sequences, [7, 8]])
 
 
-def test_checkpointed_layers_share_as_well() -> None:
+@pytest.mark.parametrize("room", [0, 512])
+def test_checkpointed_layers_share_as_well(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "ROOM", room)
     model = built(MODELS["Qwen3"])
     for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -91,7 +99,11 @@ def test_checkpointed_layers_share_as_well() -> None:
     assert_same(model, [[*prompt, one, one + 1] for one in range(3, 8)])
 
 
-def test_adapters_get_the_gradients_of_dense_rows() -> None:
+@pytest.mark.parametrize("room", [0, 512])
+def test_adapters_get_the_gradients_of_dense_rows(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_tree, "ROOM", room)
     model = built(MODELS["Qwen3"])
     add_adapters(model, LoraConfig(rank=2, dropout=0.0), seed=0)
     prompt = list(range(3, 40))
@@ -116,5 +128,10 @@ def test_a_shared_prompt_is_computed_once() -> None:
         lambda *call: computed.append(call[-1][..., 0].numel())
     )
     prompt = list(range(3, 43))
-    LanguageModel(model, sharing=True).hidden([[*prompt, one] for one in range(3, 11)])
-    assert computed == [40, 8]  # eight answers in one row
+    language = LanguageModel(model, sharing=True)
+    language.hidden([[*prompt, one] for one in range(3, 11)])
+    assert computed == [48]  # all in one row
+    computed.clear()
+    long = [*prompt] * 14
+    language.hidden([[*long, one] for one in range(3, 11)])
+    assert computed == [560, 8]  # eight answers in one row
