@@ -1,10 +1,11 @@
 """A training step that computes shared prefixes once, against the dense one: time, memory, tokens.
 
-    python benchmarks/prefix_tree.py [--quick] [--json FILE] [--device cuda]
+    python benchmarks/prefix_tree.py [--quick | --long] [--json FILE] [--device cuda]
 
 Each measurement is a whole step of all three channels in a process of its own: eight rollouts of a
 prompt, error sites with hints before half of them, and pairs that begin with the prompt. Both ways
-take the group as one microbatch; they alternate. Models have random weights.
+take the group as one microbatch; they alternate. Models have random weights. `--long` measures a
+prompt of 32,768 tokens, with a smaller model.
 """
 
 import multiprocessing
@@ -24,6 +25,7 @@ from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch
+from composer_mesh.rollouts.step_plan import plan_step
 
 MIB = 1 << 20
 ROLLOUTS = 8
@@ -55,9 +57,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step: its seconds, its peak memory beyond the model's, and the positions computed."""
+    """One step: its seconds and those of its plan, peak memory beyond the model, and tokens."""
 
     seconds: float
+    planning_s: float
     extra_bytes: float
     tokens: dict[str, float]
 
@@ -155,7 +158,12 @@ def _measured(case: Case, way: str) -> Measured:
     took = time.perf_counter() - began
     extra = _peak(case.device) - before
     tokens = {name: value for name, value in metrics.items() if name.startswith("tokens/")}
-    return Measured(took, extra, {name: float(value or 0) for name, value in tokens.items()})
+    began = time.perf_counter()
+    plan_step(batch, case.budget, sharing=way == "shared")
+    planning = time.perf_counter() - began
+    return Measured(
+        took, planning, extra, {name: float(value or 0) for name, value in tokens.items()}
+    )
 
 
 def _reset_peak(device: str) -> int:
@@ -189,6 +197,9 @@ def compare(report: Report, case: Case, repeats: int) -> dict[str, float]:
         "time_over_dense": took["shared"] / took["dense"],
         "memory_over_dense": extra["shared"] / extra["dense"],
         "computed_over_unique": tokens["tokens/computed"] / tokens["tokens/unique"],
+        "planning_over_step": statistics.median(
+            one.planning_s / one.seconds for one in runs["shared"]
+        ),
     }
     rows = [[way, f"{took[way]:.2f} s", f"{extra[way] / MIB:,.0f} MiB"] for way in WAYS]
     rows.append(["  shared / dense", *(f"{ratios[key]:.3f}" for key in list(ratios)[:2])])
@@ -199,12 +210,14 @@ def compare(report: Report, case: Case, repeats: int) -> dict[str, float]:
     for name, value in tokens.items():
         report.figures[f"{case.name}: {name}"] = value
     for name, value in ratios.items():
-        report.figures[f"{case.name}: {name}"] = round(value, 3)
+        report.figures[f"{case.name}: {name}"] = round(value, 4)
     return ratios
 
 
-def cases(quick: bool, device: str) -> dict[str, Case]:
+def cases(quick: bool, long: bool, device: str) -> dict[str, Case]:
     """The groups; the ratios are those of `prompt`, and of `nothing` where nothing is shared."""
+    if long:
+        return {"prompt": Case("prompt of 32,768", 32_768, 256, hidden=64, layers=2, device=device)}
     size = 1024 if quick else 8192
     found = {"prompt": Case(f"prompt of {size:,}", size, 256, device=device)}
     if not quick:
@@ -217,9 +230,10 @@ def cases(quick: bool, device: str) -> dict[str, Case]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--long", action="store_true", help="a prompt of 32,768 tokens alone")
     options = parser.parse_args()
     report = Report("prefix_tree")
-    for name, case in cases(options.quick, options.device).items():
+    for name, case in cases(options.quick, options.long, options.device).items():
         ratios = compare(report, case, 3 if name == "nothing" else 1 + options.quick)
         if name == "prompt":
             report.ratios.update(ratios)

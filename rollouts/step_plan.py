@@ -185,7 +185,10 @@ def _microbatches(
 def _shared_plans(
     batch: StepBatch, by_sample: dict[int, list[int]], budget: int, ranks: int
 ) -> list[RankPlan]:
-    """Divide samples and pairs, of which those that begin alike stay together."""
+    """Divide samples and pairs, of which those that begin alike stay together.
+
+    Pairs that begin like no sample have microbatches of their own, as without sharing.
+    """
     tokens = [PrefixTree.of(pair_sides(pair)).computed for pair in batch.pairs]
     pairs, large = _by_size(range(len(tokens)), tokens, budget)
     units = [[sample.ids] for sample in batch.samples]
@@ -195,8 +198,13 @@ def _shared_plans(
     shares = spread([part.tokens for part in parts], ranks)
     for share, others in zip(shares, alone, strict=True):
         own = [parts[index] for index in share]
-        groups = shared_microbatches(own, budget)
-        micros = [_shared([own[index] for index in one], batch, pairs, by_sample) for one in groups]
+        with_samples = [one for one in own if min(one.units) < len(units)]
+        without = [one for one in own if min(one.units) >= len(units)]
+        micros = [
+            _shared([kind[index] for index in one], batch, pairs, by_sample)
+            for kind in (with_samples, without)
+            for one in shared_microbatches(kind, budget)
+        ]
         ordered = sorted(micros, key=lambda one: bool(one.views))
         plans.append(RankPlan(ordered, [], [large[index] for index in others]))
     return plans
