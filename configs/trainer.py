@@ -142,7 +142,6 @@ class TrainerConfig(Section):
         if not self.prefix_sharing:
             return self
         others = {
-            "packing": (self.packing, False),
             "compile": (self.compile, False),
             "attention": (self.attention, "sdpa"),
         }

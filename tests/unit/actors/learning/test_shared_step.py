@@ -11,6 +11,7 @@ import torch
 from step_batches import ALL_ON, Make, batch_of, begun_with, largest_change, taught, weights_of
 
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
+from composer_mesh.rollouts import prefix_tree
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
@@ -22,13 +23,23 @@ def without_tokens(metrics: dict[str, float | None]) -> dict[str, float | None]:
     return {name: value for name, value in metrics.items() if name not in shared}
 
 
-@pytest.mark.parametrize("budget", [512, 100_000])
+@pytest.mark.parametrize("room", [0, prefix_tree.ROOM])
+@pytest.mark.parametrize(("budget", "packing"), [(512, False), (512, True), (100_000, False)])
 def test_five_steps_have_the_losses_and_weights_of_dense_ones(
-    make: Make, build_model: Any, rng: random.Random, budget: int
+    make: Make,
+    build_model: Any,
+    rng: random.Random,
+    budget: int,
+    packing: bool,
+    room: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In levels of single nodes, and with small groups in one row."""
+    monkeypatch.setattr(prefix_tree, "ROOM", room)
     trainer = {"microbatch_tokens": budget, "lr": 1e-3}
     model, dense = make(**ALL_ON, trainer=trainer)
-    other, sharing = make(**ALL_ON, trainer={**trainer, "prefix_sharing": True})
+    trainer |= {"prefix_sharing": True, "packing": packing}
+    other, sharing = make(**ALL_ON, trainer=trainer)
     teacher = build_model(2)
     for step in range(5):
         batch = begun_with(batch_of(model, rng, samples=12, pairs=5), *prompts(rng, 2))
