@@ -13,7 +13,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-from composer_mesh.actors.mcp_servers.http_answers import HttpAnswers
+from composer_mesh.actors.mcp_servers.http_answers import PLAIN, HttpAnswers
 from composer_mesh.actors.mcp_servers.listing import difference, listed
 from composer_mesh.actors.mcp_servers.stdio import StdioProgram
 from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
@@ -132,7 +132,7 @@ class Connection:
             yield self._program.connected()
         elif server.url is not None:
             token = self._environ.get(server.token_env or "", "")
-            headers = {"Authorization": f"Bearer {token}"} if token else None
+            headers = PLAIN | ({"Authorization": f"Bearer {token}"} if token else {})
             async with create_mcp_http_client(headers=headers) as http:
                 http.event_hooks["response"] = [self._answers.read]
                 yield streamable_http_client(server.url, http_client=http)

@@ -210,7 +210,7 @@ class EnvSession:
             raise self._failed(error) from None
 
     def _failed(self, error: TaskError) -> Refused:
-        _log.error("episode %s: %s", self._episode_id, error)
+        _log.error("episode %r: %s", self._episode_id, error)  # the id is a client's
         self._fault = public_text(error)
         return Refused(ErrorCode.EXECUTION_ERROR, self._fault)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +210,69 @@ async def test_an_answer_beyond_the_bound_is_refused_before_it_is_read() -> None
     headers = {"content-length": str(LONGEST_ANSWER + 1)}
     with pytest.raises(HttpRefused, match="bytes"):
         await answered(HttpAnswers(), httpx2.Response(200, headers=headers))
+
+
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b" " * (1 << 20)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_an_answer_without_a_length_is_read_up_to_the_bound(status: int) -> None:
+    answers = HttpAnswers()
+    answers.is_open = True
+    with pytest.raises(HttpRefused, match="more than 16,777,216 bytes"):
+        await answered(answers, httpx2.Response(status, headers=JSON, content=endless()))
+    assert answers.problem is not None
+
+
+async def test_a_compressed_answer_is_refused() -> None:
+    headers = JSON | {"content-encoding": "gzip"}
+    with pytest.raises(HttpRefused, match="encoding 'gzip'"):
+        await answered(HttpAnswers(), httpx2.Response(200, headers=headers))
+
+
+class EndlessAnswers(BaseHTTPRequestHandler):
+    """A server that connects like any other, and answers a call with chunks without an end."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if asked.get("method") == "tools/call":
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            with suppress(OSError):  # the client has had enough
+                while True:
+                    self.wfile.write(b"100000\r\n" + b" " * 0x100000 + b"\r\n")
+        result: dict[str, Any] = {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}
+        if asked.get("method") == "initialize":
+            result = {
+                "protocolVersion": asked["params"]["protocolVersion"],
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "endless", "version": "1"},
+            }
+        body = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": result}).encode()
+        self.send_response(200 if "id" in asked else 202)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body) if "id" in asked else 0))
+        self.end_headers()
+        self.wfile.write(body if "id" in asked else b"")
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+async def test_a_server_that_answers_without_an_end_is_infrastructure() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EndlessAnswers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/mcp"
+    table = McpServer(name="far", transport="http", url=url, start_s=60.0, sessions="shared")
+    try:
+        async with opened(table) as connections:
+            with pytest.raises(ToolServerLost, match="more than 16,777,216 bytes"):
+                await connections.call("a", "add", {})
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -126,6 +126,17 @@ async def test_a_fault_of_the_task_is_never_a_reward_and_ends_the_episode_alone(
     assert (await session.step(call("add", by=1)))["observation"]["text"] == "count 1"
 
 
+async def test_the_log_keeps_an_id_of_a_client_on_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = session_of()
+    await session.reset({"seed": 1, "episode_id": "mine\nERROR forged"})
+    with pytest.raises(Refused):
+        await session.step(call("fail"))
+    (told,) = [record.getMessage() for record in caplog.records if "episode" in record.getMessage()]
+    assert "'mine\\nERROR forged'" in told
+
+
 async def test_a_tool_that_never_returns_is_an_error_site() -> None:
     session = session_of(limit_s=0.2)
     await session.reset({"seed": 1})
