@@ -5,8 +5,8 @@
 Both train the quickstart's tiny Qwen3, from the same warm start, on the same episodes of the
 toolbox task, several turns each, with the same rewards, loss, batch, optimizer and rates. TRL plays
 them by its `rollout_func` and samples by its own generation; the mesh is `composer-mesh train` with
-GRPO alone, and once more with all three channels. The sides alternate, each at its best settings:
-TRL is tried with several numbers of threads and rows before.
+GRPO alone, with shared prefixes and without, and once more with all three channels. The sides
+alternate, each at its best settings: TRL is tried with several numbers of threads and rows before.
 
 A token counts where the policy sampled it and the loss saw it. Tokens per second leave out
 start-up, the first two steps and the last two, in which the mesh samples no more. Time to success
@@ -46,12 +46,16 @@ MARGIN = 2
 """Steps at both ends that tokens per second leave out."""
 GOAL = 0.8
 ALONE = ("sdpo.alpha=0.0", "replay.beta=0.0")
-MESH = ("trainer.microbatch_tokens=1024", "schedule.max_lag=2")
-"""The mesh's best settings: it sorts by length, so that short microbatches have little padding, and
-with a lag of two nothing waits for the sequential turns of an episode."""
+MESH = ("trainer.prefix_sharing=true", "schedule.max_lag=2")
+"""The mesh's best settings: what the samples of a group begin with is computed once, and with a lag
+of two nothing waits for the sequential turns of an episode."""
+WITHOUT_SHARING = ("trainer.microbatch_tokens=1024", "schedule.max_lag=2")
+"""The best ones that compute each sequence apart: the mesh sorts by length, so that short
+microbatches have little padding."""
 SIDES: Mapping[str, Sequence[str]] = {
     "trl": ALONE,
     "mesh": (*ALONE, *MESH),
+    "mesh_without_sharing": (*ALONE, *WITHOUT_SHARING),
     "mesh_three_channels": MESH,
 }
 """Overrides of the preset for each side."""
@@ -273,12 +277,17 @@ def figures_of(side: Side, size: Size) -> dict[str, float]:
 
 
 def add_ratios(report: Report, sides: Mapping[str, Side], size: Size) -> None:
-    """Add the ratios of mesh to TRL, for runs of the same round."""
+    """Add the ratios of mesh to TRL, and of sharing to none, for runs of the same round."""
+
+    def faster(one: str, other: str) -> float:
+        pairs = zip(sides[one].tokens_per_s(size), sides[other].tokens_per_s(size), strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
     for name in sides.keys() - {"trl"}:
-        pairs = zip(sides[name].tokens_per_s(size), sides["trl"].tokens_per_s(size), strict=True)
-        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         key = "tokens_per_s_over_trl" if name == "mesh" else f"{name}_over_trl"
-        report.ratios[key] = ratio
+        report.ratios[key] = faster(name, "trl")
+    if "mesh_without_sharing" in sides:
+        report.ratios["sharing_over_without"] = faster("mesh", "mesh_without_sharing")
     for name, steps_of in GOALS.items():
         theirs, ours = (sides[s].time_to(steps_of(sides[s])) for s in ("trl", "mesh"))
         if theirs is not None and ours is not None:
