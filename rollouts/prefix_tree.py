@@ -35,7 +35,7 @@ WIDE = 4
 """Rooms up to which the first level may have a mask, which grows with the square of its width."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """A span of ids from position `start` on, at `offset` of its branch.
 
@@ -62,7 +62,7 @@ class Node:
             node = node.parent
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Branch:
     """Nodes side by side at `column` of a row of a level, each one's children right after it."""
 

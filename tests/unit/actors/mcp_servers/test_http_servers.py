@@ -247,6 +247,8 @@ class EndlessAnswers(BaseHTTPRequestHandler):
             with suppress(OSError):  # the client has had enough
                 while True:
                     self.wfile.write(b"100000\r\n" + b" " * 0x100000 + b"\r\n")
+            self.close_connection = True
+            return
         result: dict[str, Any] = {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}
         if asked.get("method") == "initialize":
             result = {
