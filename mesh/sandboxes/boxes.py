@@ -42,6 +42,8 @@ FIRST_UID = 170_000
 MOST_BOXES = UIDS_A_KEEPER // 4
 START_GRACE_S = 30.0
 """What a box may take beside its command: to start, unpack the tree and report."""
+KEEPERS_TRIED = 3
+"""How many keepers are asked for one box before the command fails."""
 BOX_BYTES = 48 * MIB
 """Memory of the launcher and the runner, beside the command and its files."""
 ENVIRONMENT = {
@@ -124,9 +126,9 @@ class Boxes:
             await asyncio.to_thread(self._files.close)
 
     async def _run(self, tree: FileTree, job: bytes, limits: SandboxLimits) -> CommandResult:
-        status = self._request_box(tree, limits)
+        status, channel = await self._start_box(tree, limits)
         try:
-            reader, writer = await asyncio.open_connection(sock=await _channel(status))
+            reader, writer = await asyncio.open_connection(sock=channel)
             try:
                 with contextlib.suppress(ConnectionError):  # the box ended: its status says why
                     writer.write(job)
@@ -141,6 +143,29 @@ class Boxes:
             return result_of(reported, await _told(status))
         finally:
             status.close()  # ends the box, if it has not ended
+
+    async def _start_box(
+        self, tree: FileTree, limits: SandboxLimits
+    ) -> tuple[socket.socket, socket.socket]:
+        """Return the status socket of a new box and its runner's.
+
+        A keeper that was killed meanwhile is replaced and the new one asked: no command has been
+        sent to the box yet, so none runs twice. Raises SandboxError.
+        """
+        for attempt in range(1, KEEPERS_TRIED + 1):
+            status = self._request_box(tree, limits)
+            keeper = self.keeper
+            try:
+                return status, await _channel(status)
+            except KeeperKilledError:
+                status.close()
+                if attempt == KEEPERS_TRIED:
+                    raise
+                self._replace(keeper)
+            except BaseException:
+                status.close()
+                raise
+        raise AssertionError("the last attempt returns or raises")
 
     def _request_box(self, tree: FileTree, limits: SandboxLimits) -> socket.socket:
         """Ask the keeper for a box; return the socket that tells of it and holds it."""
@@ -162,10 +187,15 @@ class Boxes:
         try:
             socket.send_fds(self._control, [request], descriptors)
         except (BrokenPipeError, ConnectionResetError):
-            self._control.close()
-            programs.reap(self.keeper)
-            self.keeper = self._start_keeper()
+            self._replace(self.keeper)
             socket.send_fds(self._control, [request], descriptors)
+
+    def _replace(self, keeper: int) -> None:
+        """Start another keeper, unless another command has done so since `keeper` was killed."""
+        if self._control is not None and self.keeper == keeper:
+            self._control.close()
+            programs.reap(keeper)
+            self.keeper = self._start_keeper()
 
     def _opened(self) -> dict[str, int | None]:
         """Open what boxes are made of: the user of a box may be unable to reach the launcher."""
@@ -247,9 +277,13 @@ async def _channel(status: socket.socket) -> socket.socket:
     return channel
 
 
+class KeeperKilledError(SandboxError):
+    """The process that starts boxes was killed while a box was its to start or to watch."""
+
+
 def _unstarted(said: bytes) -> SandboxError:
     if not said:
-        return SandboxError("the keeper of the boxes was killed: the command has to be run again")
+        return KeeperKilledError("the keeper of the boxes was killed: run the command again")
     return SandboxError(f"no box could be started: {json.loads(said)['errors']}")
 
 

@@ -224,6 +224,14 @@ async def test_a_killed_keeper_is_replaced(boxes: Boxes) -> None:
     assert (await python(boxes, "print(1)")).stdout == b"1\n"
 
 
+async def test_a_keeper_killed_with_requests_unread_loses_none_of_them(boxes: Boxes) -> None:
+    os.kill(boxes.keeper, signal.SIGSTOP)  # so that the requests wait in its socket
+    asked = [asyncio.ensure_future(python(boxes, "print(1)")) for _ in range(2)]
+    await asyncio.sleep(0)  # each has sent its request
+    os.kill(boxes.keeper, signal.SIGKILL)
+    assert [one.stdout for one in await asyncio.gather(*asked)] == [b"1\n"] * 2
+
+
 WORKER = """
 import asyncio, sys
 from composer_mesh.mesh.sandboxes.boxes import Boxes
