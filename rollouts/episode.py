@@ -5,6 +5,7 @@ happens to a failed attempt, is decided elsewhere.
 """
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
+from composer_mesh.rollouts.message_pickling import IDS
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 
@@ -57,13 +59,13 @@ class _Growing:
 
     turns: list[Turn] = field(default_factory=list)
     sites: list[ErrorSite] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    ids: "array[int]" = field(default_factory=lambda: array(IDS))
     fresh: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
     def read(self, ids: Sequence[int]) -> None:
-        self.ids += ids
+        self.ids.extend(ids)
         self.fresh += ids
 
     def act(self, result: GenerationResult) -> None:
@@ -73,7 +75,8 @@ class _Growing:
         self.turns.append(turn)
         self.prompt_tokens += len(self.ids)
         self.cached_tokens += result.cached_tokens
-        self.ids, self.fresh = self.ids + result.token_ids, []
+        self.ids.extend(result.token_ids)
+        self.fresh = []
 
     def judge(self, step: StepResult) -> None:
         if step.error is not None:
@@ -155,7 +158,7 @@ class EpisodePlayer:
         request_id = f"{sample.trace_id}-{len(growing.turns):02d}"
         return GenerationRequest(
             request_id,
-            list(growing.ids),
+            growing.ids[:],
             min(sampling.max_new_tokens, room),
             sampling.temperature,
             seed_of(sampling.seed, request_id),

@@ -3,11 +3,14 @@
 Any engine that serves these types can be a generator.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from composer_mesh.rollouts.message_pickling import pickled_by_position
 from composer_mesh.rollouts.traces import StopReason
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Truncation:
     """Which tokens may be sampled, in this order; as it is here, all of them.
@@ -24,9 +27,13 @@ class Truncation:
 WHOLE = Truncation()
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One continuation to sample. `temperature` 0 is greedy; `seed` makes the sample repeatable.
+
+    `prompt_ids` of long episodes are an `array` of int32: it is sent as it lies in memory, where a
+    list is packed number by number.
 
     The log-probs of its result are those of the distribution that is sampled from, after
     `temperature` and `truncation`. `deadline_s` limits the seconds from its admission to the engine
@@ -34,7 +41,7 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     max_new_tokens: int
     temperature: float
     seed: int
@@ -43,6 +50,7 @@ class GenerationRequest:
     truncation: Truncation = WHOLE
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """Sampled ids with a log-prob (nats) and a policy version for each id.

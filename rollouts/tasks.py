@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.rollouts.message_pickling import pickled_by_position
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Episode:
     """A problem: the same episode gives the same session in any process.
@@ -24,6 +26,7 @@ class Episode:
     payload: Mapping[str, Any] = field(default_factory=dict)
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of an action. `messages` are new to the agent; `error` is set if the action failed."""
@@ -33,6 +36,7 @@ class StepResult:
     error: ErrorSite | None
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A finished episode: its conversation and how it was scored.

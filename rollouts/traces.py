@@ -11,6 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter
 
+from composer_mesh.rollouts.message_pickling import (
+    IDS,
+    LOGPROBS,
+    packed,
+    pickled_by_position,
+    runs_of,
+    unpacked,
+    values_of,
+)
+
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message that was read; raise ValueError if it has not the shape of the protocol."""
@@ -40,6 +50,7 @@ Split = Literal["train", "heldout"]
 StopReason = Literal["stop", "length"]
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class ErrorSite:
     """A turn whose action failed, with the facts that a hint may use.
@@ -80,11 +91,24 @@ class Turn:
             )
 
     def __reduce__(self) -> Any:
-        """Return what pickle needs, in a fraction of the time that it takes for a dataclass."""
-        ids = (self.context_ids, self.action_ids)
-        return Turn, (*ids, self.logprobs, self.versions, self.stop_reason, self.trained)
+        ids = packed(IDS, self.context_ids), packed(IDS, self.action_ids)
+        logprobs, versions = packed(LOGPROBS, self.logprobs), runs_of(self.versions)
+        return _unpickled_turn, (*ids, logprobs, versions, self.stop_reason, self.trained)
 
 
+def _unpickled_turn(
+    context: bytes,
+    action: bytes,
+    logprobs: bytes,
+    versions: list[tuple[int, int]],
+    stop_reason: StopReason,
+    trained: bool,
+) -> Turn:
+    ids = unpacked(IDS, context), unpacked(IDS, action)
+    return Turn(*ids, unpacked(LOGPROBS, logprobs), values_of(versions), stop_reason, trained)
+
+
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Trace:
     """A finished episode of one sample.

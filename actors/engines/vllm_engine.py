@@ -161,7 +161,7 @@ class VllmEngine:
                 continue
             name = str(next(self._names))
             self._running[name] = asked
-            prompt = {"prompt_token_ids": asked.request.prompt_ids}
+            prompt = {"prompt_token_ids": list(asked.request.prompt_ids)}
             self._llm.add_request(name, prompt, self._sampling(asked.request))
             if asked.admitted is not None:
                 asked.admitted()

@@ -147,7 +147,7 @@ async def test_captured_ids_are_those_of_the_native_loop(
         generation.requests, generation.results, [*HEARD, []], strict=True
     ):
         prompt = episode.chat_prompt(messages, [ADD])
-        assert prompt.ids == request.prompt_ids
+        assert prompt.ids == list(request.prompt_ids)
         turn = episode.record_chat(prompt, result)
         turn.deliver()
         text = chat.action_text(turn.turn.action_ids)
