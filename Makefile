@@ -3,7 +3,7 @@
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages,
-# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
+# `make gpu-check` measures a GPU, `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -11,6 +11,7 @@
 #   PYTEST_ARGS further arguments for the tests
 #   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
 #   RUN_JOBS    whole runs that are tested side by side (default: 2)
+#   GPU_ARGS    arguments of `make gpu-check`, such as --dry
 #   FUZZ_FACTOR how many times the cases of `make test` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -20,6 +21,7 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 RUN_JOBS ?= 2
+GPU_ARGS ?=
 FUZZ_FACTOR ?= 10
 FUZZ_SEED ?= 0
 
@@ -41,10 +43,10 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: gpu-check test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,6p;8,15p' Makefile
+	@sed -n '1,6p;8,16p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -138,6 +140,10 @@ tasks: $(STAMPS)/tasks
 
 test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
 	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
+
+# Losses, training, serving and copies on a GPU, as parts of what it can do (docs/gpu.md). Installs nothing.
+gpu-check:
+	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

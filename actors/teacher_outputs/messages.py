@@ -6,8 +6,11 @@ losses from them; `teaching` holds the teacher's weights.
 Axes: N hinted response tokens, H hidden size of the teacher, V vocabulary, K entries of the top k.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +19,10 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.fused import linear_logprobs
-from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.rollouts.alignment import HintedView
+
+if TYPE_CHECKING:  # losses and steps also run where Monarch is not installed (`make gpu-check`)
+    from composer_mesh.mesh.transport import BufferHandle
 
 ViewKey = tuple[str, int]
 

@@ -13,21 +13,21 @@ NO_VERSION = -1
 MARK_BYTES = 16
 
 
-def _marks(memory: Tensor) -> tuple[Tensor, Tensor]:
+def _stamps(memory: Tensor) -> tuple[Tensor, Tensor]:
     return memory[:MARK_BYTES].view(torch.int64), memory[-MARK_BYTES:].view(torch.int64)
 
 
 def stamp(memory: Tensor, version: int, serial: int) -> None:
-    for place in _marks(memory):
+    for place in _stamps(memory):
         place.copy_(torch.tensor([version, serial]))
 
 
 def unstamp(memory: Tensor) -> None:
-    for place in _marks(memory):
+    for place in _stamps(memory):
         place.fill_(NO_VERSION)
 
 
 def check_stamps(memory: Tensor, version: int, serial: int) -> None:
-    front, back = (place.tolist() for place in _marks(memory))
+    front, back = (place.tolist() for place in _stamps(memory))
     if not front == back == [version, serial]:
         raise TornWeights(version, front[0], back[0])

@@ -1,0 +1,391 @@
+"""The parts of `gpu_check.py`: each measures one thing that a run needs of the hardware.
+
+A part returns rows: what was measured, in which unit, and the limit that it is compared with. FLOPs
+are those of the mathematics, so recomputing (checkpointed layers, fused losses) lowers a ratio.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_limits import (
+    GIB,
+    Limits,
+    compute_dtype,
+    host_memory,
+    peak_bytes,
+    reset_peak,
+    seconds,
+    synchronize,
+)
+from torch import Tensor
+
+from composer_mesh.losses.fused import linear_jsd, linear_logprobs
+
+OPTIMIZED_BYTES = 16
+"""Bytes for each trained weight: float32 weight, gradient and two moments."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shapes of all parts; `real` are those of an 8B model on one card."""
+
+    rows: int
+    hidden: int
+    vocabulary: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    most_layers: int
+    tokens: int
+    packed: tuple[int, ...]
+    serving_layers: int
+    concurrent: int
+    new_tokens: int
+    matmul_side: int
+    copied_bytes: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one decoder layer, without norms."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    def layers_that_train(self, memory: int) -> int:
+        """Return how many layers fit into 60 % of a memory with their optimizer state."""
+        left = 0.6 * memory / OPTIMIZED_BYTES - 2 * self.vocabulary * self.hidden
+        return max(1, min(self.most_layers, int(left / self.layer_weights)))
+
+
+REAL = Size(
+    rows=16_384,
+    hidden=4096,
+    vocabulary=151_936,
+    intermediate=12_288,
+    heads=32,
+    kv_heads=8,
+    most_layers=36,
+    tokens=16_384,
+    packed=(8192, *[1024] * 8),
+    serving_layers=36,
+    concurrent=64,
+    new_tokens=128,
+    matmul_side=8192,
+    copied_bytes=4 * GIB,
+)
+DRY = Size(
+    rows=64,
+    hidden=64,
+    vocabulary=512,
+    intermediate=128,
+    heads=4,
+    kv_heads=2,
+    most_layers=2,
+    tokens=512,
+    packed=(128, *[32] * 4),
+    serving_layers=2,
+    concurrent=4,
+    new_tokens=8,
+    matmul_side=256,
+    copied_bytes=1 << 22,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: its value, its unit, and the best that the hardware could do."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+
+    @property
+    def ratio(self) -> float:
+        """The part of the limit that was reached."""
+        return self.value / self.limit
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every part gets."""
+
+    device: torch.device
+    size: Size
+    limits: Limits
+    attention: str
+    """transformers' name of the attention that models use."""
+
+
+def losses(bench: Bench) -> list[Row]:
+    """Measure log-probs and the JSD from hidden states, forward and backward."""
+    size, device, dtype = bench.size, bench.device, compute_dtype(bench.device)
+    hidden, teacher = (
+        torch.randn(size.rows, size.hidden, device=device).to(dtype) for _ in range(2)
+    )
+    weight = (torch.randn(size.vocabulary, size.hidden, device=device) * 0.02).to(dtype)
+    targets = torch.randint(size.vocabulary, (size.rows,), device=device)
+    hidden.requires_grad_(True)
+    weight.requires_grad_(True)
+    product = 2 * size.rows * size.hidden * size.vocabulary / 1e12
+
+    def logprobs() -> None:
+        linear_logprobs(hidden, weight, targets).sum().backward()
+
+    def jsd() -> None:
+        loss = linear_jsd(
+            hidden, weight, teacher, weight.detach(), jsd_beta=0.5, normalizer=size.rows
+        )
+        loss.backward()
+
+    rows = []
+    for name, call, products in (("log-probs", logprobs, 3), ("JSD", jsd, 4)):
+        held = reset_peak(device)
+        took = seconds(call, device, 3)
+        achieved = products * product / took
+        rows.append(Row(f"fused {name}", achieved, "TFLOP/s", bench.limits.matmul_tflops))
+        if (peak := peak_bytes(device)) is not None:
+            logits = 4 * size.rows * size.vocabulary / GIB
+            extra = (peak - held) / GIB
+            rows.append(Row(f"fused {name}: memory of float32 logits", extra, "GiB", logits))
+    return rows
+
+
+def attention(bench: Bench) -> list[Row]:
+    """Measure a row of packed sequences with a dense mask and with FlexAttention.
+
+    The limit is the time of each sequence by itself. Forward only on a CPU, where FlexAttention has
+    no backward.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.functional import scaled_dot_product_attention
+
+    size, device, dtype = bench.size, bench.device, compute_dtype(bench.device)
+    total = sum(size.packed)
+    query, key, value = (
+        torch.randn(1, size.heads, total, size.head_dim, device=device).to(dtype) for _ in range(3)
+    )
+    backward = device.type == "cuda"
+    for one in (query, key, value):
+        one.requires_grad_(backward)
+    lengths = torch.tensor(size.packed, device=device)
+    document = torch.repeat_interleave(torch.arange(len(size.packed), device=device), lengths)
+    places = torch.arange(total, device=device)
+    dense = (document[:, None] == document) & (places[:, None] >= places)
+
+    def allowed(_: Tensor, __: Tensor, asked: Tensor, seen: Tensor) -> Tensor:
+        return (document[asked] == document[seen]) & (asked >= seen)
+
+    blocks = create_block_mask(allowed, None, None, total, total, device=str(device))
+    flex = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+
+    def timed(call: Callable[[], Tensor]) -> float:
+        def whole() -> None:
+            found = call()
+            if backward:
+                found.sum().backward()
+
+        return seconds(whole, device, 3)
+
+    def apart() -> Tensor:
+        parts, begin = [], 0
+        for length in size.packed:
+            here = slice(begin, begin := begin + length)
+            one = (query[:, :, here], key[:, :, here], value[:, :, here])
+            parts.append(scaled_dot_product_attention(*one, is_causal=True))
+        return torch.cat(parts, 2)
+
+    ways = {
+        "dense mask": lambda: scaled_dot_product_attention(query, key, value, attn_mask=dense),
+        "FlexAttention": lambda: flex(query, key, value, block_mask=blocks),
+    }
+    with torch.no_grad():
+        expected = apart()
+        for name, call in ways.items():
+            worst = float((call() - expected).abs().max())
+            if not worst < 0.05:
+                raise AssertionError(f"{name} differs from each sequence by itself by {worst:.3g}")
+    fastest = timed(apart)
+    return [
+        Row(f"packed, {name}", 1 / timed(call), "1/s", 1 / fastest) for name, call in ways.items()
+    ]
+
+
+def training(bench: Bench) -> list[Row]:
+    """Measure steps of the policy loss of a model as wide as an 8B, by FSDP2 in bfloat16."""
+    from composer_mesh.actors.learning.step import ThreeChannelStep
+    from composer_mesh.actors.models.ranks import Ranks
+    from composer_mesh.actors.models.sharding import shard
+
+    size, device = bench.size, bench.device
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    layers = size.layers_that_train(memory) if memory else size.most_layers
+    model = _model(bench, layers, torch.float32)
+    if device.type == "cuda":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ranks = Ranks(device=device)
+    shard(model, ranks.mesh(), compute_dtype(device))
+    config, batch = _training_config(size), _batch(size)
+    step = ThreeChannelStep(model, None, config, ranks)
+    norms: list[float] = []
+
+    def train() -> None:
+        norms.append(float(step.run(batch, None)["policy/grad_norm"] or 0.0))
+
+    reset_peak(device)
+    took = seconds(train, device, 2)
+    if not all(0 < norm < float("inf") for norm in norms):
+        raise AssertionError(f"gradient norms are {norms}, but must be finite and above 0")
+    weights = layers * size.layer_weights + size.vocabulary * size.hidden
+    length = size.tokens // SEQUENCES
+    attended = 2 * layers * size.heads * size.head_dim * length * size.tokens
+    tflop = (6 * weights * size.tokens + 3 * attended) / 1e12
+    name = f"FSDP2 step, {layers} layers, {size.tokens:,} tokens"
+    rows = [Row(name, tflop / took, "TFLOP/s", bench.limits.matmul_tflops)]
+    if (peak := peak_bytes(device)) is not None:
+        rows.append(Row(f"{name}: memory", peak / GIB, "GiB", memory / GIB))
+    return rows
+
+
+def serving(bench: Bench) -> list[Row]:
+    """Measure decoding of the embedded engine: each step reads all weights once."""
+    from composer_mesh.actors.engines.embedded import Engine
+    from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+
+    size, device = bench.size, bench.device
+    model = _model(bench, size.serving_layers, compute_dtype(device)).eval()
+    prompt, rng = 32, random.Random(0)
+    engine = Engine(model, size.concurrent, prompt + size.new_tokens, prefix_tokens=0)
+    done: list[GenerationResult] = []
+
+    def sample() -> None:
+        for number in range(size.concurrent):
+            ids = [rng.randrange(size.vocabulary) for _ in range(prompt)]
+            name = f"{len(done)}-{number}"
+            engine.submit(
+                GenerationRequest(name, ids, size.new_tokens, 1.0, number, []), done.append
+            )
+        while engine.busy:
+            engine.step()
+
+    took = seconds(sample, device, 1)
+    if any(len(one.token_ids) != size.new_tokens for one in done):
+        raise AssertionError("an answer has fewer tokens than were asked for")
+    read = sum(one.numel() * one.element_size() for one in model.parameters()) / 1e9
+    rate = size.concurrent * size.new_tokens / took
+    limit = bench.limits.memory_gb_s / read * size.concurrent
+    return [Row(f"embedded engine, {size.concurrent} at once", rate, "tokens/s", limit)]
+
+
+def weight_copies(bench: Bench) -> list[Row]:
+    """Measure copies of a model's tensors to the host and back, as a publisher and a puller make.
+
+    They run on a stream of their own, as beside a step.
+    """
+    size, device = bench.size, bench.device
+    model = _model(bench, size.serving_layers, compute_dtype(device))
+    tensors = [one.detach() for one in model.parameters()]
+    total = sum(one.nbytes for one in tensors)
+    host = host_memory(total, device)
+    places = list(_places(host, tensors))
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        synchronize(device)
+
+    out = seconds(lambda: copied(list(zip(places, tensors, strict=True))), device, 3)
+    back = seconds(lambda: copied(list(zip(tensors, places, strict=True))), device, 3)
+    limits = bench.limits
+    return [
+        Row("weights to the host", total / 1e9 / out, "GB/s", limits.to_host_gb_s),
+        Row("weights to the device", total / 1e9 / back, "GB/s", limits.to_device_gb_s),
+    ]
+
+
+PARTS: dict[str, Callable[[Bench], list[Row]]] = {
+    "losses": losses,
+    "attention": attention,
+    "training": training,
+    "serving": serving,
+    "weights": weight_copies,
+}
+SEQUENCES = 8
+
+
+def _places(host: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    places, begin = [], 0
+    for one in tensors:
+        end = begin + one.nbytes
+        places.append(host[begin:end].view(one.dtype).view(one.shape))
+        begin = end
+    return places
+
+
+def _model(bench: Bench, layers: int, dtype: torch.dtype) -> Any:
+    """Return a Qwen3 of random weights, made on the device."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    size = bench.size
+    shape = Qwen3Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=max(size.tokens, 4096),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with bench.device:
+        return AutoModelForCausalLM.from_config(
+            shape, dtype=dtype, attn_implementation=bench.attention
+        )
+
+
+def _training_config(size: Size) -> Any:
+    from composer_mesh.configs.schema import Config
+
+    return Config.model_validate(
+        {
+            "run": {"name": "gpu-check", "steps": 3},
+            "data": {"task": "toolbox"},
+            "policy": {"max_context": size.tokens // SEQUENCES},
+            "generator": {"max_new_tokens": 16},
+            "trainer": {"microbatch_tokens": max(size.tokens // 2, 64), "sharding": "none"},
+            "sdpo": {"alpha": 0.0},
+            "replay": {"beta": 0.0},
+        }
+    )
+
+
+def _batch(size: Size) -> Any:
+    from composer_mesh.rollouts.batches import PolicySample, StepBatch
+
+    rng, length = random.Random(0), size.tokens // SEQUENCES
+    read = length // 4
+    acted = length - read
+    samples = [
+        PolicySample(
+            str(number),
+            [rng.randrange(size.vocabulary) for _ in range(length)],
+            [False] * read + [True] * acted,
+            [0.0] * read + [-8.0] * acted,
+            1.0 if number % 2 else -1.0,
+            [-1] * read + [0] * acted,
+        )
+        for number in range(SEQUENCES)
+    ]
+    return StepBatch(0, samples, [], [])
