@@ -183,7 +183,7 @@ def _remove_if_abandoned(folder: Path) -> bool:
         return False
     with _lock_of_the_dead(folder) as dead:
         if dead:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_all_of(folder)
     return dead and not folder.exists()
 
 
@@ -211,5 +211,17 @@ def _lock_of_the_dead(folder: Path) -> Iterator[bool]:
 
 def _remove(own: _Own) -> None:
     if own.pid == os.getpid():  # a fork of the owner leaves it alone
-        shutil.rmtree(own.folder, ignore_errors=True)
+        _remove_all_of(own.folder)
         os.close(own.lock)
+
+
+def _remove_all_of(folder: Path) -> None:
+    """Remove a folder, its owner's file last: the next start goes on where this one is killed."""
+    with contextlib.suppress(OSError):
+        for one in sorted(folder.iterdir()):
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one, ignore_errors=True)
+            elif one.name != OWNER:
+                one.unlink(missing_ok=True)
+        if [one.name for one in folder.iterdir()] == [OWNER]:
+            shutil.rmtree(folder, ignore_errors=True)

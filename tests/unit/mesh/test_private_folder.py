@@ -27,6 +27,25 @@ print(private_folder(), flush=True)
 sys.stdin.read()
 """
 
+KILLED_AT_A_REMOVAL = """
+import os, signal, sys
+from composer_mesh.mesh.private_folder import private_folder
+folder = private_folder()
+for name in ("a", "b"):
+    (folder / name / "c").mkdir(parents=True)
+    (folder / name / "c" / "file").touch()
+    (folder / f"{name}.sock").touch()
+left = int(sys.argv[1])
+def watch(event, arguments):
+    global left
+    if event in ("os.remove", "os.rmdir"):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+"""
+"""Makes a private folder and ends, killed at the removal of one of the things in it."""
+
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -157,3 +176,17 @@ def test_a_path_too_long_for_sockets_is_refused(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with pytest.raises(PrivateFolderRefused, match="set TMPDIR to one of at most"):
         private_folder({})
+
+
+def test_a_removal_that_is_cut_off_at_any_moment_is_finished_by_the_next_start(base: Path) -> None:
+    removals = 0
+    while True:
+        command = [sys.executable, "-c", KILLED_AT_A_REMOVAL, str(removals)]
+        ended = subprocess.run(command, check=False).returncode
+        remove_abandoned(base)
+        assert list(base.iterdir()) == []
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+        removals += 1
+    assert removals == 10
