@@ -5,6 +5,7 @@ it. Sampled ids are never decoded and tokenized again. Content (questions, tool 
 untrusted: control tokens in it are encoded as plain text.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -34,6 +35,10 @@ from composer_mesh.rollouts.tool_calls import (
     text_before_calls,
 )
 from composer_mesh.rollouts.traces import Message
+
+
+LONG_TEXT = 1 << 16
+"""Characters of messages from which on they are encoded in a thread: about 15 ms of a core."""
 
 
 class Tokenizer(Protocol):
@@ -304,6 +309,13 @@ class ChatFormat:
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
         return encoded
+
+
+async def encoded(messages: Sequence[Message], encode: Callable[[], list[int]]) -> list[int]:
+    """Return the ids that `encode` makes of messages; event loops go on while long ones are."""
+    if sum(len(str(message.get("content") or "")) for message in messages) < LONG_TEXT:
+        return encode()
+    return await asyncio.to_thread(encode)
 
 
 def _mark(index: int) -> str:

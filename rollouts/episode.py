@@ -8,9 +8,10 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat import ChatFormat, encoded
 from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
 from composer_mesh.rollouts.message_pickling import IDS
@@ -137,7 +138,7 @@ class EpisodePlayer:
     async def _play(self, sample: Sample, session: str) -> Played:
         growing, sampling = _Growing(), sample.sampling
         messages = await self._environments.begin(session, sample.episode)
-        growing.read(self._chat.first_prompt(messages))
+        growing.read(await encoded(messages, partial(self._chat.first_prompt, messages)))
         _check_room(sample.trace_id, len(growing.ids), sampling)
         while (room := sampling.max_context - len(growing.ids)) > 0:
             request = self._request(sample, growing, room)
@@ -148,7 +149,8 @@ class EpisodePlayer:
             if step.done:
                 break
             action = growing.turns[-1].action_ids
-            growing.read(self._chat.continuation(step.messages, action))
+            continuation = partial(self._chat.continuation, step.messages, action)
+            growing.read(await encoded(step.messages, continuation))
         outcome = await self._environments.finish(session)
         trace = _trace(sample, growing, outcome)
         return Played(trace, growing.prompt_tokens, growing.cached_tokens)

@@ -7,8 +7,7 @@ version it is labelled with. No threads, no messaging.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.embedded_attention import Packed, Run
 from composer_mesh.actors.engines.embedded_forward import PackedForward
+from composer_mesh.actors.engines.embedded_requests import JoiningRows, RunningRequest
 from composer_mesh.actors.engines.embedded_sampling import sample
-from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.engines.kv_cache import RowCache, States
+from composer_mesh.actors.engines.long_prompts import LongPrompt, PromptLimits
 from composer_mesh.actors.engines.open_requests import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
@@ -28,59 +29,16 @@ from composer_mesh.actors.engines.port import (
     refuse_too_long,
 )
 from composer_mesh.actors.engines.prefix_cache import PrefixCache
-from composer_mesh.actors.engines.radix_tree import Ids
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.traces import StopReason
-
-TOKENS_AT_ONCE = {"cpu": 512}
-"""Prompt tokens per forward after which no other prompt is admitted: more exceed a CPU's caches."""
-TOKENS_AT_ONCE_ELSEWHERE = 8192
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    request: GenerationRequest
-    done: Done
-    admitted: Admitted | None
-    draws: list[float]
-    prompt: Ids
-    cached: int = 0
-    aborted: bool = False
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def finished(self) -> StopReason | None:
-        if self.token_ids and self.token_ids[-1] in self.request.stop_ids:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
-
-    def answer(self, reason: StopReason) -> None:
-        name, cached = self.request.request_id, self.cached
-        self.done(
-            GenerationResult(name, self.token_ids, self.logprobs, self.versions, reason, cached)
-        )
-
-
-@dataclass(slots=True)
-class _Joining:
-    """Rows that start in this step, after those that decode."""
-
-    runs: list[Run] = field(default_factory=list)
-    leaders: list[int] = field(default_factory=list)
-    """For each new row the row with the same prompt, its own index where it is computed."""
-    by_prompt: dict[bytes, int] = field(default_factory=dict)
-    tokens: int = 0
-
-    def compute(self, run: Run) -> None:
-        self.runs.append(run)
-        self.tokens += run.end - run.start
+from composer_mesh.actors.engines.radix_tree import Found, Ids
+from composer_mesh.rollouts.generation import GenerationRequest
 
 
 class Engine:
     """Serves up to `rows` requests at once, of at most `length` tokens each. Raises
     `ModelNotServed`.
+
+    A prompt with more left to compute than `PromptLimits` says is computed in pieces, one long
+    prompt at a time, in the last row; the others decode and join meanwhile.
 
     Equal prompts are computed once, and any prompt from where it differs from all that came before
     and is kept: `prefix_tokens` tokens besides the rows, by default as many as the rows hold; 0
@@ -100,24 +58,26 @@ class Engine:
         version: int = 0,
         *,
         prefix_tokens: int | None = None,
+        prompt_limits: PromptLimits | None = None,
     ) -> None:
         self._model, self._rows, self._length = model, rows, length
         self.version = version
         self.prompt_tokens = PromptTokens()
-        self._open: OpenRequests[_Running] = OpenRequests()
-        self._waiting: deque[_Running] = deque()
-        self._running: list[_Running] = []
+        self._open: OpenRequests[RunningRequest] = OpenRequests()
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
+        self._long: LongPrompt[RunningRequest] | None = None
         self._dropping = False
         self._cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, length)
         self._forward = PackedForward(model, self._cache)
         self._device = self._forward.device
-        self._budget = TOKENS_AT_ONCE.get(self._device.type, TOKENS_AT_ONCE_ELSEWHERE)
+        self._limits = prompt_limits or PromptLimits.of(model)
         capacity = rows * length if prefix_tokens is None else prefix_tokens
         self._held = PrefixCache(self._cache, rows, length, capacity)
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self._long)
 
     @property
     def outstanding(self) -> int:
@@ -140,7 +100,7 @@ class Engine:
         generator = torch.Generator().manual_seed(request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
         prompt = np.array(request.prompt_ids, dtype=np.int64)
-        new = _Running(request, done, admitted, draws.tolist(), prompt)
+        new = RunningRequest(request, done, admitted, draws.tolist(), prompt)
         self._open.add(request.request_id, new)
         self._waiting.append(new)
 
@@ -158,6 +118,8 @@ class Engine:
     def step(self) -> int:
         """Admit requests, sample one token each, retire; return the number of sampled tokens."""
         self._retire([row for row, running in enumerate(self._running) if running.aborted])
+        if self._long is not None and self._long.request.aborted:
+            self._long = None
         if self._dropping:
             self._dropping = False
             self._held.drop()
@@ -165,8 +127,10 @@ class Engine:
         decoding = len(self._running)
         joining = self._admit()
         sampled = len(self._running)
+        if sampled or joining.runs:
+            logits = self._logits(decoding, joining)
         if sampled:
-            self._sample(self._logits(decoding, joining))
+            self._sample(logits)
             self._answer()
         return sampled
 
@@ -176,6 +140,9 @@ class Engine:
         weights.apply(self._model)
         self.version = weights.version
         self._held.drop()
+        if self._long is not None:
+            self.prompt_tokens.computed += self._long.computed
+            self._long.computed = 0
         sequences = [self._held.ids(row) for row in range(len(self._running))]
         rows = list(range(len(sequences)))
         while rows:
@@ -187,33 +154,35 @@ class Engine:
     def _recompute(self, rows: Sequence[int], sequences: list[Ids]) -> list[int]:
         """Compute the keys of rows by one forward; return the rows that are left for the next."""
         self._held.tick()
-        joining, later = _Joining(), list[int]()
+        joining, later = JoiningRows(), list[int]()
         for row in rows:
             keys = sequences[row][:-1]
             found = self._held.find(keys)
-            if found.pending or joining.tokens >= self._budget:
+            if found.pending or joining.tokens >= self._limits.at_once:
                 later.append(row)
                 continue
             start = self._held.begin(row, keys, found)
             if start < len(keys):
                 joining.compute(Run(row, start, len(keys)))
         if joining.runs:
-            self._compute(0, joining.runs, sequences, keep=[])
+            self._compute(0, joining.runs, dict(enumerate(sequences)), keep=[])
         for run in joining.runs:
             self._held.computed(run.row, sequences[run.row][: run.end])
         self.prompt_tokens.computed += joining.tokens
         return later
 
-    def _admit(self) -> _Joining:
+    def _admit(self) -> JoiningRows:
         """Assign rows to waiting requests, up to the row and token limits of one forward.
 
         A prompt that begins like one of this forward waits for the next, which can reuse its keys.
         """
-        joining, later = _Joining(), list[_Running]()
+        joining, later = JoiningRows(), list[RunningRequest]()
+        if self._long is not None:
+            self._go_on(self._long, joining)
         while (
             self._waiting
-            and len(self._running) < self._rows
-            and joining.tokens < self._budget
+            and len(self._running) + (self._long is not None) < self._rows
+            and joining.tokens < self._limits.at_once
             and len(later) < self._rows
         ):
             new = self._waiting.popleft()
@@ -222,7 +191,7 @@ class Engine:
         self._waiting.extendleft(reversed(later))
         return joining
 
-    def _join(self, new: _Running, joining: _Joining) -> bool:
+    def _join(self, new: RunningRequest, joining: JoiningRows) -> bool:
         """Assign the next row to a request; False if it should wait for another's keys."""
         row, prompt = len(self._running), new.prompt
         leader = row
@@ -232,21 +201,57 @@ class Engine:
             found = self._held.find(prompt[:-1])
             if found.pending:
                 return False
+            if len(prompt) - found.ready > self._limits.at_once:
+                return self._long is None and self._begin_long(new, found, joining)
             new.cached = self._held.begin(row, prompt, found)
             joining.compute(Run(row, new.cached, len(prompt)))
             joining.by_prompt[prompt.tobytes()] = row
         else:
             new.cached = len(prompt)
-        self.prompt_tokens.admit(len(prompt), new.cached)
+        self._count(new)
         joining.leaders.append(leader)
         self._running.append(new)
-        if new.admitted is not None:
-            new.admitted()
         return True
 
-    def _logits(self, decoding: int, joining: _Joining) -> Tensor:
+    def _count(self, admitted: RunningRequest) -> None:
+        self.prompt_tokens.admit(len(admitted.prompt), admitted.cached)
+        if admitted.admitted is not None:
+            admitted.admitted()
+
+    def _begin_long(self, new: RunningRequest, found: Found[States], joining: JoiningRows) -> bool:
+        """Assign the last row to a request with a long prompt, and compute its first piece."""
+        row = self._rows - 1
+        self._long = LongPrompt(new, row, len(new.prompt), found.ready)
+        end = self._long.next_piece(self._limits, len(self._running)).stop
+        new.cached = self._held.begin(row, new.prompt[:end], found)
+        self._count(new)
+        self._compute_piece(self._long, Run(row, new.cached, end), joining)
+        return True
+
+    def _go_on(self, long: LongPrompt[RunningRequest], joining: JoiningRows) -> None:
+        """Compute the next piece of a long prompt; with the last one its request runs."""
+        new, piece = long.request, long.next_piece(self._limits, len(self._running))
+        row = long.row
+        if piece.stop == long.length:
+            row, self._long = len(self._running), None
+            if row != long.row:
+                self._held.copy(long.row, row, piece.start)
+            joining.by_prompt[new.prompt.tobytes()] = row
+            joining.leaders.append(row)
+            self._running.append(new)
+        self._held.announce(new.prompt[: piece.stop])
+        self._compute_piece(long, Run(row, piece.start, piece.stop), joining)
+
+    @staticmethod
+    def _compute_piece(long: LongPrompt[RunningRequest], run: Run, joining: JoiningRows) -> None:
+        long.computed = run.end
+        joining.compute(run)
+
+    def _logits(self, decoding: int, joining: JoiningRows) -> Tensor:
         """Run one forward for all rows; return logits `[running, V]`; copy duplicates' keys."""
-        prompts = [running.prompt for running in self._running]
+        prompts = {row: running.prompt for row, running in enumerate(self._running)}
+        if self._long is not None:
+            prompts[self._long.row] = self._long.request.prompt
         where = list(range(decoding))
         place, ends = decoding, {}
         for number, run in enumerate(joining.runs):
@@ -255,17 +260,21 @@ class Engine:
             ends[run.row] = decoding + number
         logits = self._compute(decoding, joining.runs, prompts, keep=where)
         for run in joining.runs:
-            self._held.computed(run.row, prompts[run.row])
+            self._held.computed(run.row, prompts[run.row][: run.end])
         for row, leader in enumerate(joining.leaders, start=decoding):
             self._held.put(row, prompts[row])
             if leader != row:
                 self._held.copy(leader, row, len(prompts[row]))
-        if len(joining.runs) == len(joining.leaders):
+        if [run.row for run in joining.runs] == joining.leaders:
             return logits
         return logits[[*range(decoding), *(ends[leader] for leader in joining.leaders)]]
 
     def _compute(
-        self, decoding: int, runs: list[Run], sequences: list[Ids], keep: list[int]
+        self,
+        decoding: int,
+        runs: list[Run],
+        sequences: Mapping[int, Ids],
+        keep: list[int],
     ) -> Tensor:
         """Run one forward over the newest token of decoding rows and the runs of `sequences`."""
         known = self._held.known[:decoding]

@@ -91,9 +91,13 @@ class PrefixCache:
         """
         if found.parts:
             self._cache.restore(row, found.parts)
+        self.announce(ids)
+        return found.ready
+
+    def announce(self, ids: Ids) -> None:
+        """Announce that the present step computes what is not kept of `ids`."""
         if self.sharing:
             self._tree.add(ids)
-        return found.ready
 
     def computed(self, row: int, ids: Ids) -> None:
         """Copy to the tree what was announced and is computed now."""

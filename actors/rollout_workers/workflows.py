@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
@@ -21,7 +22,7 @@ from composer_mesh.actors.rollout_workers.stop_texts import cut_at
 from composer_mesh.mesh.actor import end_this_process
 from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
-from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat import ChatFormat, encoded
 from composer_mesh.rollouts.episode import Played, Sample, seed_of
 from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -134,7 +135,7 @@ class EpisodeEngine:
 
     async def next_ids(self, messages: Sequence[Message], action: Sequence[int]) -> list[int]:
         async def continued() -> list[int]:
-            return self._chat.continuation(list(messages), action)
+            return await encoded(messages, partial(self._chat.continuation, list(messages), action))
 
         return await self._there(continued())
 
@@ -203,7 +204,7 @@ class EpisodeEngine:
         stop: Sequence[str],
         tools: Sequence[dict[str, Any]] | None,
     ) -> list[Generated]:
-        ids = self._prompt_ids(prompt, tools)
+        ids = await self._prompt_ids(prompt, tools)
         sampling = self._sample.sampling
         room = sampling.max_context - len(ids)
         if room <= 0:
@@ -229,7 +230,7 @@ class EpisodeEngine:
         result = cut_at(stop, result, chat.raw_text)
         return Generated(chat.action_text(result.token_ids), ids, result)
 
-    def _prompt_ids(
+    async def _prompt_ids(
         self,
         prompt: str | Sequence[Message] | Sequence[int],
         tools: Sequence[dict[str, Any]] | None,
@@ -237,7 +238,7 @@ class EpisodeEngine:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(cast(Sequence[int], prompt))
         messages = as_messages(cast("str | Sequence[Message]", prompt))
-        return self._chat_with(tools).first_prompt(messages)
+        return await encoded(messages, partial(self._chat_with(tools).first_prompt, messages))
 
     def _chat_with(self, tools: Sequence[dict[str, Any]] | None) -> ChatFormat:
         if tools is None:

@@ -73,16 +73,16 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: LanguageModel) -> "Head":
+    def of(cls, model: LanguageModel) -> Head:
         """Return a model's own head."""
         return cls(model.weight, model.bias, model.softcap)
 
-    def on(self, device: torch.device) -> "Head":
+    def on(self, device: torch.device) -> Head:
         """Return a copy on a device."""
         bias = None if self.bias is None else self.bias.to(device)
         return Head(self.weight.to(device), bias, self.softcap)
 
-    def fitted(self, vocabulary: int) -> "Head":
+    def fitted(self, vocabulary: int) -> Head:
         """Return the head with this many rows, as one tokenizer's models may be padded differently.
 
         Rows beyond are cut, so the ids below share all of the probability; missing rows are added
@@ -111,7 +111,7 @@ class TeacherOutput:
     tensors: dict[str, Tensor]
     head: Head | None = None
 
-    def on(self, device: torch.device) -> "TeacherOutput":
+    def on(self, device: torch.device) -> TeacherOutput:
         """Return a copy on the student's device."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return TeacherOutput(tensors, None if self.head is None else self.head.on(device))
