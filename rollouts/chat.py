@@ -36,7 +36,6 @@ from composer_mesh.rollouts.tool_calls import (
 )
 from composer_mesh.rollouts.traces import Message
 
-
 LONG_TEXT = 1 << 16
 """Characters of messages from which on they are encoded in a thread: about 15 ms of a core."""
 
