@@ -148,7 +148,13 @@ def _measured(case: Case, way: str) -> Measured:
     torch.set_num_threads(1)
     config, model = config_of(case, way), model_of(case)
     step = ThreeChannelStep(model, None, config)
-    teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=way == "shared")
+    teacher = TeacherModel(
+        model,
+        config.sdpo,
+        case.budget,
+        follows=True,
+        sharing="levels" if way == "shared" else "off",
+    )
     batch = batch_of(case)
     before = _reset_peak(case.device)
     began = time.perf_counter()
@@ -159,7 +165,7 @@ def _measured(case: Case, way: str) -> Measured:
     extra = _peak(case.device) - before
     tokens = {name: value for name, value in metrics.items() if name.startswith("tokens/")}
     began = time.perf_counter()
-    plan_step(batch, case.budget, sharing=way == "shared")
+    plan_step(batch, case.budget, sharing="levels" if way == "shared" else "off")
     planning = time.perf_counter() - began
     return Measured(
         took, planning, extra, {name: float(value or 0) for name, value in tokens.items()}

@@ -7,13 +7,16 @@ A unit is what needs one forward together: a sample, or both sides of a pair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from composer_mesh.configs.trainer import Sharing
+from composer_mesh.rollouts.packing import spread
 from composer_mesh.rollouts.prefix_tree import (
     MIN_SHARED,
     ROOM,
+    WORTH,
     PrefixTree,
     shared_length,
     unique_ids,
@@ -37,17 +40,45 @@ class Part:
         return positions(self.shape)
 
 
-def parts_of(units: Sequence[Unit], budget: int) -> list[Part]:
+def parts_of(units: Sequence[Unit], budget: int, sharing: Sharing = "levels") -> list[Part]:
     """Divide units into parts that compute at most `budget` tokens; a larger unit is a part alone.
 
     What a family shares is computed again in each of its parts.
     """
+    todo = [run for family in families(units) for run in _fitting(units, family, budget)][::-1]
     parts = []
-    for family in families(units):
-        for members in _fitting(units, family, budget):
-            tree = PrefixTree.of([ids for index in members for ids in units[index]])
+    while todo:
+        members = todo.pop()
+        tree = PrefixTree.planned([ids for index in members for ids in units[index]], sharing)
+        if tree.computed > budget and len(members) > 1:  # its rows are padded
+            middle = len(members) // 2
+            todo += [members[middle:], members[:middle]]
+        else:
             parts.append(Part(members, [(level.rows, level.width) for level in tree.levels]))
     return parts
+
+
+def balanced_parts(units: Sequence[Unit], budget: int, ranks: int, sharing: Sharing) -> list[Part]:
+    """Divide units into parts as `parts_of`, further where that spares the busiest rank `WORTH`.
+
+    A family is divided between ranks only if the others would wait longer for the one that has it
+    alone than all take to compute its prefix again.
+    """
+    best = found = parts_of(units, budget, sharing)
+    while _busiest(best, ranks) * ranks * WORTH > sum(part.tokens for part in best):
+        divisible = [part.tokens for part in found if len(part.units) > 1]
+        if not divisible:
+            break
+        found = parts_of(units, max(divisible) // 2, sharing)
+        if _busiest(found, ranks) <= WORTH * _busiest(best, ranks):
+            best = found
+    return best
+
+
+def _busiest(parts: Sequence[Part], ranks: int) -> int:
+    """Return the tokens of the rank that has most."""
+    tokens = [part.tokens for part in parts]
+    return max(sum(tokens[index] for index in share) for share in spread(tokens, ranks))
 
 
 def families(units: Sequence[Unit]) -> list[list[int]]:
@@ -78,15 +109,18 @@ def _fitting(units: Sequence[Unit], family: Sequence[int], budget: int) -> list[
     return runs
 
 
-def shared_microbatches(parts: Sequence[Part], budget: int) -> list[list[int]]:
+def shared_microbatches(
+    parts: Sequence[Part], budget: int, sharing: Sharing = "levels"
+) -> list[list[int]]:
     """Group parts, by their indices, into microbatches of at most `budget` tokens: first fit.
 
     A part is not added where that pads more than `ROOM` tokens: a forward more costs less.
     """
     groups: list[_Group] = []
+    joined = _in_one_row if sharing == "row" else _side_by_side
     for index in sorted(range(len(parts)), key=lambda index: (-parts[index].tokens, index)):
         if not any(group.take(index, parts[index], budget) for group in groups):
-            groups.append(_Group([index], parts[index].shape))
+            groups.append(_Group([index], parts[index].shape, joined))
     return [group.parts for group in groups]
 
 
@@ -95,17 +129,28 @@ def positions(shape: Shape) -> int:
     return sum(rows * width for rows, width in shape)
 
 
+def _side_by_side(one: Shape, other: Shape) -> Shape:
+    """Return the shape of two parts whose rows are padded to the widest of each level."""
+    levels = zip_longest(one, other, fillvalue=(0, 0))
+    return [(rows + more, max(width, wider)) for (rows, width), (more, wider) in levels]
+
+
+def _in_one_row(one: Shape, other: Shape) -> Shape:
+    """Return the shape of two parts that are one row."""
+    return [(1, positions(one) + positions(other))]
+
+
 @dataclass
 class _Group:
-    """Parts of one microbatch: their rows are padded to the widest of each level."""
+    """Parts of one microbatch, and the shape of its forwards."""
 
     parts: list[int]
     shape: Shape
+    joined: Callable[[Shape, Shape], Shape]
 
     def take(self, index: int, part: Part, budget: int) -> bool:
         """Add a part, unless that would exceed the budget or pad too much."""
-        levels = zip_longest(self.shape, part.shape, fillvalue=(0, 0))
-        shape = [(one[0] + other[0], max(one[1], other[1])) for one, other in levels]
+        shape = self.joined(self.shape, part.shape)
         tokens = positions(shape)
         if tokens > budget or tokens - positions(self.shape) - part.tokens > ROOM:
             return False

@@ -159,12 +159,23 @@ class PolicyChannel:
             rows_entropy, rows, model.weight, bias=model.bias, softcap=model.softcap
         )
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a frozen policy in this process."""
+        return self._reference is not None
+
     @torch.no_grad()
-    def skip(self) -> None:
-        """Run the reference's forward to match ranks that have samples where this one has none."""
-        if self._reference is not None:
+    def run_with_others(self, forwards: int) -> None:
+        """Run a sharded reference as often as the rank whose microbatch needs most forwards of it.
+
+        Those of the microbatch's own samples, which `loss` has just run, count.
+        """
+        if self._reference is None:
+            return
+        for _ in range(forwards - self._reference.forwards):
             self._reference.dummy_forward()
-            release(self._reference.model)
+        self._reference.forwards = 0
+        release(self._reference.model)
 
     def begin_step(self) -> None:
         """Forget the previous step."""
@@ -243,7 +254,6 @@ class PolicyChannel:
             with torch.no_grad():
                 states = self._reference.hidden(sequences)
                 reference = self._reference.logprobs(states, ids, mask, self._temperature)
-            release(self._reference.model)
         logprobs = model.logprobs(hidden, ids, mask, self._temperature)
         start = logprobs.detach()
         if self._start:
