@@ -137,8 +137,8 @@ def _check_layers(facts: ModelFacts, config: Config) -> None:
 def not_shared(others: str) -> str:
     """Say why prefixes are not shared in a model with other kinds of layers."""
     return (
-        f"it has layers of {others}, but prefixes are shared only across attention to all positions "
-        "or to a window: another layer's state after a prefix is not handed to what follows"
+        f"it has layers of {others}, but prefixes are shared only across attention to all "
+        "positions or to a window, whose keys and values go from a prefix to what follows it"
     )
 
 

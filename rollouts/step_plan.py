@@ -142,7 +142,7 @@ def _forwards(sequences: Sequence[list[int]], sharing: Sharing) -> int:
 
 
 def _at_once(plans: Sequence[RankPlan]) -> list[tuple[Microbatch, ...]]:
-    """Return the microbatches that ranks train at the same time; empty ones where they have none."""
+    """Return the microbatches that ranks train at the same time, empty ones where one has none."""
     empty = Microbatch([], [])
     return list(zip_longest(*(plan.microbatches for plan in plans), fillvalue=empty))
 

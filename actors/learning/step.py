@@ -157,7 +157,7 @@ class ThreeChannelStep:
         parts, first, sums = self._parts(batch), 0, list[StepSums]()
         norms, rate, lost = list[float](), 0.0, False
         self._policy.begin_step()
-        if len(parts) > 1 and self._policy.needs_start:
+        if self._policy.needs_start(len(parts)):
             self._remember_start(parts[: len(parts) // self._config.trainer.epochs])
         for part in parts:
             plans, measured = self._plans(part), self._policy.measured()
@@ -197,6 +197,7 @@ class ThreeChannelStep:
                     left -= microbatch.forwards
                 for _ in range(left if self._sharded else 0):
                     self._model.dummy_forward()
+        self._policy.remembered(self._ranks)
 
     def _accumulate(
         self,

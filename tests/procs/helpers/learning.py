@@ -61,7 +61,13 @@ SHARING = {"microbatch_tokens": 128}
 """Room for a prompt before each sequence of the batches; with it, `prefix_sharing` has work."""
 LONGER = {"policy": {"max_context": 128}}
 SEVERAL = {"updates_per_batch": 2, "epochs": 2}
-CORRECTED: dict[str, Any] = {"loss": {"type": "grpo", "correction": "token_truncate"}}
+CORRECTED: dict[str, Any] = {
+    "loss": {
+        "type": "grpo",
+        "correction": "token_truncate",
+        "top_entropy_quantile": 0.5,
+    }
+}
 ADAPTED = {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}
 
 
