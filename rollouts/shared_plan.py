@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.packing import spread
@@ -45,34 +45,55 @@ def parts_of(units: Sequence[Unit], budget: int, sharing: Sharing = "levels") ->
 
     What a family shares is computed again in each of its parts.
     """
-    todo = [run for family in families(units) for run in _fitting(units, family, budget)][::-1]
     parts = []
-    while todo:
-        members = todo.pop()
-        tree = PrefixTree.planned([ids for index in members for ids in units[index]], sharing)
-        if tree.computed > budget and len(members) > 1:  # its rows are padded
-            middle = len(members) // 2
-            todo += [members[middle:], members[:middle]]
-        else:
-            parts.append(Part(members, [(level.rows, level.width) for level in tree.levels]))
+    for family in families(units):
+        while family:
+            parts.append(_first_part(units, family, budget, sharing))
+            family = family[len(parts[-1].units) :]
     return parts
 
 
-def balanced_parts(units: Sequence[Unit], budget: int, ranks: int, sharing: Sharing) -> list[Part]:
-    """Divide units into parts as `parts_of`, further where that spares the busiest rank `WORTH`.
+def _first_part(
+    units: Sequence[Unit], family: Sequence[int], budget: int, sharing: Sharing
+) -> Part:
+    """Return a part of as many units of a family as fit the budget, at least the first."""
+    count = _fitting(units, family, budget)
+    while True:
+        part = _part(units, family[:count], sharing)
+        if part.tokens <= budget or count == 1:
+            return part
+        count = max(1, min(count - 1, count * budget // part.tokens))  # rows are padded
 
-    A family is divided between ranks only if the others would wait longer for the one that has it
-    alone than all take to compute its prefix again.
+
+def _part(units: Sequence[Unit], members: Sequence[int], sharing: Sharing) -> Part:
+    """Return the part of some units."""
+    tree = PrefixTree.planned([ids for index in members for ids in units[index]], sharing)
+    return Part(list(members), [(level.rows, level.width) for level in tree.levels])
+
+
+def balanced_parts(units: Sequence[Unit], budget: int, ranks: int, sharing: Sharing) -> list[Part]:
+    """Divide units into parts as `parts_of`, further where that clearly spares the busiest rank.
+
+    The largest part is halved again and again, until ranks have about the same, or computing what
+    halves share twice would make all of them busier than the busiest one was.
     """
     best = found = parts_of(units, budget, sharing)
-    while _busiest(best, ranks) * ranks * WORTH > sum(part.tokens for part in best):
-        divisible = [part.tokens for part in found if len(part.units) > 1]
-        if not divisible:
+    while _busiest(best, ranks) * WORTH > _tokens(found) / ranks:
+        divisible = [part for part in found if len(part.units) > 1]
+        if not divisible or _busiest(found, ranks) * ranks * WORTH <= _tokens(found):
             break
-        found = parts_of(units, max(divisible) // 2, sharing)
+        largest = max(divisible, key=lambda part: part.tokens)
+        middle = len(largest.units) // 2
+        halves = (largest.units[:middle], largest.units[middle:])
+        rest = [part for part in found if part is not largest]
+        found = rest + [_part(units, half, sharing) for half in halves]
         if _busiest(found, ranks) <= WORTH * _busiest(best, ranks):
             best = found
     return best
+
+
+def _tokens(parts: Sequence[Part]) -> int:
+    return sum(part.tokens for part in parts)
 
 
 def _busiest(parts: Sequence[Part], ranks: int) -> int:
@@ -93,20 +114,14 @@ def families(units: Sequence[Unit]) -> list[list[int]]:
     return found
 
 
-def _fitting(units: Sequence[Unit], family: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide a family into runs of at most `budget` distinct tokens."""
-    runs: list[list[int]] = []
-    tokens = budget + 1
-    for index in family:
-        own = unique_ids(units[index])
-        if runs:
-            own -= shared_length(units[runs[-1][-1]][0], units[index][0])
-        if tokens + own > budget:
-            runs.append([])
-            tokens, own = 0, unique_ids(units[index])
-        runs[-1].append(index)
-        tokens += own
-    return runs
+def _fitting(units: Sequence[Unit], family: Sequence[int], budget: int) -> int:
+    """Return how many units of a family have at most `budget` distinct tokens, at least one."""
+    tokens = unique_ids(units[family[0]])
+    for count, (before, index) in enumerate(pairwise(family), 1):
+        tokens += unique_ids(units[index]) - shared_length(units[before][0], units[index][0])
+        if tokens > budget:
+            return count
+    return len(family)
 
 
 def shared_microbatches(
