@@ -29,13 +29,20 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch
-from composer_mesh.rollouts.prefix_tree import unique_ids
+from composer_mesh.rollouts.prefix_tree import PrefixTree, unique_ids
 from composer_mesh.rollouts.step_plan import plan_step
 
 MIB = 1 << 20
 ROLLOUTS = 8
 HINT = 24
 OWN_PROMPT = 8
+PLANS = [
+    (16, 2048, 1024, 16_384, 1),
+    (16, 6000, 2000, 10_000, 1),
+    (64, 1024, 512, 16_384, 8),
+    (4, 8192, 512, 32_768, 8),
+]
+"""Groups of a step, tokens of a prompt and at most of an answer, of a microbatch; ranks."""
 SITES = 4
 VOCABULARY = 4096
 WAYS = ("dense", "shared")
@@ -239,6 +246,38 @@ def compare_teacher(report: Report, case: Case) -> float:
     return shared / dense
 
 
+def compare_plans(report: Report) -> None:
+    """Say what plans compute of the unique tokens, and the busiest rank's part of an even share."""
+    rows = []
+    for groups, prompt, longest, budget, ranks in PLANS:
+        rng = random.Random(0)
+        samples = []
+        for _ in range(groups):
+            shared = [rng.randrange(VOCABULARY) for _ in range(prompt)]
+            for _ in range(ROLLOUTS):
+                own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, longest))]
+                samples.append(PolicySample(str(len(samples)), shared + own, [], [], 1.0, []))
+        began = time.perf_counter()
+        plans = plan_step(StepBatch(0, samples, [], []), budget, ranks, sharing="levels")
+        took = time.perf_counter() - began
+        unique = unique_ids([sample.ids for sample in samples])
+        loads = [
+            sum(
+                PrefixTree.planned([samples[n].ids for n in one.samples], "levels").computed
+                for one in plan.microbatches
+            )
+            for plan in plans
+        ]
+        computed, busiest = sum(loads) / unique, max(loads) * ranks / sum(loads)
+        name = (
+            f"{groups} groups, prompt {prompt:,}, answers to {longest:,}, {budget:,} a microbatch"
+        )
+        rows.append([f"{name}, {ranks} ranks", f"{computed:.3f}", f"{busiest:.3f}", f"{took:.3f}"])
+        report.figures[f"{name}, {ranks} ranks: computed_over_unique"] = round(computed, 4)
+        report.figures[f"{name}, {ranks} ranks: busiest_over_even"] = round(busiest, 4)
+    report.print_table("plans", ["a step", "computed / unique", "busiest / even", "s"], rows)
+
+
 def _reset_peak(device: str) -> int:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -307,7 +346,7 @@ def cases(quick: bool, long: bool, device: str) -> dict[str, Case]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--only", nargs="+", help="names of cases: prompt, short, late, …")
+    parser.add_argument("--only", nargs="+", help="prompt, short, late, nothing, teacher, plans")
     parser.add_argument("--long", action="store_true", help="a prompt of 32,768 tokens alone")
     options = parser.parse_args()
     report = Report("prefix_tree")
@@ -322,6 +361,8 @@ def main() -> None:
             report.ratios.update(ratios)
         if name == "nothing":
             report.ratios["time_over_dense_unshared"] = ratios["time_over_dense"]
+    if not options.only or "plans" in options.only:
+        compare_plans(report)
     if options.quick:
         report.figures["note"] = "a prompt of 1,024 shares less: its own bars are 0.5 and 0.6"
     report.finish(options.json)
