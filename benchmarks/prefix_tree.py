@@ -251,7 +251,7 @@ def compare_plans(report: Report) -> None:
     rows = []
     for groups, prompt, longest, budget, ranks in PLANS:
         rng = random.Random(0)
-        samples = []
+        samples: list[PolicySample] = []
         for _ in range(groups):
             shared = [rng.randrange(VOCABULARY) for _ in range(prompt)]
             for _ in range(ROLLOUTS):
