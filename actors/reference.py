@@ -43,7 +43,9 @@ class ReferenceActor(MeshActor):
         """Load the frozen initial policy."""
         model = await asyncio.to_thread(load_model, folder)
         frozen = model.requires_grad_(False).to(own_device())
-        self._model = LanguageModel(frozen, sharing=config.trainer.prefix_sharing)
+        self._model = LanguageModel(
+            frozen, sharing="levels" if config.trainer.prefix_sharing else "off"
+        )
         self._budget, self._ld_alpha = config.trainer.microbatch_tokens, config.replay.ld_alpha
 
     @concurrent_endpoint

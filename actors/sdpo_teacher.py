@@ -228,7 +228,7 @@ def _teacher_of(config: Config, folder: Path) -> TeacherModel:
         config.sdpo,
         trainer.microbatch_tokens,
         vocabulary=rows,
-        sharing=trainer.prefix_sharing,
+        sharing="levels" if trainer.prefix_sharing else "off",
     )
 
 

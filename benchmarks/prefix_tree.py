@@ -1,18 +1,21 @@
 """A training step that computes shared prefixes once, against the dense one: time, memory, tokens.
 
     python benchmarks/prefix_tree.py [--quick | --long] [--json FILE] [--device cuda]
+                                     [--only NAME...]
 
 Each measurement is a whole step of all three channels in a process of its own: eight rollouts of a
 prompt, error sites with hints before half of them, and pairs that begin with the prompt. Both ways
 take the group as one microbatch; they alternate. Models have random weights. `--long` measures a
-prompt of 32,768 tokens, with a smaller model.
+prompt of 32,768 tokens, with a smaller model. `teacher` measures what an SDPO teacher computes of
+eight rollouts with four error sites each. On a GPU the model has the shape of Qwen3-0.6B in
+bfloat16, and trees are one row of FlexAttention.
 """
 
 import multiprocessing
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +24,38 @@ from report import Report, arguments
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
-from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, hinted_states
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch
+from composer_mesh.rollouts.prefix_tree import PrefixTree, unique_ids
 from composer_mesh.rollouts.step_plan import plan_step
 
 MIB = 1 << 20
 ROLLOUTS = 8
 HINT = 24
 OWN_PROMPT = 8
+PLANS = [
+    (16, 2048, 1024, 16_384, 1),
+    (16, 6000, 2000, 10_000, 1),
+    (64, 1024, 512, 16_384, 8),
+    (4, 8192, 512, 32_768, 8),
+]
+"""Groups of a step, tokens of a prompt and at most of an answer, of a microbatch; ranks."""
+SITES = 4
+VOCABULARY = 4096
 WAYS = ("dense", "shared")
+QWEN3_06B: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,7 @@ def config_of(case: Case, way: str) -> Config:
             "trainer": {
                 "microbatch_tokens": case.budget,
                 "prefix_sharing": way == "shared",
+                "attention": "sdpa" if case.device == "cpu" else "flex",
                 "sharding": "none",
             },
         }
@@ -87,8 +112,14 @@ def model_of(case: Case) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
+    if case.device != "cpu":
+        big = Qwen3Config(**QWEN3_06B, max_position_embeddings=case.longest + 1)
+        with torch.device(case.device):
+            return AutoModelForCausalLM.from_config(
+                big, dtype=torch.bfloat16, attn_implementation="flex_attention"
+            )
     shape = Qwen3Config(
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         hidden_size=case.hidden,
         intermediate_size=3 * case.hidden,
         num_hidden_layers=case.layers,
@@ -97,7 +128,7 @@ def model_of(case: Case) -> Any:
         head_dim=case.hidden // 4,
         max_position_embeddings=case.longest + 1,
     )
-    return AutoModelForCausalLM.from_config(shape).to(case.device)
+    return AutoModelForCausalLM.from_config(shape)
 
 
 def batch_of(case: Case) -> StepBatch:
@@ -105,7 +136,7 @@ def batch_of(case: Case) -> StepBatch:
     rng = random.Random(0)
 
     def ids(count: int) -> list[int]:
-        return [rng.randrange(4096) for _ in range(count)]
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
 
     shared = ids(case.shared)
     prompts = [shared + ids(OWN_PROMPT) for _ in range(ROLLOUTS)]
@@ -147,9 +178,11 @@ def measured(case: Case, way: str) -> Measured:
 def _measured(case: Case, way: str) -> Measured:
     torch.set_num_threads(1)
     config, model = config_of(case, way), model_of(case)
-    step = ThreeChannelStep(model, None, config)
-    teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=way == "shared")
+    step, sharing = ThreeChannelStep(model, None, config), config.trainer.sharing
+    teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=sharing)
     batch = batch_of(case)
+    if case.device != "cpu":  # the first step compiles kernels
+        step.run(batch, InlineSource(teacher, config.sdpo, 0))
     before = _reset_peak(case.device)
     began = time.perf_counter()
     metrics = step.run(batch, InlineSource(teacher, config.sdpo, 0))
@@ -159,11 +192,90 @@ def _measured(case: Case, way: str) -> Measured:
     extra = _peak(case.device) - before
     tokens = {name: value for name, value in metrics.items() if name.startswith("tokens/")}
     began = time.perf_counter()
-    plan_step(batch, case.budget, sharing=way == "shared")
+    plan_step(batch, case.budget, sharing=sharing)
     planning = time.perf_counter() - began
     return Measured(
         took, planning, extra, {name: float(value or 0) for name, value in tokens.items()}
     )
+
+
+def teacher_views(case: Case) -> list[HintedView]:
+    """Return hinted views of rollouts with several error sites, `own` tokens apart."""
+    rng = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    shared, views = ids(case.shared), []
+    for number in range(ROLLOUTS):
+        context = shared + ids(OWN_PROMPT)
+        for site in range(SITES):
+            turn = ids(case.own)
+            view = view_of(str(number), context, turn, ids(HINT))
+            views.append(replace(view, turn=site))
+            context = context + turn
+    return views
+
+
+def compare_teacher(report: Report, case: Case) -> float:
+    """Measure a teacher's forwards both ways, in turns; return the ratio of their times."""
+    torch.set_num_threads(1)
+    model, views = model_of(case).eval(), teacher_views(case)
+    contexts = [view.teacher_ids for view in views]
+    sharing: dict[str, Sharing] = {
+        "dense": "off",
+        "shared": "levels" if case.device == "cpu" else "row",
+    }
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(3):
+        for way in WAYS:
+            began = time.perf_counter()
+            states = hinted_states(model, views, case.budget, sharing=sharing[way])
+            float(states.sum())  # waits for a device
+            took[way].append(time.perf_counter() - began)
+    dense, shared = (statistics.median(took[way]) for way in WAYS)
+    unique = unique_ids(contexts)
+    rows = [
+        ["dense", f"{dense:.2f} s", f"{sum(map(len, contexts)):,}"],
+        ["shared", f"{shared:.2f} s", f"{unique:,} unique"],
+        ["  shared / dense", f"{shared / dense:.3f}", ""],
+    ]
+    report.print_table(case.name, ["teacher", "forwards", "tokens"], rows)
+    report.figures[f"{case.name}: dense_s"] = round(dense, 3)
+    report.figures[f"{case.name}: shared_s"] = round(shared, 3)
+    return shared / dense
+
+
+def compare_plans(report: Report) -> None:
+    """Say what plans compute of the unique tokens, and the busiest rank's part of an even share."""
+    rows = []
+    for groups, prompt, longest, budget, ranks in PLANS:
+        rng = random.Random(0)
+        samples: list[PolicySample] = []
+        for _ in range(groups):
+            shared = [rng.randrange(VOCABULARY) for _ in range(prompt)]
+            for _ in range(ROLLOUTS):
+                own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, longest))]
+                samples.append(PolicySample(str(len(samples)), shared + own, [], [], 1.0, []))
+        began = time.perf_counter()
+        plans = plan_step(StepBatch(0, samples, [], []), budget, ranks, sharing="levels")
+        took = time.perf_counter() - began
+        unique = unique_ids([sample.ids for sample in samples])
+        loads = [
+            sum(
+                PrefixTree.planned([samples[n].ids for n in one.samples], "levels").computed
+                for one in plan.microbatches
+            )
+            for plan in plans
+        ]
+        computed, busiest = sum(loads) / unique, max(loads) * ranks / sum(loads)
+        name = (
+            f"{groups} groups, prompt {prompt:,}, answers to {longest:,}, {budget:,} a microbatch"
+        )
+        rows.append([f"{name}, {ranks} ranks", f"{computed:.3f}", f"{busiest:.3f}", f"{took:.3f}"])
+        report.figures[f"{name}, {ranks} ranks: computed_over_unique"] = round(computed, 4)
+        report.figures[f"{name}, {ranks} ranks: busiest_over_even"] = round(busiest, 4)
+    report.print_table("plans", ["a step", "computed / unique", "busiest / even", "s"], rows)
 
 
 def _reset_peak(device: str) -> int:
@@ -203,9 +315,11 @@ def compare(report: Report, case: Case, repeats: int) -> dict[str, float]:
     }
     rows = [[way, f"{took[way]:.2f} s", f"{extra[way] / MIB:,.0f} MiB"] for way in WAYS]
     rows.append(["  shared / dense", *(f"{ratios[key]:.3f}" for key in list(ratios)[:2])])
+    speed = {way: tokens["tokens/dense"] / took[way] for way in WAYS}
     report.print_table(case.name, ["step", "forward, backward, update", "peak memory"], rows)
     for way in WAYS:
         report.figures[f"{case.name}: {way}_s"] = round(took[way], 3)
+        report.figures[f"{case.name}: {way}_tokens_per_s"] = round(speed[way])
         report.figures[f"{case.name}: {way}_mib"] = round(extra[way] / MIB, 1)
     for name, value in tokens.items():
         report.figures[f"{case.name}: {name}"] = value
@@ -224,21 +338,31 @@ def cases(quick: bool, long: bool, device: str) -> dict[str, Case]:
         found["short"] = Case("prompt of 2,048", 2048, 256, device=device)
         found["late"] = Case("turns that branch after 6,144 of 8,192", 6144, 2048, device=device)
     found["nothing"] = Case("nothing shared", 0, 512 if quick else 2048, device=device)
+    sites = f"four error sites in each of eight rollouts after {size:,}"
+    found["teacher"] = Case(sites, size, 64 if quick else 256, device=device)
     return found
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", nargs="+", help="prompt, short, late, nothing, teacher, plans")
     parser.add_argument("--long", action="store_true", help="a prompt of 32,768 tokens alone")
     options = parser.parse_args()
     report = Report("prefix_tree")
     for name, case in cases(options.quick, options.long, options.device).items():
+        if options.only and name not in options.only:
+            continue
+        if name == "teacher":
+            report.ratios["teacher_time_over_dense"] = compare_teacher(report, case)
+            continue
         ratios = compare(report, case, 3 if name == "nothing" else 1 + options.quick)
         if name == "prompt":
             report.ratios.update(ratios)
         if name == "nothing":
             report.ratios["time_over_dense_unshared"] = ratios["time_over_dense"]
+    if not options.only or "plans" in options.only:
+        compare_plans(report)
     if options.quick:
         report.figures["note"] = "a prompt of 1,024 shares less: its own bars are 0.5 and 0.6"
     report.finish(options.json)

@@ -1,8 +1,8 @@
 """Options that several loss types of the policy channel share, as base sections."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import NotNegative, Positive, Section
 
@@ -79,7 +79,20 @@ class CorrectedLoss(BuiltInLoss):
         return self
 
 
-class RatioLoss(CorrectedLoss):
+class TokenLoss(CorrectedLoss):
+    """Options of losses with a term of its own for each token."""
+
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the step's tokens that have a policy gradient, those with the highest entropy at its
+    start (0.2 in arXiv 2506.01939); below 1 a step takes one forward more."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient, or its entropies matter."""
+        return super().trains_zero_advantages or self.top_entropy_quantile < 1
+
+
+class RatioLoss(TokenLoss):
     """Options of losses on the ratio of the policy to the sampling policy."""
 
     ratio_level: RatioLevel = "token"

@@ -23,6 +23,7 @@ from composer_mesh.configs.loss_options import (
     Loss,
     RatioLevel,
     RatioLoss,
+    TokenLoss,
     of_whole_rollouts,
 )
 
@@ -301,7 +302,7 @@ class DecoupledPpoLoss(BuiltInLoss):
         return of_whole_rollouts(self.ratio_level)
 
 
-class ReinforceLoss(CorrectedLoss):
+class ReinforceLoss(TokenLoss):
     """REINFORCE: advantage times log-prob, for runs without lag or with a correction."""
 
     type: Literal["reinforce"]

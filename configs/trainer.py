@@ -21,6 +21,10 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.custom_function import CustomFunction
 
+Sharing = Literal["off", "levels", "row"]
+"""How what sequences begin with is computed once: not at all, one forward for each level of a tree
+of prefixes, or the whole tree as one row of one forward."""
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -85,7 +89,7 @@ class TrainerConfig(Section):
 
     prefix_sharing: bool = False
     """Whether what the sequences of a microbatch begin with, such as the prompt of a group, is
-    computed once; for models with full attention."""
+    computed once; for models of full attention and of windows, with attention "sdpa" or "flex"."""
 
     attention: Literal["sdpa", "flex", "flash", "eager"] = "sdpa"
     """Attention implementation: torch's kernels, or on a GPU its compiled ones ("flex") or those of
@@ -137,20 +141,29 @@ class TrainerConfig(Section):
             return self.ranks > 1 or self.compute_dtype != "float32"
         return self.sharding == "fsdp2"
 
+    @property
+    def sharing(self) -> Sharing:
+        """How shared prefixes are computed: the kernels of flex skip what a row's mask hides."""
+        if not self.prefix_sharing:
+            return "off"
+        return "row" if self.attention == "flex" else "levels"
+
     @model_validator(mode="after")
     def _prefixes_can_be_shared(self) -> Self:
-        if not self.prefix_sharing:
-            return self
-        others = {
-            "compile": (self.compile, False),
-            "attention": (self.attention, "sdpa"),
-        }
-        for key, (value, needed) in others.items():
-            if value != needed:
-                raise ValueError(
-                    f"prefix_sharing is true but {key} is {value!r}: set {key} to {needed!r}, or "
-                    "prefix_sharing to false"
-                )
+        if self.prefix_sharing and self.attention in ("flash", "eager"):
+            why = (
+                "takes no mask of a tree" if self.attention == "flash" else "stores all its scores"
+            )
+            raise ValueError(
+                f"prefix_sharing is true but attention is {self.attention!r}, which {why}: set "
+                "attention to 'sdpa', on a GPU to 'flex', or prefix_sharing to false"
+            )
+        if self.compile and self.sharing == "levels":
+            raise ValueError(
+                "prefix_sharing and compile are true but attention is 'sdpa', where every layer "
+                "would be compiled several times, once for each kind of level: set compile or "
+                "prefix_sharing to false, or on a GPU attention to 'flex'"
+            )
         return self
 
     @model_validator(mode="after")

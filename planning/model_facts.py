@@ -19,6 +19,8 @@ from composer_mesh.planning.model_refusals import (
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
+SHARED_KINDS = frozenset({FULL, SLIDING})
+"""Kinds of layers across which prefixes are shared."""
 NOT_UPDATED_BY_VLLM = frozenset({"GptOssForCausalLM"})
 DELTA_NETS = ("Qwen3Next", "Qwen3_5", "OlmoHybrid", "KimiLinear")
 """How the names of classes begin whose linear attention is a gated delta rule."""
@@ -128,8 +130,16 @@ def _check_layers(facts: ModelFacts, config: Config) -> None:
             f"{facts.name} has layers of {states}, which carry a state from one packed sequence "
             "into the next: set trainer.packing to false"
         )
-    if trainer.prefix_sharing and (others := _others(facts, frozenset({FULL}))):
-        raise UnsupportedSharing(facts.name, f"prefixes are not shared across {others}")
+    if trainer.prefix_sharing and (others := _others(facts, SHARED_KINDS)):
+        raise UnsupportedSharing(facts.name, not_shared(others))
+
+
+def not_shared(others: str) -> str:
+    """Say why prefixes are not shared in a model with other kinds of layers."""
+    return (
+        f"it has layers of {others}, but prefixes are shared only across attention to all "
+        "positions or to a window, whose keys and values go from a prefix to what follows it"
+    )
 
 
 def _check_adapters(facts: ModelFacts, config: Config) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.batches import Skipped, StepBatch
 from composer_mesh.rollouts.step_plan import Microbatch, RankPlan, plan_step
 
@@ -41,7 +42,7 @@ def plan_views(
     budget: int,
     ranks: int,
     packed: bool,
-    sharing: bool,
+    sharing: Sharing,
 ) -> list[RankPlan]:
     """Return the views of each rank's microbatches, numbered through all parts of a batch.
 

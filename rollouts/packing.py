@@ -43,6 +43,19 @@ def packed_rows(lengths: Sequence[int]) -> list[list[int]]:
     return rows.rows
 
 
+def spread(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Divide indices into parts of about equal weight: heaviest first, to the lightest part.
+
+    Indices stay in order within each part.
+    """
+    loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
+    for place in sorted(range(len(weights)), key=lambda place: (-weights[place], place)):
+        part = min(range(parts), key=lambda part: (loads[part], part))
+        loads[part] += weights[place]
+        shares[part].append(place)
+    return [sorted(share) for share in shares]
+
+
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """Return indices from the longest to the shortest; equal lengths keep their order."""
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

@@ -2,6 +2,8 @@
 
     sequences of ids -> nodes (spans of ids) -> branches -> rows -> levels (one forward each)
 
+With `Sharing` "row" all of a tree is one row of one level. Otherwise:
+
 A node is a span of ids that follows the same ids in all its sequences. A branch is a small subtree
 in one piece, or a node whose subtree is too large for that. Level 0 holds the roots, and each
 further level continues the branches of the one before. Branches of one row follow the same row of
@@ -17,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from composer_mesh.configs.trainer import Sharing
+
 MIN_SHARED = 16
 """Ids that sequences share at least, to have a forward for them: a shorter span costs a forward
 more than it saves. Within a branch of several nodes every shared id is computed once."""
@@ -31,6 +35,9 @@ lost, but a row so short costs less than the forward and the padding that it sav
 ROW_SHARE = 4
 """The part of what it follows up to which a row of several nodes may be longer than `ROOM`."""
 
+ONE_ROW = 1 << 62
+"""The room of trees in one row, whose attention computes little of what a mask hides."""
+
 WIDE = 4
 """Rooms up to which the first level may have a mask, which grows with the square of its width."""
 
@@ -39,15 +46,17 @@ WIDE = 4
 class Node:
     """A span of ids from position `start` on, at `offset` of its branch.
 
-    The nodes that follow it in the branch end at `stop`.
+    Of the sequences in the order of their ids, those from `first` to before `last` pass through it.
+    A node follows another one if it is further on and its `first` is among the other's sequences.
     """
 
     ids: list[int]
     start: int
     parent: Node | None = field(repr=False)
     branch: Branch = field(repr=False)
-    offset: int = 0
-    stop: int = 0
+    offset: int
+    first: int
+    last: int
 
     @property
     def column(self) -> int:
@@ -103,14 +112,15 @@ class Level:
 
     @property
     def divides(self) -> bool:
-        """Whether it has nodes of one row that do not all follow each other."""
-        return any(len(branch.nodes) > 1 for branch in self.branches)
+        """Whether it has rows of several nodes, which do not all follow each other."""
+        return sum(len(branch.nodes) for branch in self.branches) > self.rows
 
     def place(self, previous: Level | None, room: int) -> None:
         """Give each branch its row and column: the longest first, where it fits first."""
         siblings: dict[int, list[Branch]] = {}
         for number, branch in enumerate(self.branches):
-            follows = number if branch.parent is None else branch.parent.branch.row
+            root = 0 if room == ONE_ROW else number
+            follows = root if branch.parent is None else branch.parent.branch.row
             siblings.setdefault(follows, []).append(branch)
         for follows, branches in siblings.items():
             before = 0 if previous is None else previous.before[follows] + previous.ends[follows]
@@ -171,6 +181,11 @@ class PrefixTree:
         for place, index in enumerate(order):
             leaves[index] = building.leaves[place]
         return cls(levels, [leaf for leaf in leaves if leaf is not None])
+
+    @classmethod
+    def planned(cls, sequences: Sequence[list[int]], sharing: Sharing) -> PrefixTree:
+        """Share what pays: level by level, or everything in one row."""
+        return cls.of(sequences, 1, ONE_ROW) if sharing == "row" else cls.of(sequences)
 
     @property
     def ids(self) -> int:
@@ -273,9 +288,6 @@ class _Building:
             for low, high, end, node in self._add(branch, todo.pop()):
                 families = list(self._families(low, high, end, 1))
                 todo += [(one, other, end, node) for one, other in reversed(families)]
-        for node in reversed(branch.nodes[1:]):
-            assert node.parent is not None, "only the first node follows another branch"
-            node.parent.stop = max(node.parent.stop, node.stop)
 
     def _add(self, branch: Branch, family: _Neighbours) -> list[_Neighbours]:
         """Add the node of what neighbours share to a branch; return those that go on after it."""
@@ -283,7 +295,7 @@ class _Building:
         end = min(self.shared[first + 1 : last], default=len(self.ordered[first]))
         ids = self.ordered[first][start:end]
         offset = branch.ids if branch.nodes else 0
-        node = Node(ids, start, parent, branch, offset, offset + len(ids))
+        node = Node(ids, start, parent, branch, offset, first, last)
         branch.nodes.append(node)
         while first < last and len(self.ordered[first]) == end:
             self.leaves[first] = node

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
+from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch
-from composer_mesh.rollouts.packing import check_fits, microbatches
+from composer_mesh.rollouts.packing import check_fits, microbatches, spread
 from composer_mesh.rollouts.prefix_tree import PrefixTree
-from composer_mesh.rollouts.shared_plan import Part, parts_of, shared_microbatches
+from composer_mesh.rollouts.shared_plan import (
+    Part,
+    balanced_parts,
+    parts_of,
+    shared_microbatches,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +50,11 @@ class RankPlan:
 class Rounds:
     """Number of forwards that all ranks of a sharded model run in a step: that of the busiest rank.
 
-    `trained` counts those of each microbatch, and `teacher` those of a teacher inside the trainer;
-    each of the `large_pairs` takes two without and two with gradients.
+    `trained` counts those of each microbatch; each of the `large_pairs` takes two without and two
+    with gradients.
     """
 
     trained: list[int]
-    teacher: list[int]
     pairs: int
     large_pairs: int
 
@@ -59,7 +64,11 @@ class Rounds:
 
 
 def plan_step(
-    batch: StepBatch, budget: int, ranks: int = 1, packed: bool = False, sharing: bool = False
+    batch: StepBatch,
+    budget: int,
+    ranks: int = 1,
+    packed: bool = False,
+    sharing: Sharing = "off",
 ) -> list[RankPlan]:
     """Divide a step over ranks by tokens, and each rank's share into microbatches of `budget`.
 
@@ -77,9 +86,9 @@ def plan_step(
             )
         by_sample.setdefault(owners[view.trace_id], []).append(place)
     lengths = [len(sample.ids) for sample in batch.samples]
-    if sharing:
+    if sharing != "off":
         check_fits(lengths, budget)
-        return _shared_plans(batch, by_sample, budget, ranks)
+        return _shared_plans(batch, by_sample, budget, ranks, sharing)
     shares = spread(lengths, ranks)
     tokens = [pair_tokens(pair) for pair in batch.pairs]
     return [
@@ -92,14 +101,50 @@ def plan_step(
 
 def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Rounds:
     """Return the common number of forwards for these plans; the same on every rank."""
-    rows = list(zip_longest(*(plan.microbatches for plan in plans), fillvalue=Microbatch([], [])))
-    teacher = [
-        max(len(teacher_groups([batch.views[place] for place in one.views], budget)) for one in row)
-        for row in rows
-    ]
+    trained = [max(one.forwards for one in row) for row in _at_once(plans)]
     pairs = max(len(pair_groups(batch.pairs, plan.pairs, budget)) for plan in plans)
     large = max(len(plan.large_pairs) for plan in plans)
-    return Rounds([max(one.forwards for one in row) for row in rows], teacher, pairs, large)
+    return Rounds(trained, pairs, large)
+
+
+def teacher_rounds(
+    batch: StepBatch, plans: Sequence[RankPlan], budget: int, sharing: Sharing = "off"
+) -> list[int]:
+    """Return the forwards of a sharded teacher in each microbatch: those of the busiest rank."""
+
+    def forwards(views: Sequence[HintedView]) -> int:
+        groups = teacher_groups(views, budget, sharing)
+        return sum(
+            _forwards([views[one].teacher_ids for one in group], sharing) for group in groups
+        )
+
+    return [
+        max(forwards([batch.views[place] for place in one.views]) for one in row)
+        for row in _at_once(plans)
+    ]
+
+
+def reference_rounds(
+    batch: StepBatch, plans: Sequence[RankPlan], sharing: Sharing = "off"
+) -> list[int]:
+    """Return the forwards of a sharded reference, which scores the samples of each microbatch."""
+    return [
+        max(_forwards([batch.samples[place].ids for place in one.samples], sharing) for one in row)
+        for row in _at_once(plans)
+    ]
+
+
+def _forwards(sequences: Sequence[list[int]], sharing: Sharing) -> int:
+    """Return how many forwards of a model compute some sequences, none if there are none."""
+    if not sequences or sharing == "off":
+        return min(1, len(sequences))
+    return PrefixTree.planned(sequences, sharing).forwards
+
+
+def _at_once(plans: Sequence[RankPlan]) -> list[tuple[Microbatch, ...]]:
+    """Return the microbatches that ranks train at the same time, empty ones where one has none."""
+    empty = Microbatch([], [])
+    return list(zip_longest(*(plan.microbatches for plan in plans), fillvalue=empty))
 
 
 def pair_sides(pair: PairSample) -> list[list[int]]:
@@ -114,34 +159,21 @@ def pair_groups(pairs: Sequence[PairSample], places: Sequence[int], budget: int)
 
 
 def teacher_groups(
-    views: Sequence[HintedView], budget: int, sharing: bool = False
+    views: Sequence[HintedView], budget: int, sharing: Sharing = "off"
 ) -> list[list[int]]:
     """Group indices of views whose hinted contexts share a forward of a teacher."""
     lengths = [len(view.teacher_ids) for view in views]
-    if not sharing:
+    if sharing == "off":
         return microbatches(lengths, budget)
     check_fits(lengths, budget)
-    parts = parts_of([[view.teacher_ids] for view in views], budget)
-    groups = shared_microbatches(parts, budget)
+    parts = parts_of([[view.teacher_ids] for view in views], budget, sharing)
+    groups = shared_microbatches(parts, budget, sharing)
     return [[unit for index in group for unit in parts[index].units] for group in groups]
 
 
 def pair_tokens(pair: PairSample) -> int:
     """Return the padded tokens of both sides of a pair."""
     return 2 * (len(pair.context_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
-
-
-def spread(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide indices into parts of about equal weight: heaviest first, to the lightest part.
-
-    Indices stay in order within each part.
-    """
-    loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
-    for place in sorted(range(len(weights)), key=lambda place: (-weights[place], place)):
-        part = min(range(parts), key=lambda part: (loads[part], part))
-        loads[part] += weights[place]
-        shares[part].append(place)
-    return [sorted(share) for share in shares]
 
 
 def split_views(views: Sequence[HintedView], parts: int) -> list[range]:
@@ -183,27 +215,32 @@ def _microbatches(
 
 
 def _shared_plans(
-    batch: StepBatch, by_sample: dict[int, list[int]], budget: int, ranks: int
+    batch: StepBatch,
+    by_sample: dict[int, list[int]],
+    budget: int,
+    ranks: int,
+    sharing: Sharing,
 ) -> list[RankPlan]:
     """Divide samples and pairs, of which those that begin alike stay together.
 
     Pairs that begin like no sample have microbatches of their own, as without sharing.
     """
-    tokens = [PrefixTree.of(pair_sides(pair)).computed for pair in batch.pairs]
+    tokens = [PrefixTree.planned(pair_sides(pair), sharing).computed for pair in batch.pairs]
     pairs, large = _by_size(range(len(tokens)), tokens, budget)
     units = [[sample.ids] for sample in batch.samples]
-    parts = parts_of([*units, *(pair_sides(batch.pairs[place]) for place in pairs)], budget)
+    units += [pair_sides(batch.pairs[place]) for place in pairs]
+    parts = balanced_parts(units, budget, ranks, sharing)
     plans = []
     alone = spread([tokens[place] for place in large], ranks)
     shares = spread([part.tokens for part in parts], ranks)
     for share, others in zip(shares, alone, strict=True):
         own = [parts[index] for index in share]
-        with_samples = [one for one in own if min(one.units) < len(units)]
-        without = [one for one in own if min(one.units) >= len(units)]
+        with_samples = [one for one in own if min(one.units) < len(batch.samples)]
+        without = [one for one in own if min(one.units) >= len(batch.samples)]
         micros = [
-            _shared([kind[index] for index in one], batch, pairs, by_sample)
+            _shared([kind[index] for index in one], batch, pairs, by_sample, sharing)
             for kind in (with_samples, without)
-            for one in shared_microbatches(kind, budget)
+            for one in shared_microbatches(kind, budget, sharing)
         ]
         ordered = sorted(micros, key=lambda one: bool(one.views))
         plans.append(RankPlan(ordered, [], [large[index] for index in others]))
@@ -215,6 +252,7 @@ def _shared(
     batch: StepBatch,
     fitting: Sequence[int],
     by_sample: dict[int, list[int]],
+    sharing: Sharing,
 ) -> Microbatch:
     """Return the microbatch of some parts, whose units are the samples and then `fitting` pairs."""
     first_pair = len(batch.samples)
@@ -224,4 +262,4 @@ def _shared(
     pairs = [fitting[unit - first_pair] for unit in units if unit >= first_pair]
     sequences = [batch.samples[place].ids for place in samples]
     sequences += [side for place in pairs for side in pair_sides(batch.pairs[place])]
-    return Microbatch(samples, views, pairs, PrefixTree.of(sequences).forwards)
+    return Microbatch(samples, views, pairs, _forwards(sequences, sharing))

@@ -72,7 +72,7 @@ class Learner:
             follows=True,
             copied=lambda _: self._frozen_teacher(folder),
             vocabulary=teacher_vocabulary(config.sdpo, folder),
-            sharing=config.trainer.prefix_sharing and not config.trainer.sharded,
+            sharing=config.trainer.sharing,
         )
 
     def _frozen_teacher(self, folder: Path) -> Any:

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
 from composer_mesh.actors.learning.requested_fields import requested_fields
 from composer_mesh.actors.learning.running_call import RunningCall
+from composer_mesh.actors.learning.step_start import StepStart
 from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
 from composer_mesh.configs import losses as configs
+from composer_mesh.configs.loss_options import TokenLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
     LossInputs,
@@ -67,7 +68,7 @@ RATIO_LOSSES: dict[str, Loss] = {
     "gmpo": gmpo_loss,
     "vespo": vespo_loss,
 }
-OF_THE_CHANNEL = {"type", "entropy_coef", "off_policy_threshold"}
+OF_THE_CHANNEL = {"type", "entropy_coef", "off_policy_threshold", "top_entropy_quantile"}
 OF_THE_CHANNEL |= {"correction", "correction_maximum", "correction_minimum"}
 """Config keys that are not keyword arguments of the loss function."""
 Corrected = RatioLoss | configs.ReinforceLoss
@@ -80,7 +81,8 @@ class Tokens:
 
     All are [B, T - 1] except advantages, which are [B] if no sequence has one for each token.
     `current` is True at ids sampled by the version that is being trained; `start` are the trainer's
-    own log-probs before the step's first update, without a gradient.
+    own log-probs before the step's first update, without a gradient. `chosen` is 0 at tokens that
+    have no policy gradient, else 1; None if all have one.
     """
 
     logprobs: Tensor
@@ -90,6 +92,7 @@ class Tokens:
     advantages: Tensor
     mask: Tensor
     current: Tensor
+    chosen: Tensor | None
 
 
 class PolicyChannel:
@@ -107,6 +110,9 @@ class PolicyChannel:
         self._loss, self._temperature = config.loss, config.generator.temperature
         written = config.environment.max_turns * config.generator.max_new_tokens
         self._longest = min(written, config.policy.max_context)
+        self._chosen_share = 1.0
+        if isinstance(config.loss, TokenLoss):
+            self._chosen_share = config.loss.top_entropy_quantile
         self._reference = reference if config.loss.needs_reference else None
         if config.loss.needs_reference and reference is None:
             raise ValueError(f"loss {config.loss.type!r} needs a reference model: load one")
@@ -159,40 +165,52 @@ class PolicyChannel:
             rows_entropy, rows, model.weight, bias=model.bias, softcap=model.softcap
         )
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a frozen policy in this process."""
+        return self._reference is not None
+
     @torch.no_grad()
-    def skip(self) -> None:
-        """Run the reference's forward to match ranks that have samples where this one has none."""
-        if self._reference is not None:
+    def run_with_others(self, forwards: int) -> None:
+        """Run a sharded reference as often as the rank whose microbatch needs most forwards of it.
+
+        Those of the microbatch's own samples, which `loss` has just run, count.
+        """
+        if self._reference is None:
+            return
+        for _ in range(forwards - self._reference.forwards):
             self._reference.dummy_forward()
-            release(self._reference.model)
+        self._reference.forwards = 0
+        release(self._reference.model)
 
     def begin_step(self) -> None:
         """Forget the previous step."""
         self._custom_metrics: dict[str, MetricSum] = {}
         self._logprob_mismatch = LogprobMismatch(self._bound)
-        self._start: dict[str, Tensor] = {}
+        self._start = StepStart(self._temperature, self._chosen_share)
         self._moved = False
 
     def updated(self) -> None:
         """Note that the weights are no longer those of the step's start."""
         self._moved = True
 
-    @property
-    def needs_start(self) -> bool:
-        """Whether later updates of a step need the log-probs of its start."""
+    def needs_start(self, updates: int) -> bool:
+        """Whether so many updates of a step need the log-probs or entropies of its start."""
         loss = self._loss
-        return isinstance(loss, configs.DecoupledPpoLoss) or (
-            isinstance(loss, Corrected) and loss.correction != "none"
-        )
+        if isinstance(loss, Corrected):
+            chosen = isinstance(loss, TokenLoss) and loss.top_entropy_quantile < 1
+            return chosen or (updates > 1 and loss.correction != "none")
+        return isinstance(loss, configs.DecoupledPpoLoss) and updates > 1
 
     def remember(
         self, model: LanguageModel, samples: Sequence[PolicySample], hidden: HiddenStates
     ) -> None:
-        """Keep the log-probs of some samples for the updates of the step."""
-        ids, mask = _ids_and_mask(samples, hidden.computed.device)
-        found = model.logprobs(hidden, ids, mask, self._temperature)
-        for sample, row in zip(samples, found, strict=True):
-            self._start[sample.trace_id] = row[: len(sample.ids) - 1].cpu()
+        """Keep what the updates of the step need of some samples."""
+        self._start.add(model, samples, hidden, *_ids_and_mask(samples, hidden.computed.device))
+
+    def remembered(self, ranks: Ranks) -> None:
+        """Note that all samples of the step are remembered. Collective."""
+        self._start.choose(ranks)
 
     def measured(self) -> Any:
         """Return the metrics so far, for `forget_since`."""
@@ -243,20 +261,16 @@ class PolicyChannel:
             with torch.no_grad():
                 states = self._reference.hidden(sequences)
                 reference = self._reference.logprobs(states, ids, mask, self._temperature)
-            release(self._reference.model)
         logprobs = model.logprobs(hidden, ids, mask, self._temperature)
-        start = logprobs.detach()
-        if self._start:
-            rows = [self._start[sample.trace_id] for sample in samples]
-            start = pad_sequence(rows, batch_first=True).to(device)
         return Tokens(
             logprobs=logprobs,
-            start=start,
+            start=self._start.logprobs(samples, device) if self._start else logprobs.detach(),
             sampling=padded([sample.logprobs for sample in samples])[:, 1:].to(device),
             reference=reference,
             advantages=advantages_of(samples).to(device),
             mask=mask,
             current=(padded([sample.versions for sample in samples])[:, 1:] == version).to(device),
+            chosen=self._start.chosen(samples, device),
         )
 
     def _custom(
@@ -329,6 +343,7 @@ def policy_loss(
             options |= {"rejection": Rejection(**loss.rejection.model_dump())}
             return decoupled_ppo_loss(now, tokens.start, then, advantages, mask, **options)
         case configs.ReinforceLoss():
+            weights = _product(weights, tokens.chosen)
             return reinforce_loss(now, advantages, mask, sampling_weights=weights, **options)
     raise AssertionError(f"the config has a loss that nobody computes: {loss.type}")
 
@@ -365,7 +380,8 @@ def _ratio_loss(
             tokens.mask,
             threshold=off_policy_threshold,
         )
-        weights = kept if weights is None else weights * kept
+        weights = _product(weights, kept)
+    weights = _product(weights, tokens.chosen)
     return RATIO_LOSSES[loss.type](
         tokens.logprobs,
         old,
@@ -374,6 +390,13 @@ def _ratio_loss(
         sampling_weights=weights,
         **options,
     )
+
+
+def _product(weights: Tensor | None, others: Tensor | None) -> Tensor | None:
+    """Return the product of weights of tokens, where None are ones."""
+    if weights is None or others is None:
+        return others if weights is None else weights
+    return weights * others
 
 
 def _options(loss: configs.LossConfig) -> dict[str, Any]:

@@ -41,7 +41,9 @@ from composer_mesh.rollouts.step_plan import (
     Rounds,
     pair_groups,
     plan_step,
+    reference_rounds,
     rounds_of,
+    teacher_rounds,
 )
 
 
@@ -58,6 +60,8 @@ class _Pass:
     rounds: Rounds
     counts: BatchCounts
     first: int
+    reference: list[int] = field(default_factory=list)
+    """Forwards of a sharded reference in each microbatch; empty for one on this rank alone."""
     sums: StepSums = field(default_factory=StepSums)
     lost: bool = False
 
@@ -84,12 +88,11 @@ class ThreeChannelStep:
     ) -> None:
         self._config, self._ranks = config, ranks or Ranks()
         self._packed, self._budget = config.trainer.packing, config.trainer.microbatch_tokens
-        self._sharing, self._sharded = config.trainer.prefix_sharing, is_sharded(model)
+        self._sharing, self._sharded = config.trainer.sharing, is_sharded(model)
         self._model = LanguageModel(model, self._packed, self._sharing)
         frozen = None
         if reference is not None:
-            sharing = self._sharing and not self._sharded  # else ranks differ in forwards
-            frozen = LanguageModel(reference, self._packed, sharing)
+            frozen = LanguageModel(reference, self._packed, self._sharing)
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config)
         self._replay = ReplayChannel(config.replay)
@@ -118,7 +121,7 @@ class ThreeChannelStep:
         found: list[int] = []
         for part in self._parts(batch):
             plans = self._plans(part)
-            own = self._rounds(part, plans).teacher
+            own = teacher_rounds(part, self._together(plans), self._budget, self._sharing)
             found += own + [0] * (_most_microbatches(plans) - len(own))
         return found
 
@@ -128,8 +131,11 @@ class ThreeChannelStep:
 
     def _rounds(self, batch: StepBatch, plans: Sequence[RankPlan]) -> Rounds:
         """Return the number of model forwards that this rank runs in an update."""
-        together = plans if self._sharded else [plans[self._ranks.rank]]
-        return rounds_of(batch, together, self._budget)
+        return rounds_of(batch, self._together(plans), self._budget)
+
+    def _together(self, plans: Sequence[RankPlan]) -> Sequence[RankPlan]:
+        """Return the plans of the ranks that run forwards together with this one."""
+        return plans if self._sharded else [plans[self._ranks.rank]]
 
     def _plans(self, batch: StepBatch) -> list[RankPlan]:
         return plan_step(batch, self._budget, self._ranks.size, self._packed, self._sharing)
@@ -151,7 +157,7 @@ class ThreeChannelStep:
         parts, first, sums = self._parts(batch), 0, list[StepSums]()
         norms, rate, lost = list[float](), 0.0, False
         self._policy.begin_step()
-        if len(parts) > 1 and self._policy.needs_start:
+        if self._policy.needs_start(len(parts)):
             self._remember_start(parts[: len(parts) // self._config.trainer.epochs])
         for part in parts:
             plans, measured = self._plans(part), self._policy.measured()
@@ -191,6 +197,7 @@ class ThreeChannelStep:
                     left -= microbatch.forwards
                 for _ in range(left if self._sharded else 0):
                     self._model.dummy_forward()
+        self._policy.remembered(self._ranks)
 
     def _accumulate(
         self,
@@ -202,8 +209,10 @@ class ThreeChannelStep:
         """Accumulate the gradients of this rank's share of an update, starting from zero."""
         plan, rounds = plans[self._ranks.rank], self._rounds(batch, plans)
         one = _Pass(batch, source, plan, rounds, batch.counts(), first)
+        if self._sharded and self._policy.has_reference:
+            one.reference = reference_rounds(batch, plans, self._sharing)
         self._update.begin()
-        if self._sharing:
+        if self._sharing != "off":
             one.sums.figures["tokens/unique"] += _unique_tokens(batch, plan)
         for index in range(rounds.microbatches):
             if index < len(plan.microbatches):
@@ -253,7 +262,7 @@ class ThreeChannelStep:
         hidden = self._model.hidden([*own, *others])
         missing = one.rounds.trained[index] - microbatch.forwards if self._sharded else 0
         losses = [self._model.dummy_forward() for _ in range(missing)]
-        if self._sharing:
+        if self._sharing != "off":
             one.sums.figures["tokens/dense"] += sum(map(len, [*own, *others]))
             one.sums.figures["tokens/computed"] += len(hidden.computed)
         if samples:
@@ -276,6 +285,7 @@ class ThreeChannelStep:
     ) -> Tensor:
         """Return the weighted sum of the policy and the SDPO loss of some samples."""
         loss = self._policy.loss(self._model, samples, hidden, one.counts, one.sums.figures)
+        self._policy.run_with_others(one.reference[index] if one.reference else 0)
         one.sums.add("policy", loss)
         sdpo = self._distil(index, microbatch, samples, hidden, one)
         if sdpo is None:
@@ -335,7 +345,7 @@ class ThreeChannelStep:
 
     def _skip_traces(self, index: int, one: _Pass) -> None:
         """Run the frozen models to match ranks that have samples where this one has none."""
-        self._policy.skip()
+        self._policy.run_with_others(one.reference[index] if one.reference else 0)
         if one.source is not None:
             one.source.skip(one.first + index)
 

@@ -16,20 +16,22 @@ from torch import Tensor
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.packed import Packed
 from composer_mesh.actors.models.shared_prefixes import shared_states
+from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
+from composer_mesh.planning.model_facts import FULL, SHARED_KINDS, SLIDING, not_shared
 from composer_mesh.planning.model_refusals import (
     UnsupportedHead,
     UnsupportedPacking,
     UnsupportedSharing,
 )
-from composer_mesh.rollouts.prefix_tree import MIN_SHARED, PrefixTree
+from composer_mesh.rollouts.prefix_tree import MIN_SHARED, ROOM, PrefixTree
 
 STATES = "decoder_states"
 PROBE_IDS = 3
 PROBE_SCALE = 1e3
 PROBE_TOLERANCE = 1e-3
-FULL = "full_attention"
+PROBE_WINDOW = 8
 MULTIPLIERS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
 """What configs call the number by which a model scales its logits."""
 
@@ -40,15 +42,15 @@ class LanguageModel:
     With `packing`, several sequences share an input row; with `sharing`, what several of them begin
     with is computed once. Of a sharded model only `hidden`
     communicates with other ranks, so all ranks must call it equally often, in the same order; its
-    head is gathered from then on until the backward.
+    head is gathered from then on until the backward. `forwards` counts those that have run.
     """
 
-    def __init__(self, model: Any, packing: bool = False, sharing: bool = False) -> None:
-        self.model, self._sharing = model, sharing
+    def __init__(self, model: Any, packing: bool = False, sharing: Sharing = "off") -> None:
+        self.model, self._sharing, self.forwards = model, sharing, 0
         self._head = model.get_output_embeddings()
         self._packing = packing
         # A sharded model has its own method, which gathers weights first.
-        self._states = getattr(model, STATES, None) or partial(decoder_states, model)
+        self._decoder = getattr(model, STATES, None) or partial(decoder_states, model)
 
     @property
     def device(self) -> torch.device:
@@ -103,25 +105,40 @@ class LanguageModel:
 
     @torch.no_grad()
     def check_sharing(self) -> None:
-        """Raise `UnsupportedSharing` unless shared prefixes leave the hidden states unchanged."""
-        name = type(self.model).__name__
-        if others := layers_without_full_attention(self.model.config):
-            raise UnsupportedSharing(name, f"prefixes are not shared across {others}")
-        prompt = [*range(PROBE_IDS)] * MIN_SHARED
-        sequences = [[*prompt, last, 0] for last in range(PROBE_IDS)]
-        apart = self._padded(sequences).whole()
-        shared = shared_states(self._states, PrefixTree.of(sequences), self.device).whole()
-        difference = float((apart - shared).abs().max())
-        if not difference <= PROBE_TOLERANCE * max(1.0, float(apart.abs().max())):
+        """Raise `UnsupportedSharing` unless shared prefixes leave the hidden states unchanged.
+
+        Compares levels as well as one row. Windows are narrow meanwhile, so that few ids show them.
+        """
+        name, config = type(self.model).__name__, self.model.config.get_text_config()
+        if others := ", ".join(sorted(set(layer_kinds(config)) - SHARED_KINDS)):
+            raise UnsupportedSharing(name, not_shared(others))
+        window = getattr(config, "sliding_window", None)
+        try:
+            if window is not None:
+                config.sliding_window = min(window, PROBE_WINDOW)
+            difference, largest = self._sharing_difference()
+        finally:
+            if window is not None:
+                config.sliding_window = window
+        if not difference <= PROBE_TOLERANCE * max(1.0, largest):
             reason = f"hidden states with shared prefixes differ by up to {difference:.3g}"
             raise UnsupportedSharing(name, reason)
 
+    def _sharing_difference(self) -> tuple[float, float]:
+        """Return by how much states with and without sharing differ, and the largest of them."""
+        prompt = [*range(PROBE_IDS)] * MIN_SHARED
+        sequences = [[*prompt, last, 0] for last in range(PROBE_IDS)]
+        apart = self._padded(sequences).whole()
+        trees = [PrefixTree.of(sequences, room=room) for room in (0, ROOM)]
+        found = [float((apart - self._shared(tree).whole()).abs().max()) for tree in trees]
+        return max(found), float(apart.abs().max())
+
     def hidden(self, sequences: Sequence[list[int]]) -> HiddenStates:
         """Return the last hidden states, normed, of some sequences."""
-        if self._sharing and len(sequences) > 1:
-            tree = PrefixTree.of(sequences)
+        if self._sharing != "off" and len(sequences) > 1:
+            tree = PrefixTree.planned(sequences, self._sharing)
             if tree.pays:
-                return shared_states(self._states, tree, self.device)
+                return self._shared(tree)
         if self._packing and len(sequences) > 1:
             return self._packed(sequences)
         return self._padded(sequences)
@@ -130,6 +147,16 @@ class LanguageModel:
         """Return a zero that depends on every weight: the contribution of a rank without data."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         return 0 * self.logprobs(self.hidden(ids.tolist()), ids, ids[:, 1:] == 0).sum()
+
+    def _states(self, **inputs: Any) -> Tensor:
+        self.forwards += 1
+        states: Tensor = self._decoder(**inputs)
+        return states
+
+    def _shared(self, tree: PrefixTree) -> HiddenStates:
+        config = self.model.config
+        flex = config._attn_implementation == "flex_attention"
+        return shared_states(self._states, tree, self.device, windows_of(config), blocks=flex)
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         # No mask: causal attention never sees padding on the right.
@@ -170,18 +197,19 @@ def is_plain(difference: float, own: Tensor) -> bool:
     return difference <= PROBE_TOLERANCE * max(1.0, float(own.abs().max()))
 
 
-def layers_without_full_attention(config: Any) -> str:
-    """Return what kinds of layers a model has that do not attend to all positions; else empty."""
-    return ", ".join(sorted(set(layer_kinds(config)) - {FULL}))
-
-
 def layer_kinds(config: Any) -> tuple[str, ...]:
     """Return the kinds of a model's layers, those of its text part where it has several parts."""
     text = config.get_text_config()
     kinds = tuple(getattr(text, "layer_types", None) or ())
     if not kinds and getattr(text, "sliding_window", None) is not None:
-        return ("sliding_attention",)
+        return (SLIDING,)
     return kinds or (FULL,)
+
+
+def windows_of(config: Any) -> dict[str, int | None]:
+    """Return how far each kind of a model's layers looks back; None for all positions."""
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    return {kind: window if kind == SLIDING else None for kind in layer_kinds(config)}
 
 
 def decoder_states(model: Any, **inputs: Any) -> Tensor:

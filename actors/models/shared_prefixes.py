@@ -11,8 +11,7 @@ Axes: R rows and L length of a level; P length of the levels before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
+from composer_mesh.actors.models.tree_masks import PADDING, Places, Windows, attention_masks
 from composer_mesh.rollouts.prefix_tree import Branch, Level, PrefixTree
+
+EVERYWHERE: Windows = {"full_attention": None}
 
 Pairs = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [R, heads, P, D] by the number of a layer."""
@@ -59,37 +61,51 @@ class LevelCache(Cache):
 
 
 def shared_states(
-    states_of: Callable[..., Tensor], tree: PrefixTree, device: torch.device
+    states_of: Callable[..., Tensor],
+    tree: PrefixTree,
+    device: torch.device,
+    windows: Windows = EVERYWHERE,
+    blocks: bool = False,
 ) -> HiddenStates:
     """Return the states of a tree's sequences. `states_of` is the model's, [R, L, H] of ids [R, L].
 
-    Runs one forward for each level.
+    Runs one forward for each level. `windows` are those of the kinds of layers; masks are dense, or
+    of `blocks` for FlexAttention.
     """
-    places: dict[int, int] = {}
+    begins: dict[int, int] = {}
     computed: list[Tensor] = []
-    first_columns: list[int] = []
     cached: Pairs = {}
+    before: Places | None = None
     done = width = 0
     for number, level in enumerate(tree.levels):
-        ids, positions = _rows(level, width)
-        first_columns.append(width)
-        places |= {
+        follows = torch.tensor(level.follows)
+        ids, queries = _rows(level, width)
+        begins |= {
             id(node): done + branch.row * level.width + node.column
             for branch in level.branches
             for node in branch.nodes
         }
-        inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device)}
+        keys = queries if before is None else before.at(follows).then(queries)
+        inputs: dict[str, Any] = {}
+        if len(tree.levels) > 1:
+            inputs["past_key_values"] = LevelCache(_followed(cached, level, tree, number))
         if number or level.divides:
-            inputs["attention_mask"] = _mask(level, first_columns).to(device)
-        cache = LevelCache(_followed(cached, level, tree.levels[number - 1] if number else None))
-        computed.append(states_of(**inputs, past_key_values=cache).flatten(0, 1))
-        cached, width, done = cache.after, width + level.width, done + ids.numel()
-    return HiddenStates(torch.cat(computed), _places(tree, places).to(device))
+            rows = _distinct_rows(level, device)
+            asked, seen = (one.to(device).at(rows) for one in (queries, keys))
+            inputs["attention_mask"] = attention_masks(asked, seen, windows, blocks)
+        states = states_of(
+            input_ids=ids.to(device), position_ids=queries.positions.to(device), **inputs
+        )
+        computed.append(states.flatten(0, 1))
+        before, width, done = keys, width + level.width, done + ids.numel()
+        if "past_key_values" in inputs:
+            cached = inputs["past_key_values"].after
+    return HiddenStates(torch.cat(computed), _places(tree, begins).to(device))
 
 
-def _followed(cached: Pairs, level: Level, before: Level | None) -> Pairs:
+def _followed(cached: Pairs, level: Level, tree: PrefixTree, number: int) -> Pairs:
     """Return the keys and values that each row of a level follows."""
-    if before is None or level.follows == list(range(before.rows)):
+    if not number or level.follows == list(range(tree.levels[number - 1].rows)):
         return cached
     device = next(iter(cached.values()))[0].device
     rows = torch.tensor(level.follows, device=device)
@@ -99,83 +115,43 @@ def _followed(cached: Pairs, level: Level, before: Level | None) -> Pairs:
     }
 
 
-def _rows(level: Level, before: int) -> tuple[Tensor, Tensor]:
-    """Return a level's ids and positions [R, L]; those of padding are below `before` + L."""
+def _rows(level: Level, before: int) -> tuple[Tensor, Places]:
+    """Return a level's ids [R, L] and their places; positions of padding are below `before` + L."""
     ids = torch.zeros(level.rows, level.width, dtype=torch.long)
+    first, last = torch.full_like(ids, PADDING), torch.full_like(ids, PADDING + 1)
     positions = torch.arange(before, before + level.width).repeat(level.rows, 1)
     for branch in level.branches:
         for node in branch.nodes:
-            span = slice(node.column, node.column + len(node.ids))
-            ids[branch.row, span] = torch.as_tensor(node.ids)
-            positions[branch.row, span] = torch.arange(node.start, node.start + len(node.ids))
-    return ids, positions
+            span = branch.row, slice(node.column, node.column + len(node.ids))
+            ids[span] = torch.as_tensor(node.ids)
+            positions[span] = torch.arange(node.start, node.start + len(node.ids))
+            first[span], last[span] = node.first, node.last
+    return ids, Places(first, last, positions)
 
 
-def _mask(level: Level, first_columns: Sequence[int]) -> Tensor:
-    """Return which keys [R, 1, L, P + L] each position sees: its ancestors, and its node so far.
+def _distinct_rows(level: Level, device: torch.device) -> Tensor:
+    """Return the rows of a level that need masks of their own: the longest where all see alike.
 
-    Its first axis is 1 where all rows see alike.
+    So they do where each is a single node after nodes at the same columns: what a shorter row sees
+    past its end has no meaning.
     """
-    rows: list[list[_Seen]] = [[] for _ in range(level.rows)]
-    for branch in level.branches:
-        rows[branch.row].append(_seen(branch, first_columns))
-    if all(len(row) == 1 and row[0].is_path and row[0].before == rows[0][0].before for row in rows):
-        rows = rows[:1]
-    before, length = first_columns[-1], level.width
-    mask = torch.zeros(len(rows), 1, length, before + length, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        if len(row) == 1 and row[0].is_path:  # padding continues the only node
-            _show(
-                mask[number, 0],
-                replace(row[0], first=0, ends=torch.full((length,), length)),
-                before,
-            )
-            continue
-        mask[number, 0, :, before:] = torch.eye(length, dtype=torch.bool)  # padding sees itself
-        for seen in row:
-            _show(mask[number, 0], seen, before)
-    return mask
+    paths = {_columns_before(branch) for branch in level.branches}
+    alike = len(paths) == 1 and len(level.nodes) == level.rows
+    longest = max(range(level.rows), key=lambda row: level.ends[row])
+    return torch.tensor([longest] if alike else list(range(level.rows)), device=device)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Where a branch begins in its row, and the columns of the nodes before it among all keys.
-
-    A position at offset q of the branch sees offset k <= q where q < `ends[k]`: where what follows
-    k's node ends.
-    """
-
-    first: int
-    ends: Tensor
-    is_path: bool
-    before: list[tuple[int, int]]
-
-
-def _seen(branch: Branch, first_columns: Sequence[int]) -> _Seen:
+def _columns_before(branch: Branch) -> tuple[tuple[int, int, int], ...]:
+    """Return level, column and length of each node before a branch."""
     above = [] if branch.parent is None else [branch.parent, *branch.parent.ancestors()]
-    starts = [(first_columns[one.branch.level] + one.column, len(one.ids)) for one in above]
-    stops = torch.tensor([node.stop for node in branch.nodes])
-    lengths = torch.tensor([len(node.ids) for node in branch.nodes])
-    ends = stops.repeat_interleave(lengths)
-    return _Seen(branch.column, ends, len(branch.nodes) == 1, starts)
+    return tuple((one.branch.level, one.column, len(one.ids)) for one in above)
 
 
-def _show(mask: Tensor, seen: _Seen, before: int) -> None:
-    """Set what a branch's positions see in the mask [L, P + L] of its row."""
-    count = len(seen.ends)
-    own = slice(seen.first, seen.first + count)
-    offsets = torch.arange(count)
-    follows = offsets[:, None] < seen.ends[None, :]
-    mask[own, before + seen.first : before + seen.first + count] = follows.tril()
-    for column, length in seen.before:
-        mask[own, column : column + length] = True
-
-
-def _places(tree: PrefixTree, places: dict[int, int]) -> Tensor:
+def _places(tree: PrefixTree, begins: dict[int, int]) -> Tensor:
     """Return where each token [B, T] is among the computed positions; 0 past the end."""
     paths = [[leaf, *leaf.ancestors()][::-1] for leaf in tree.leaves]
     spans = [
-        torch.cat([places[id(node)] + torch.arange(len(node.ids)) for node in path])
+        torch.cat([begins[id(node)] + torch.arange(len(node.ids)) for node in path])
         for path in paths
     ]
     return torch.nn.utils.rnn.pad_sequence(spans, batch_first=True)

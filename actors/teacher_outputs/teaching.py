@@ -20,6 +20,7 @@ from composer_mesh.actors.models.rows import distinct, local
 from composer_mesh.actors.models.sharding import own_weights, release
 from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.teacher_weights import ema_update
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups
@@ -39,7 +40,7 @@ class TeacherModel:
 
     With `follows`, `model` is the trainer's own object, which the trainer updates: it is only read,
     and where the teacher's weights differ from it, `copied` creates the model that holds them.
-    With `sharing`, what hinted contexts begin with is computed once; not for a sharded model.
+    With `sharing`, what hinted contexts begin with is computed once.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class TeacherModel:
         follows: bool = False,
         copied: Callable[[Any], Any] = copy.deepcopy,
         vocabulary: int | None = None,
-        sharing: bool = False,
+        sharing: Sharing = "off",
     ) -> None:
         self.version, self._vocabulary, self._sharing = 0, vocabulary, sharing
         self._config, self._budget, self._follows = config, budget, follows
@@ -165,7 +166,7 @@ def hinted_states(
     views: Sequence[HintedView],
     budget: int,
     forwards: int = 0,
-    sharing: bool = False,
+    sharing: Sharing = "off",
 ) -> Tensor:
     """Return the normed last hidden states [N, H] at each view's teacher rows, in view order.
 
@@ -179,6 +180,6 @@ def hinted_states(
         states = language_model.hidden([views[index].teacher_ids for index in indices])
         for row, index in enumerate(indices):
             rows[index] = states.of(row, views[index].teacher_rows)
-    for _ in range(forwards - len(groups)):
+    for _ in range(forwards - language_model.forwards):
         language_model.dummy_forward()
     return torch.cat(rows) if rows else torch.empty(0)

@@ -57,7 +57,7 @@ class MeshTraining:
                 trainer.microbatch_tokens,
                 len(ranks),
                 trainer.packing,
-                trainer.prefix_sharing,
+                trainer.sharing,
             )
             work.append(self._teachers.feed(batch, plans, alive, ranks))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]

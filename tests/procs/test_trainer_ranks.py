@@ -104,6 +104,26 @@ def test_two_ranks_that_share_prefixes_make_the_weights_of_one_that_does_not(wor
     assert first["tokens/computed"] < 0.8 * first["tokens/dense"]
 
 
+@needs_peft
+def test_levels_of_checkpointed_layers_with_adapters_make_the_weights_of_dense_rows(
+    world: World,
+) -> None:
+    """On two ranks that share and pack, and on one that does neither."""
+    dense = learning.five_steps(
+        learning.config({"microbatch_tokens": 100_000} | learning.ADAPTED, **learning.LONGEST),
+        world.folder,
+        Ranks(),
+        learning.with_prompts(world.steps, learning.LONG_PROMPT),
+    )
+    for rank in world.two:
+        same(rank["levels"]["last"], dense["last"])
+    same(world.two[0]["levels"]["gradients"], dense["gradients"])
+    for two, one in zip(world.two[0]["levels"]["metrics"], dense["metrics"], strict=True):
+        assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-5, abs=1e-5)
+    first = world.two[0]["levels"]["metrics"][0]
+    assert first["tokens/computed"] < 0.6 * first["tokens/dense"]
+
+
 def test_several_updates_of_two_ranks_make_the_weights_of_one(world: World) -> None:
     for rank in world.two:
         same(rank["updates"]["last"], world.one["updates"]["last"])

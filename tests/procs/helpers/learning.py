@@ -29,6 +29,7 @@ from composer_mesh.actors.reference import score_pairs
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
+from composer_mesh.rollouts.prefix_tree import ROOM
 
 Metrics = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -60,8 +61,23 @@ SHARDED = {"ranks": 2, "packing": True}
 SHARING = {"microbatch_tokens": 128}
 """Room for a prompt before each sequence of the batches; with it, `prefix_sharing` has work."""
 LONGER = {"policy": {"max_context": 128}}
+LEVELS = {
+    "microbatch_tokens": 1400,
+    "prefix_sharing": True,
+    "packing": True,
+    "activation_checkpointing": True,
+}
+"""With prompts so long that what follows them is another level of the tree."""
+LONG_PROMPT = ROOM + 20
+LONGEST = {"policy": {"max_context": 2 * ROOM}}
 SEVERAL = {"updates_per_batch": 2, "epochs": 2}
-CORRECTED: dict[str, Any] = {"loss": {"type": "grpo", "correction": "token_truncate"}}
+CORRECTED: dict[str, Any] = {
+    "loss": {
+        "type": "grpo",
+        "correction": "token_truncate",
+        "top_entropy_quantile": 0.5,
+    }
+}
 ADAPTED = {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}
 
 
@@ -117,10 +133,10 @@ def large(model: Any, pair: PairSample) -> PairSample:
     return replace(longer, reference=scores)
 
 
-def with_prompts(steps: Sequence[StepBatch]) -> list[StepBatch]:
+def with_prompts(steps: Sequence[StepBatch], length: int = 30) -> list[StepBatch]:
     """The steps with one of two prompts before each sequence."""
     rng = random.Random(1)
-    prompts = [[rng.randrange(300) for _ in range(30)] for _ in range(2)]
+    prompts = [[rng.randrange(300) for _ in range(length)] for _ in range(2)]
     return [begun_with(step, *prompts) for step in steps]
 
 
@@ -283,5 +299,11 @@ def both(
         "half": half(folder, ranks, steps),
     }
     if adapters:
+        found["levels"] = five_steps(
+            config({"ranks": 2} | LEVELS | ADAPTED, **LONGEST),
+            folder,
+            ranks,
+            with_prompts(steps, LONG_PROMPT),
+        )
         found["adapted"] = saved(adapted, folder, ranks, steps, root / "checkpoints" / "adapted")
     torch.save(found, root / f"rank-{rank}.pt")

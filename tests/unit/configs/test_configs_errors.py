@@ -197,6 +197,18 @@ BROKEN = {
         ["generator.max_new_tokens=384"],
         ["max_new_tokens is 384", "policy.max_context is 384", "raise policy.max_context"],
     ),
+    "a tree for kernels without masks": (
+        [
+            "trainer.prefix_sharing=true",
+            "trainer.attention=flash",
+            "trainer.compute_dtype=bfloat16",
+        ],
+        ["attention is 'flash', which takes no mask of a tree", "to 'sdpa', on a GPU to 'flex'"],
+    ),
+    "levels of a tree, compiled": (
+        ["trainer.prefix_sharing=true", "trainer.compile=true"],
+        ["every layer would be compiled several times", "set compile or prefix_sharing to false"],
+    ),
     "context beyond a microbatch": (
         ["trainer.microbatch_tokens=100"],
         ["microbatch_tokens is 100", "max_context is 384", "to 384 or more"],

@@ -83,7 +83,11 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             {**VLLM, "trainer": {"packing": True}},
             "set trainer.packing to false",
         ),
-        (WINDOW, {**VLLM, "trainer": {"prefix_sharing": True}}, "set trainer.prefix_sharing to"),
+        (
+            replace(FACTS, kinds=("full_attention", "mamba")),
+            {**VLLM, "trainer": {"prefix_sharing": True}},
+            "has layers of mamba, but prefixes are shared .* set trainer.prefix_sharing to false",
+        ),
         (
             WINDOW,
             {**VLLM, "trainer": {"activation_checkpointing": True}},

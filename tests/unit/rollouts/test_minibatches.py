@@ -73,7 +73,7 @@ def test_views_are_numbered_alike_by_those_who_train_and_those_who_teach(
 ) -> None:
     batch = batch_of(groups, 9)
     parts = minibatches(batch, updates, epochs)
-    seen = plan_views(batch, parts, budget, ranks, packed=False, sharing=False)
+    seen = plan_views(batch, parts, budget, ranks, packed=False, sharing="off")
     first = 0
     for part in parts:
         plans = plan_step(part, budget, ranks)
@@ -90,6 +90,6 @@ def test_views_are_numbered_alike_by_those_who_train_and_those_who_teach(
 def test_without_division_the_numbers_are_those_of_the_step(updates: int) -> None:
     batch = batch_of([3], 2)
     parts = minibatches(batch, updates)
-    (seen,) = plan_views(batch, parts, 30, 1, packed=False, sharing=False)
+    (seen,) = plan_views(batch, parts, 30, 1, packed=False, sharing="off")
     (plan,) = plan_step(batch, 30)
     assert [one.views for one in seen.microbatches] == [one.views for one in plan.microbatches]

@@ -19,8 +19,9 @@ def path(tree: PrefixTree, sequence: int) -> list[int]:
     assert [node.start for node in nodes] == starts
     assert nodes[0].branch.level == 0
     for before, node in pairwise(nodes):
+        assert before.first <= node.first < node.last <= before.last
         if node.branch is before.branch:
-            assert before.offset < node.offset <= node.stop <= before.stop
+            assert before.offset < node.offset
         else:
             assert node.branch.level == before.branch.level + 1
             assert tree.levels[node.branch.level].follows[node.branch.row] == before.branch.row

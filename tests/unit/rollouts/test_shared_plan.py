@@ -6,8 +6,16 @@ import random
 
 import pytest
 
-from composer_mesh.rollouts.prefix_tree import PrefixTree
-from composer_mesh.rollouts.shared_plan import families, parts_of, shared_microbatches
+from composer_mesh.configs.trainer import Sharing
+from composer_mesh.rollouts.packing import spread
+from composer_mesh.rollouts.prefix_tree import PrefixTree, unique_ids
+from composer_mesh.rollouts.shared_plan import (
+    Part,
+    balanced_parts,
+    families,
+    parts_of,
+    shared_microbatches,
+)
 
 
 def group(rng: random.Random, prompt: int, count: int, longest: int) -> list[list[list[int]]]:
@@ -30,8 +38,9 @@ def test_families_are_what_begins_alike() -> None:
     assert found == [[0, 2, 4], [1, 3], [5]]
 
 
+@pytest.mark.parametrize("sharing", ["levels", "row"])
 @pytest.mark.parametrize("seed", range(30))
-def test_every_unit_is_in_one_microbatch_within_the_budget(seed: int) -> None:
+def test_every_unit_is_in_one_microbatch_within_the_budget(seed: int, sharing: Sharing) -> None:
     rng = random.Random(seed)
     units = [
         unit
@@ -40,15 +49,13 @@ def test_every_unit_is_in_one_microbatch_within_the_budget(seed: int) -> None:
     ]
     rng.shuffle(units)
     budget = rng.randrange(180, 600)
-    parts = parts_of(units, budget)
+    parts = parts_of(units, budget, sharing)
     assert sorted(unit for part in parts for unit in part.units) == list(range(len(units)))
-    groups = shared_microbatches(parts, budget)
+    groups = shared_microbatches(parts, budget, sharing)
     assert sorted(index for one in groups for index in one) == list(range(len(parts)))
     for one in groups:
         members = [ids for index in one for unit in parts[index].units for ids in units[unit]]
-        assert PrefixTree.of(members).computed <= max(
-            budget, *(parts[index].tokens for index in one)
-        )
+        assert PrefixTree.planned(members, sharing).computed <= budget
 
 
 def test_a_family_larger_than_the_budget_repeats_its_prompt_only() -> None:
@@ -58,3 +65,71 @@ def test_a_family_larger_than_the_budget_repeats_its_prompt_only() -> None:
     parts = parts_of(units, 180)
     assert [len(part.units) for part in parts] == [4, 4]
     assert all(part.tokens <= 180 for part in parts)
+
+
+@pytest.mark.parametrize("sharing", ["levels", "row"])
+@pytest.mark.parametrize("seed", range(10))
+def test_microbatches_of_a_large_group_repeat_its_prompt_once_each_and_are_full(
+    seed: int, sharing: Sharing
+) -> None:
+    rng = random.Random(seed)
+    prompt, budget = rng.randrange(100, 2000), 4000
+    units = group(rng, prompt, rng.randrange(2, 40), 500)
+    parts = parts_of(units, budget, sharing)
+    unique = unique_ids([ids for unit in units for ids in unit])
+    ids = [unique_ids([one for unit in part.units for one in units[unit]]) for part in parts]
+    assert sum(ids) - unique <= (prompt + 2) * (len(parts) - 1)  # two answers may begin alike
+    for part in parts[:-1]:
+        assert part.tokens > budget - 2 * 1000  # a unit more, padded, would not fit
+
+
+def test_a_group_with_one_long_answer_is_within_the_budget_with_its_padding() -> None:
+    """Rows of a level are as wide as its longest branch."""
+    rng = random.Random(2)
+    prompt = [rng.randrange(1000) for _ in range(2000)]
+    lengths = [1900, *(rng.randrange(1000, 1100) for _ in range(30))]
+    units = [[prompt + [rng.randrange(1000) for _ in range(length)]] for length in lengths]
+    for part in parts_of(units, 16_000):
+        tree = PrefixTree.of([units[unit][0] for unit in part.units])
+        assert tree.computed == part.tokens <= 16_000
+
+
+@pytest.mark.parametrize("sharing", ["levels", "row"])
+def test_a_group_is_divided_between_ranks_where_the_others_would_wait(sharing: Sharing) -> None:
+    rng = random.Random(3)
+    answers = [rng.randrange(1000) for _ in range(900)]
+    units = [[[7, *range(100), number, *answers]] for number in range(8)]
+    parts = balanced_parts(units, 10_000, 2, sharing)
+    assert sorted(len(part.units) for part in parts) == [4, 4]
+    assert [len(part.units) for part in balanced_parts(units, 10_000, 1, sharing)] == [8]
+
+
+def test_a_group_stays_whole_where_ranks_are_busy_anyway() -> None:
+    rng = random.Random(4)
+    units = [unit for _ in range(4) for unit in group(rng, 300, 8, 40)]
+    parts = balanced_parts(units, 10_000, 2, "levels")
+    assert [len(part.units) for part in parts] == [8] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_have_about_the_same_tokens_or_groups_that_dividing_would_not_help(
+    seed: int, ranks: int
+) -> None:
+    rng = random.Random(seed)
+    units = [
+        unit
+        for _ in range(rng.randrange(1, 6))
+        for unit in group(rng, rng.randrange(20, 800), 8, rng.randrange(10, 600))
+    ]
+    whole = loads(parts_of(units, 20_000), ranks)
+    found = loads(balanced_parts(units, 20_000, ranks, "levels"), ranks)
+    assert max(found) <= max(whole)
+    apart = loads(parts_of(units, 1), ranks)
+    assert max(found) <= max(apart) / 0.9
+
+
+def loads(parts: list[Part], ranks: int) -> list[int]:
+    """Tokens of each rank."""
+    tokens = [part.tokens for part in parts]
+    return [sum(tokens[index] for index in share) for share in spread(tokens, ranks)]

@@ -23,6 +23,7 @@ from composer_mesh.rollouts.step_plan import (
     split_views,
     spread,
     teacher_groups,
+    teacher_rounds,
 )
 
 LENGTHS = st.lists(st.integers(2, 60), max_size=12)
@@ -88,7 +89,7 @@ def test_rounds_are_what_the_busiest_rank_needs_in_each_microbatch(
     assert rounds.microbatches == max(len(plan.microbatches) for plan in plans)
     assert rounds.pairs == max(len(pair_groups(batch.pairs, p.pairs, budget)) for p in plans)
     assert rounds.large_pairs == max(len(plan.large_pairs) for plan in plans)
-    for index, most in enumerate(rounds.teacher):
+    for index, most in enumerate(teacher_rounds(batch, plans, budget)):
         at_once = [p.microbatches[index] for p in plans if index < len(p.microbatches)]
         groups = [teacher_groups([batch.views[v] for v in m.views], budget) for m in at_once]
         assert most == max(len(found) for found in groups)
@@ -112,7 +113,7 @@ def test_groups_of_pairs_hold_each_once_within_the_budget(
 def test_with_shared_prefixes_pairs_are_in_microbatches_or_larger_than_these(
     batch: StepBatch, budget: int, ranks: int
 ) -> None:
-    plans = plan_step(batch, budget, ranks, sharing=True)
+    plans = plan_step(batch, budget, ranks, sharing="levels")
     large = [place for plan in plans for place in plan.large_pairs]
     assert not any(plan.pairs for plan in plans)
     assert sorted([*places(plans, "pairs"), *large]) == list(range(len(batch.pairs)))

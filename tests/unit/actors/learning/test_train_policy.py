@@ -27,6 +27,8 @@ from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.losses.policy import (
     aggregate,
     grpo_loss,
+    high_entropy_mask,
+    reinforce_loss,
     token_entropies,
 )
 
@@ -81,6 +83,66 @@ def test_an_entropy_bonus_is_the_mean_over_the_sampled_tokens_of_the_step(
     gradients = gradients_of(expected, model)
     found = step.run(batch, None)
     assert found["policy/entropy"] == pytest.approx(entropy.item(), rel=1e-4)
+    assert found["loss/policy"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)
+    assert_gradients_are(gradients, model)
+
+
+TOP = {
+    "grpo": ({"kl_beta": 0.2}, lambda w, top: chosen(grpo_loss, w, top, kl_beta=0.2)),
+    "gspo": (
+        {"ratio_level": "sequence", "correction": "token_truncate"},
+        lambda w, top: grpo_loss(
+            w.now,
+            w.now.detach(),
+            w.advantages,
+            w.mask,
+            aggregation="dapo",
+            normalizer=w.tokens,
+            ratio_level="sequence",
+            clip_low=0.2,
+            clip_high=0.28,
+            sampling_weights=top * w.weights("token_truncate", 3.0, None),
+        ),
+    ),
+    "reinforce": (
+        {"type": "reinforce"},
+        lambda w, top: reinforce_loss(
+            w.now,
+            w.advantages,
+            w.mask,
+            sampling_weights=top,
+            aggregation="dapo",
+            normalizer=w.tokens,
+        ),
+    ),
+}
+
+
+def chosen(function: Any, w: Any, top: torch.Tensor, **options: Any) -> Any:
+    clips = {"clip_low": 0.2, "clip_high": 0.28}
+    options |= {"sampling_weights": top, **clips}
+    return ratio(function, w, reference_logprobs=w.reference, **options)
+
+
+@pytest.mark.parametrize("budget", [10_000, 64])
+@pytest.mark.parametrize("name", TOP)
+def test_the_policy_gradient_may_be_of_the_most_uncertain_tokens_of_the_step_alone(
+    step_of: Callable[..., Any], rng: random.Random, name: str, budget: int
+) -> None:
+    loss, function = TOP[name]
+    asked = {**loss, "top_entropy_quantile": 0.3}
+    model, frozen, step = step_of(asked, budget=budget, temperature=0.8)
+    batch = batch_of(model, rng)
+    w = whole(model, frozen, batch, 0.8)
+    rows = [
+        token_entropies(model(input_ids=torch.tensor([sample.ids])).logits[0, :-1], 0.8)
+        for sample in batch.samples
+    ]
+    top = high_entropy_mask(pad_sequence(rows, batch_first=True), w.mask, 0.3)
+    assert 0.2 < float(top.sum() / w.mask.sum()) < 0.4
+    expected = function(w, top.float()).loss
+    gradients = gradients_of(expected, model)
+    found = step.run(batch, None)
     assert found["loss/policy"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)
     assert_gradients_are(gradients, model)
 
