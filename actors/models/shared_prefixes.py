@@ -12,52 +12,19 @@ Axes: R rows and L length of a level; P length of the levels before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.tree_masks import PADDING, Places, Windows, attention_masks
 from composer_mesh.rollouts.prefix_tree import Branch, Level, PrefixTree
 
+if TYPE_CHECKING:  # brings transformers, which takes as long to import as torch
+    from composer_mesh.actors.models.level_cache import Pairs
+
 EVERYWHERE: Windows = {"full_attention": None}
-
-Pairs = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values [R, heads, P, D] by the number of a layer."""
-
-
-class LevelCache(Cache):
-    """Keys and values of the levels before, which a forward reads and continues.
-
-    Unlike transformers' own caches it may be written twice: a checkpointed layer runs again in the
-    backward.
-    """
-
-    def __init__(self, before: Pairs) -> None:
-        super().__init__(layers=[])
-        self._before = before
-        self.after: Pairs = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values with those before them."""
-        if (before := self._before.get(layer_idx)) is not None:
-            key_states = torch.cat([before[0], key_states], dim=-2)
-            value_states = torch.cat([before[1], value_states], dim=-2)
-        self.after[layer_idx] = key_states, value_states
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions before, P."""
-        before = self._before.get(layer_idx)
-        return 0 if before is None else before[0].shape[-2]
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys that `query_length` positions see, and the first one."""
-        return self.get_seq_length(layer_idx) + query_length, 0
 
 
 def shared_states(
@@ -88,6 +55,8 @@ def shared_states(
         keys = queries if before is None else before.at(follows).then(queries)
         inputs: dict[str, Any] = {}
         if len(tree.levels) > 1:
+            from composer_mesh.actors.models.level_cache import LevelCache
+
             inputs["past_key_values"] = LevelCache(_followed(cached, level, tree, number))
         if number or level.divides:
             rows = _distinct_rows(level, device)
