@@ -2,7 +2,7 @@
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
-# `make test-tasks` plays tasks of published packages,
+# `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -34,6 +34,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
 VERIFIERS := .venv-verifiers
+TRACKERS := .venv-trackers
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
@@ -41,7 +42,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: test-trackers test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
 	@sed -n '1,6p;8,15p' Makefile
@@ -102,6 +103,11 @@ $(STAMPS)/mcp-servers/installed:
 	$(@D)/venv/bin/python -m pip install -q mcp-server-time==2026.10.19
 	touch $@
 
+# Each tracker's own package writes a run that its own reader reads back. MLflow and trackio ask for other
+# versions of packages than ours, so they are in an environment of their own, without torch.
+test-trackers: $(TRACKERS)/.installed
+	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/trackers/pytest.ini tests/trackers -rs $(PYTEST_ARGS)
+
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
@@ -140,7 +146,7 @@ test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
 	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
@@ -168,6 +174,14 @@ $(OPENENV)/.installed:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/python -m pip --disable-pip-version-check install --no-compile openenv==0.10.0 'wsproto>=1.2,<2'
+	@touch $@
+
+$(TRACKERS)/.installed:
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip --disable-pip-version-check install --no-compile \
+		tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' trackio==0.43.0 \
+		prometheus-client==0.26.0 opentelemetry-sdk==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2 \
+		'pydantic>=2.10,<3' 'pytest>=8.4,<10' 'pytest-timeout>=2.4,<3'
 	@touch $@
 
 # Writes requirements/ anew, after a change of the dependencies in pyproject.toml.
