@@ -26,6 +26,7 @@ STORE_FILE = "run.sqlite"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
+TIMELINE_FILE = "timeline.jsonl"
 
 LONGEST_FILE = 1 << 30
 """Size in bytes of the largest file of lines that is read as a whole."""

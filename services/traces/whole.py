@@ -81,15 +81,14 @@ def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
 def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
     return [
         Paired(pair, str(row.state), None if row.step is None else row.step + 1)
-        for row in reader.pairs()
-        if row.group_id in (trace.group_id, None)
+        for row in reader.pairs_of(trace.group_id)
         if (pair := stored_pair(row)).trace_id == trace.trace_id
     ]
 
 
 def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
     """Return the stored outcome of a group's teacher queries, empty if there were none."""
-    body = next((row.body for row in reader.asked() if row.group_id == group_id), b"{}")
+    body = reader.asked_of(group_id) or b"{}"
     return object_row("asked", (group_id, body))
 
 
