@@ -49,6 +49,7 @@ COMMANDS = {
     "traces": inspection.traces,
     "events": inspection.events,
     "scale": inspection.scale,
+    "dashboard": inspection.dashboard,
     "tree": inspection.tree,
     "stacks": inspection.stacks,
     "query": inspection.query,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from composer_mesh.configs.flat import flat
 from composer_mesh.configs.tracking import MlflowTracking
 from composer_mesh.integrations.trackers.kept_id import keep_id, kept_id
 from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
@@ -54,12 +53,3 @@ class MlflowTracker:
 
     def finish(self, state: str) -> None:
         self._client.set_terminated(self._run_id, status=STATES.get(state, "FINISHED"))
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of nested tables as text, by keys with dots: `trainer.lr`."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

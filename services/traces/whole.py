@@ -40,7 +40,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
         notes.append("config.toml cannot be read, so the hints are left out")
     elif config.sdpo.on:
         tokens = TokenCount(
-            config.sdpo.hints.max_tokens, partial(_own_tokenizer, run, config.policy.path)
+            config.sdpo.hints.max_tokens, partial(own_tokenizer, run, config.policy.path)
         )
         written = _written(reader, one.row.group_id)
         hints, without = hints_of(trace, group, config.sdpo.hints, answer, written, tokens)
@@ -64,7 +64,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
     )
 
 
-def _own_tokenizer(run: Path, policy: Path | None) -> Path | None:
+def own_tokenizer(run: Path, policy: Path | None) -> Path | None:
     """Return the folder of a tokenizer; None for a stranger's run, whose patterns may never end."""
     return tokenizer_folder(run, policy) if is_own(run / CONFIG_FILE) else None
 
