@@ -42,7 +42,9 @@ SILENT_S = 60.0
 """Seconds without a new status after which a run of another machine counts as silent."""
 FRESH_S = 1.0
 """Seconds for which a look at the folder is good."""
-NOT_COMPARED = ("run.name", "policy.cache_dir")
+NOT_COMPARED = ("run.name", "run.import_paths", "policy.cache_dir", "tracking")
+LAST = ("run", "eval", "placement", "cluster", "supervision")
+"""Sections whose differences are named after those of the others."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 MARKS = (CONFIG_FILE, METRICS_FILE, STATUS_FILE, EVENTS_FILE)
 READ = (CONFIG_FILE, METRICS_FILE, STATUS_FILE, EVALUATIONS_FILE, SUMMARY_FILE, EVENTS_FILE)
@@ -148,7 +150,7 @@ def differing(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
         values = {run.slug: run.config.get(key, "") for run in runs}
         if len(set(values.values())) > 1:
             found[key] = values
-    return found
+    return {key: found[key] for key in sorted(found, key=lambda one: one.split(".")[0] in LAST)}
 
 
 def _summary(slug: str, root: Path, folder: Path) -> RunSummary:

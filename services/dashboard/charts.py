@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from composer_mesh.services.dashboard.series import Curve
 
-HEIGHT, TOP, BOTTOM = 190, 10, 22
+HEIGHT, TOP, BOTTOM, LEFT = 190, 10, 22, 42
 INNER = 1000
 """Units of the width of the lines, which are stretched to the width of the page."""
 TICKS = 4
@@ -47,21 +47,21 @@ class Chart:
         low, high = self._range()
         x_low, x_high = _span(min(xs), max(xs))
         place = _Place(x_low, x_high, low, high)
+        height = HEIGHT - TOP - BOTTOM
+        dotted = [one for one in self.curves if one.dots or len(one.xs) == 1]
         parts = [
-            f'<svg class="plot" width="100%" height="{HEIGHT}" role="img" '
+            f'<div class="plots"><svg class="axis" width="{LEFT}" height="{HEIGHT}" '
+            'aria-hidden="true">',
+            *self._numbers(place),
+            f'</svg><svg class="plot" width="100%" height="{HEIGHT}" role="img" '
             f'aria-label="{escape(self.spoken())}">',
             *self._grid(place),
-            f'<svg x="0" y="{TOP}" width="100%" height="{HEIGHT - TOP - BOTTOM}" '
-            f'viewBox="0 0 {INNER} {INNER}" preserveAspectRatio="none" overflow="visible">',
+            f'<svg y="{TOP}" width="100%" height="{height}" viewBox="0 0 {INNER} {INNER}" '
+            'preserveAspectRatio="none">',
             *(part for one in self.curves for part in _drawn(one, place)),
             "</svg>",
-            *(
-                dot
-                for one in self.curves
-                if one.dots or len(one.xs) == 1
-                for dot in _dots(one, place)
-            ),
-            "</svg>",
+            *(dot for one in dotted for dot in _dots(one, place)),
+            "</svg></div>",
         ]
         return Markup("".join(parts))
 
@@ -101,15 +101,21 @@ class Chart:
         high = max(values) if self.high is None else max(self.high, *values)
         return _span(min(low, 0.0) if self.zero else low, high)
 
+    def _numbers(self, place: _Place) -> list[str]:
+        """Return the numbers at the left."""
+        return [
+            f'<text class="tick" x="{LEFT - 7}" y="{place.pixel(tick) + 4:.1f}" '
+            f'text-anchor="end">{figure(tick)}</text>'
+            for tick in ticks(place.low, place.high)
+        ]
+
     def _grid(self, place: _Place) -> list[str]:
-        parts = []
-        for tick in ticks(place.low, place.high):
-            y = TOP + place.y(tick) * (HEIGHT - TOP - BOTTOM) / INNER
-            parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="0" y="{y - 3:.1f}">{figure(tick)}</text>')
+        """Return the lines across, and the numbers below."""
+        heights = [place.pixel(tick) for tick in ticks(place.low, place.high)]
+        parts = [f'<line class="grid" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in heights]
         for tick in ticks(place.x_low, place.x_high, 5):
             share = place.x(tick) / INNER * 100
-            anchor = "start" if share < 8 else "end" if share > 92 else "middle"
+            anchor = "start" if share < 3 else "end" if share > 95 else "middle"
             parts.append(
                 f'<text class="tick" x="{share:.2f}%" y="{HEIGHT - 6}" text-anchor="{anchor}">'
                 f"{figure(tick)}</text>"
@@ -129,6 +135,10 @@ class _Place:
 
     def y(self, value: float) -> float:
         return INNER * (1 - (value - self.low) / (self.high - self.low))
+
+    def pixel(self, value: float) -> float:
+        """Return the height of a value in pixels from the top of the chart."""
+        return TOP + self.y(value) * (HEIGHT - TOP - BOTTOM) / INNER
 
 
 def _drawn(one: Curve, place: _Place) -> list[str]:
@@ -152,10 +162,9 @@ def _drawn(one: Curve, place: _Place) -> list[str]:
 
 
 def _dots(one: Curve, place: _Place) -> list[str]:
-    height = HEIGHT - TOP - BOTTOM
     return [
         f'<circle class="dot k{one.colour % COLOURS}" cx="{place.x(x) / INNER * 100:.2f}%" '
-        f'cy="{TOP + place.y(y) * height / INNER:.1f}" r="3.5"/>'
+        f'cy="{place.pixel(y):.1f}" r="3.5"/>'
         for x, y in zip(one.xs, one.ys, strict=True)
     ]
 
@@ -200,8 +209,9 @@ def figure(value: float) -> str:
 def _span(low: float, high: float) -> tuple[float, float]:
     if high - low > 1e-12 * max(1.0, abs(high)):
         return low, high
-    half = abs(high) / 2 or 0.5
-    return low - half, high + half
+    if not high:
+        return 0.0, 1.0
+    return low - abs(high) / 2, high + abs(high) / 2
 
 
 def _short(value: float) -> float:

@@ -11,12 +11,13 @@ from typing import Any
 
 from composer_mesh.services.dashboard.charts import Chart
 from composer_mesh.services.dashboard.open_runs import OpenRun
-from composer_mesh.services.dashboard.requests import PAGE_SIZE
 from composer_mesh.services.dashboard.series import Columns, curve
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import PairRow
 
+PAIRS = 25
+"""Pairs of a page."""
 PARTS = 5
 """The first and the last of so many parts of the steps are compared."""
 OUTCOMES, DROPPED, FAILED, HINTS = "replay/outcome/", "replay/dropped/", "replay/failed/", "hints/"
@@ -26,7 +27,7 @@ def replay(root: Path, run: OpenRun, page: int) -> dict[str, Any]:
     """Return the totals, the curves, a page of the newest pairs, and error sites first and last."""
     columns = run.columns
     with RunReader(root) as reader:
-        rows = reader.newest_pairs(PAGE_SIZE, page * PAGE_SIZE)
+        rows = reader.newest_pairs(PAIRS, page * PAIRS)
         states = reader.pair_states()
         kinds = error_kinds(reader, len(columns.steps))
         pairs = [_pair(row) for row in rows]
@@ -38,7 +39,7 @@ def replay(root: Path, run: OpenRun, page: int) -> dict[str, Any]:
         "kinds": kinds,
         "part": max(1, len(columns.steps) // PARTS),
         "page": page,
-        "more": len(rows) == PAGE_SIZE,
+        "more": len(rows) == PAIRS,
         "usd": _last(columns.column("usd/total")),
     }
 
