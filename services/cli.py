@@ -50,6 +50,7 @@ COMMANDS = {
     "events": inspection.events,
     "scale": inspection.scale,
     "dashboard": inspection.dashboard,
+    "report": inspection.report,
     "tree": inspection.tree,
     "stacks": inspection.stacks,
     "query": inspection.query,

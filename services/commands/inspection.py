@@ -50,6 +50,29 @@ def dashboard(arguments: argparse.Namespace) -> int:
         raise UsageError(str(refused)) from refused
 
 
+def report(arguments: argparse.Namespace) -> int:
+    """Write runs as one HTML file."""
+    from composer_mesh.services.dashboard.report import (
+        ReportOptions,
+        ReportRefused,
+        report_command,
+    )
+
+    try:
+        options = ReportOptions(
+            tuple(arguments.runs),
+            arguments.out,
+            arguments.x,
+            arguments.smooth,
+            tuple(arguments.rollout),
+            arguments.samples,
+            arguments.title,
+        )
+        return report_command(options, functools.partial(print, flush=True))
+    except ReportRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
 def events(arguments: argparse.Namespace) -> int:
     """Show the events of a run, also while it is running."""
     from composer_mesh.services.inspection.events_command import events_command

@@ -293,7 +293,7 @@ def make_app(dashboard: Dashboard) -> ASGIApp:
 
     handlers: dict[Any, Any] = dict.fromkeys((HTTPException, ControlRefused, *UNREADABLE), shown)
     app = Starlette(routes=routes, exception_handlers=handlers)
-    login = Starlette(routes=[Route("/{path:path}", pages.login_form)])
+    login = Starlette(routes=[Route("/{path:path}", pages.login_form, methods=["GET", "POST"])])
     return Guard(app, dashboard.sessions, login)
 
 

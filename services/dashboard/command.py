@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
@@ -53,7 +53,7 @@ async def serving(options: DashboardOptions, token: str) -> AsyncIterator[int]:
     dashboard = Dashboard.of(options, Sessions(token))
     threading.Thread(target=dashboard.catalog.read_all, name="runs", daemon=True).start()
     app = Access(make_app(dashboard), options.names, "")
-    server = _Server(uvicorn.Config(app, **SETTINGS))
+    server = _Server(_uvicorn_config(app))
     with reusable_socket(options.host, options.port) as listener:
         running = asyncio.create_task(server.serve([listener]))
         try:
@@ -72,18 +72,20 @@ async def serving(options: DashboardOptions, token: str) -> AsyncIterator[int]:
 class _Server(uvicorn.Server):
     """Leaves signals to the command."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> object:  # type: ignore[override]
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
-SETTINGS = {
-    "http": "h11",
-    "ws": "none",
-    "lifespan": "off",
-    "log_config": None,
-    "access_log": False,
-    "server_header": False,
-    "proxy_headers": False,
-    "timeout_graceful_shutdown": CLOSING_S,
-}
+def _uvicorn_config(app: Access) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=CLOSING_S,
+    )

@@ -37,7 +37,7 @@ class ChartOptions:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> ChartOptions:
-        axis = next((one for one in AXES if one == query.get("x")), "step")
+        axis: Axis = next((one for one in AXES if one == query.get("x")), "step")
         smoothing = _float(query.get("smooth"))
         fits = smoothing is not None and 0 <= smoothing < 1
         return cls(axis, smoothing if fits and smoothing is not None else 0.0)
@@ -65,7 +65,7 @@ class RolloutFilter:
 
         return cls(
             outcome=one_of("outcome", ("solved", "failed")),
-            error=query.get("error", "")[:LONGEST_TEXT],
+            error=_printable(query.get("error", "")),
             split=one_of("split", ("train", "heldout")),
             state=one_of("state", tuple(GroupState)),
             group=_int(query.get("group")),
@@ -106,6 +106,11 @@ def colouring_of(query: Mapping[str, str]) -> Colouring:
 
 def page_of(query: Mapping[str, str]) -> int:
     return min(_int(query.get("page")) or 0, MOST_PAGES)
+
+
+def _printable(text: str) -> str:
+    """Return a text that a page can repeat; others are left out, and fit everything."""
+    return text if text.isprintable() and len(text) <= LONGEST_TEXT else ""
 
 
 def _int(text: str | None) -> int | None:

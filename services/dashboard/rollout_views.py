@@ -45,7 +45,7 @@ def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
     return {
         "rows": [{"one": one, **_row(one)} for one in listed],
         "totals": totals,
-        "kinds": list(kinds),
+        "kinds": [kind for kind in kinds if kind.isprintable()],
         "wanted": wanted,
         "first": first,
         "more": first + len(rows) < totals.count,
