@@ -3,6 +3,7 @@
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
+# `make test-browser` drives the dashboard in a headless Chromium,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -42,10 +43,10 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: test-trackers test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: test-trackers test-browser test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,6p;8,15p' Makefile
+	@sed -n '1,7p;9,16p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -107,6 +108,23 @@ $(STAMPS)/mcp-servers/installed:
 # versions of packages than ours, so they are in an environment of their own, without torch.
 test-trackers: $(TRACKERS)/.installed
 	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/trackers/pytest.ini tests/trackers -rs $(PYTEST_ARGS)
+
+# The dashboard in a real headless Chromium, driven by Playwright: a live run, keys, axe-core, screenshots
+# (in build/screenshots). Takes some minutes. Needs Chromium, which root gets installed, and Node.js with npm.
+test-browser: $(STAMPS)/browser/installed $(STAMPS)/dev
+	@if command -v chromium; then exit 0; fi >/dev/null; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "Chromium is not installed here: apt install chromium" >&2; exit 1; \
+	fi; \
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium
+	COMPOSER_MESH_TEST_BROWSER=$(STAMPS)/browser $(BIN)/python -m pytest tests/browser -rs $(PYTEST_ARGS)
+
+$(STAMPS)/browser/installed: $(STAMPS)/dev
+	@command -v npm >/dev/null || { echo "npm is not installed here: apt install nodejs npm" >&2; exit 1; }
+	mkdir -p $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund axe-core@4.14.1
+	$(INSTALL) playwright==1.65.2
+	touch $@
 
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
