@@ -104,5 +104,5 @@ def _rollout(group: int, sample: int, rng: random.Random) -> Trace:
             sites.append(ErrorSite(number, kind, kind, {"tool": "lookup"}))
     reward = float(rng.random() < 0.5)
     name = f"train-{group:06d}-{sample:03d}"
-    place = (name, group, sample, "toolbox", "train", group)
-    return Trace(*place, turns, messages, reward, bool(reward), sites)
+    done = (turns, messages, reward, bool(reward), sites)
+    return Trace(name, group, sample, "toolbox", "train", group, *done)
