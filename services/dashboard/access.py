@@ -2,23 +2,34 @@
 
 `serve_env.access` checks the Host that a request names, and the Origin of other pages. Behind it,
 requests bring the token: as a bearer, as the cookie, or once as `?token=` of the link that the
-command prints. Requests that change a run need the Origin of this very page and a form's own token.
+command prints. Without a token only the user who started the server, and root, may ask, since run
+directories are their owner's alone. Requests that change a run need the Origin of this very page
+and a form's own token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
+import socket
+from collections.abc import Callable
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request, cookie_parser
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from composer_mesh.mesh.tcp_peer import user_at
 
 COOKIE = "composer_mesh_session"
 OPEN_PATHS = ("/static/", "/login")
+ROOT = 0
+ANOTHER_USER = "Only the user who started this server may ask: start your own, or use a token.\n"
+UserOf = Callable[[Scope], int | None]
+"""Returns the user who has sent a request, None where that is another machine."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
@@ -76,8 +87,11 @@ class Sessions:
 class Guard:
     """Lets through what brings the token, and adds HEADERS to every answer."""
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, ask: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, sessions: Sessions, ask: ASGIApp, user_of: UserOf | None = None
+    ) -> None:
         self._app, self._sessions, self._ask = app, sessions, ask
+        self._user_of = user_of or user_of_peer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -93,6 +107,8 @@ class Guard:
 
     def _chosen(self, scope: Scope) -> ASGIApp:
         path = scope["path"]
+        if not self._sessions.token and self._user_of(scope) not in (os.geteuid(), ROOT):
+            return PlainTextResponse(ANOTHER_USER, 403)
         query = parse_qs(scope["query_string"].decode("latin-1"))
         if (given := query.pop("token", None)) and self._sessions.fits(given[0]):
             rest = urlencode(query, doseq=True)
@@ -100,6 +116,13 @@ class Guard:
         if path.startswith(OPEN_PATHS) or self._sessions.knows(Headers(scope=scope)):
             return self._app
         return self._ask
+
+
+def user_of_peer(scope: Scope) -> int | None:
+    """Return the user who has sent a request; None from another machine."""
+    there, here = scope["client"], scope["server"]
+    family = socket.AF_INET6 if ":" in there[0] else socket.AF_INET
+    return user_at(there, here, family)
 
 
 def local_path(where: str) -> str:

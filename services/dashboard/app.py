@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.services.dashboard import replay_views, rollout_views, run_views
-from composer_mesh.services.dashboard.access import Guard, Sessions, local_path
+from composer_mesh.services.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, differing
 from composer_mesh.services.dashboard.charted import charts_of_runs
 from composer_mesh.services.dashboard.live import LiveConnections
@@ -258,8 +258,8 @@ class _Pages:
         return self._on.live.response(request, parts)
 
 
-def make_app(dashboard: Dashboard) -> ASGIApp:
-    """Return the application behind the check of the token."""
+def make_app(dashboard: Dashboard, user_of: UserOf | None = None) -> ASGIApp:
+    """Return the application behind the check of the token, or of the user without one."""
     pages = _Pages(dashboard)
     of_run = [
         Route("/", pages.overview),
@@ -294,7 +294,7 @@ def make_app(dashboard: Dashboard) -> ASGIApp:
     handlers: dict[Any, Any] = dict.fromkeys((HTTPException, ControlRefused, *UNREADABLE), shown)
     app = Starlette(routes=routes, exception_handlers=handlers)
     login = Starlette(routes=[Route("/{path:path}", pages.login_form, methods=["GET", "POST"])])
-    return Guard(app, dashboard.sessions, login)
+    return Guard(app, dashboard.sessions, login, user_of)
 
 
 def _error_page(dashboard: Dashboard, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ OWN_TAGS = {
 }
 
 
-def dashboard(folder: Path, token: str = "", **options: Any) -> tuple[Dashboard, Any]:
+def dashboard(
+    folder: Path, token: str = "", user: int | None = None, **options: Any
+) -> tuple[Dashboard, Any]:
     """The dashboard of a folder and its application, with the checks of a served one."""
     chosen = DashboardOptions(folder=folder, **options)
     made = Dashboard.of(chosen, Sessions(token))
     made.catalog.read_all()
-    return made, Access(make_app(made), chosen.names, "")
+    who = os.geteuid() if user is None else user
+    return made, Access(make_app(made, lambda _: who), chosen.names, "")
 
 
 def client(app: Any, **headers: str) -> httpx.AsyncClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,24 @@ async def test_a_page_of_another_origin_is_refused(runs: Path) -> None:
         assert (await browser.get("/")).status_code == 403
 
 
+@pytest.mark.parametrize(("token", "status"), [("", 403), (TOKEN, 200)])
+async def test_another_user_of_this_machine_needs_the_token(
+    runs: Path, token: str, status: int
+) -> None:
+    _, app = dashboard(runs, token, user=os.geteuid() + 4321)
+    async with client(app, authorization=f"Bearer {TOKEN}") as browser:
+        answer = await browser.get("/runs/one/")
+        assert answer.status_code == status
+        assert ("Overview" in answer.text) == (status == 200)
+
+
 async def test_nothing_but_the_form_and_the_style_is_seen_without_the_token(runs: Path) -> None:
     _, app = dashboard(runs, TOKEN)
     async with client(app) as browser:
         for path in ("/", "/runs/one/", "/runs/one/live", "/compare", "/nothing"):
             answer = await browser.get(path)
             assert answer.status_code == 401
-            assert "unit" not in answer.text
+            assert "Overview" not in answer.text
         assert (await browser.get("/static/style.css")).status_code == 200
         assert (await browser.get("/?token=wrong")).status_code == 401
 
