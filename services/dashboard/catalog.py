@@ -193,7 +193,9 @@ def state_of(root: Path) -> str:
     if status is None:
         if (root / SUMMARY_FILE).exists():
             return "finished"
-        return "starting" if time.time() - _mtime(root / EVENTS_FILE) < SILENT_S else "unknown"
+        begun = (root / METRICS_FILE).exists()
+        fresh = time.time() - _mtime(root / EVENTS_FILE) < SILENT_S
+        return "starting" if fresh and not begun else "unknown"
     if status.state in ENDED:
         return status.state
     if status.live:

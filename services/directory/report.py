@@ -79,10 +79,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read ({short_reason(error)}): take it from a copy, or let train "
-            "--resume make it again from run.sqlite"
-        ) from None
+        raise unreadable_copy(path, error) from None
+
+
+def unreadable_copy(path: Path, error: Exception) -> RunDirectoryError:
+    """Return the error for a file of lines that cannot be read, and is a copy of rows."""
+    return RunDirectoryError(
+        f"{path} cannot be read ({short_reason(error)}): take it from a copy, or let train "
+        "--resume make it again from run.sqlite"
+    )
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from composer_mesh.configs.regular_files import open_regular
-from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
-from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.mesh.untrusted_json import MIB, parsed_json
+from composer_mesh.services.directory.report import unreadable_copy
 
 LONGEST_LINE = MIB
 LAST_PART = 64 * 1024
@@ -26,10 +26,7 @@ def sampled_metrics(path: Path, most: int) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read ({short_reason(error)}): take it from a copy, or let train "
-            "--resume make it again from run.sqlite"
-        ) from None
+        raise unreadable_copy(path, error) from None
 
 
 def _sampled(file: BinaryIO, most: int) -> list[dict[str, Any]]:
