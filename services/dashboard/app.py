@@ -28,6 +28,7 @@ from composer_mesh.services.dashboard.access import Guard, Sessions, UserOf, loc
 from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, differing
 from composer_mesh.services.dashboard.charted import charts_of_runs
 from composer_mesh.services.dashboard.live import LiveConnections
+from composer_mesh.services.dashboard.live_parts import PartsOfRun, PartsOfRuns
 from composer_mesh.services.dashboard.open_runs import OpenRun, OpenRuns
 from composer_mesh.services.dashboard.options import DashboardOptions
 from composer_mesh.services.dashboard.pages import render
@@ -108,12 +109,7 @@ class _Pages:
 
     def live_runs(self, request: Request) -> Response:
         table = RunTable.of(request.query_params)
-
-        def parts() -> dict[str, str]:
-            context = self._runs(table, table.shown(self._on.catalog.runs()))
-            return {"runs": render("_runs.html", context)}
-
-        return self._on.live.response(request, parts)
+        return self._on.live.response(request, PartsOfRuns(self._on.catalog, table, self._runs))
 
     def compare(self, request: Request) -> Response:
         slugs = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
@@ -250,11 +246,8 @@ class _Pages:
         self, request: Request, context: Callable[[Request], dict[str, Any]], *names: str
     ) -> Response:
         about = {"control": self._on.options.control, "form": self._on.sessions.form}
-
-        def parts() -> dict[str, str]:
-            found = {**about, **context(request)}
-            return {name: render(f"_{name}.html", found) for name in names}
-
+        summary, _ = self._on.found(request)
+        parts = PartsOfRun(summary.root, names, lambda: {**about, **context(request)})
         return self._on.live.response(request, parts)
 
 

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Catalog:
         self.folder = folder
         self._lock = threading.Lock()
         self._known: dict[Path, tuple[tuple[object, ...], RunSummary]] = {}
+        self._configs: dict[Path, tuple[object, tuple[dict[str, str], str]]] = {}
         self._runs: dict[str, RunSummary] = {}
         self._looked = 0.0
         self.complete = False
@@ -128,16 +129,27 @@ class Catalog:
         self._runs = found
         self.complete = all(one.state != READING for one in found.values())
         roots = {one.root for one in found.values()}
-        self._known = {root: known for root, known in self._known.items() if root in roots}
+        for kept in (self._known, self._configs):
+            for root in kept.keys() - roots:
+                del kept[root]
 
     def _summary(self, slug: str, root: Path) -> RunSummary:
-        stamp = (slug, *(_stamp(root / name) for name in READ))
+        read = (slug, *(stamp(root / name) for name in READ))
         known = self._known.get(root)
-        if known is not None and known[0] == stamp and not known[1].live:
-            return known[1]
-        summary = _summary(slug, root, self.folder)
-        self._known[root] = (stamp, summary)
+        if known is not None and known[0] == read:
+            found = known[1]
+            return replace(found, state=state_of(root)) if found.live else found
+        summary = _summary(slug, root, self.folder, self._config(root))
+        self._known[root] = (read, summary)
         return summary
+
+    def _config(self, root: Path) -> tuple[dict[str, str], str]:
+        """Return the flat config of a run, and what is wrong with it; read when it has changed."""
+        read = stamp(root / CONFIG_FILE)
+        known = self._configs.get(root)
+        if known is None or known[0] != read:
+            known = self._configs[root] = (read, _flat_config(root))
+        return known[1]
 
 
 def differing(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
@@ -153,16 +165,19 @@ def differing(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
     return {key: found[key] for key in sorted(found, key=lambda one: one.split(".")[0] in LAST)}
 
 
-def _summary(slug: str, root: Path, folder: Path) -> RunSummary:
+def _flat_config(root: Path) -> tuple[dict[str, str], str]:
+    try:
+        return dict(flat(read_table(root / CONFIG_FILE))), ""
+    except ConfigError as error:
+        return {}, str(error)
+
+
+def _summary(slug: str, root: Path, folder: Path, read: tuple[dict[str, str], str]) -> RunSummary:
     name = str(root.relative_to(folder)) if root != folder else root.name
-    problems = []
-    config: dict[str, str] = {}
+    config, problem = read
+    problems = [problem] if problem else []
     evaluations: list[Evaluation] = []
     metrics: list[dict[str, Any]] = []
-    try:
-        config = dict(flat(read_table(root / CONFIG_FILE)))
-    except ConfigError as error:
-        problems.append(str(error))
     try:
         evaluations = read_evaluations(root / EVALUATIONS_FILE)
         metrics = sampled_metrics(root / METRICS_FILE, SPARKS)
@@ -253,7 +268,8 @@ def _slug(folder: Path, root: Path, taken: Mapping[str, object]) -> str:
     return name
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp(path: Path) -> tuple[int, int]:
+    """Return what changes when a file is written: its time and its size; zeros without a file."""
     try:
         about = path.stat()
     except OSError:
@@ -262,4 +278,4 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _mtime(path: Path) -> float:
-    return _stamp(path)[0] / 1e9
+    return stamp(path)[0] / 1e9

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -19,8 +20,36 @@ LOOK_S = 0.5
 ALIVE_S = 15.0
 MOST_CONNECTIONS = 64
 
-Parts = Callable[[], Mapping[str, str]]
-"""Returns the parts of a page by the ids of their elements; may read files."""
+
+class Parts(Protocol):
+    """The parts of one page. Both may read files."""
+
+    def tokens(self) -> Mapping[str, object]:
+        """Return for each part, by the id of its element, what it was made of: cheap to compare."""
+        ...
+
+    def html(self, names: Collection[str]) -> Mapping[str, str]:
+        """Return the content of these parts."""
+        ...
+
+
+class Changes:
+    """The parts of one page that have changed since they were sent."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._tokens: dict[str, object] = {}
+        self._sent: dict[str, int] = {}
+
+    def look(self) -> dict[str, str]:
+        """Return the parts to send now."""
+        tokens = self._parts.tokens()
+        changed = [name for name, token in tokens.items() if self._tokens.get(name) != token]
+        self._tokens = dict(tokens)
+        found = self._parts.html(changed) if changed else {}
+        new = {name: html for name, html in found.items() if self._sent.get(name) != hash(html)}
+        self._sent |= {name: hash(html) for name, html in new.items()}
+        return new
 
 
 class LiveConnections:
@@ -42,13 +71,11 @@ class LiveConnections:
         self._open += 1
         try:
             yield "retry: 2000\n\n"
-            sent: dict[str, int] = {}
-            told = time.monotonic()
+            changes, told = Changes(parts), time.monotonic()
             while not (self.closing or await request.is_disconnected()):
-                for name, html in (await asyncio.to_thread(parts)).items():
-                    if sent.get(name) != (known := hash(html)):
-                        sent[name], told = known, time.monotonic()
-                        yield message(name, html)
+                for name, html in (await asyncio.to_thread(changes.look)).items():
+                    told = time.monotonic()
+                    yield message(name, html)
                 if time.monotonic() - told > ALIVE_S:
                     told = time.monotonic()
                     yield ": \n\n"

@@ -23,7 +23,7 @@ from composer_mesh.services.inspection.tree import Viewer
 RUNS_KEPT = 12
 EVENTS_KEPT = 5000
 STEPS_KEPT = 64
-LOOK_S = 1.0
+LOOK_S = 1.5
 """Shortest time between two questions to the admin server of a run."""
 
 

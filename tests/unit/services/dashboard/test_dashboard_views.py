@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.dashboard.catalog import Catalog, differing, state_of
 from composer_mesh.services.dashboard.charts import Chart, figure, sparkline, ticks
+from composer_mesh.services.dashboard.live import Changes
+from composer_mesh.services.dashboard.live_parts import PartsOfRun
 from composer_mesh.services.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.services.dashboard.series import Columns, curve, reduced
 from composer_mesh.services.dashboard.timeline import timeline_of
 from composer_mesh.services.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.services.directory.sampled_metrics import sampled_metrics
 from composer_mesh.services.directory.status import RunStatus, write_status
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import Where
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 
@@ -258,3 +263,38 @@ async def test_pages_of_a_run_without_a_store_say_what_is_missing(tmp_path: Path
         answer = await browser.get("/runs/old/rollouts")
     assert answer.status_code == 404
     assert "has no run.sqlite" in answer.text
+
+
+async def test_a_live_part_is_made_anew_only_when_its_files_have_changed(run: Path) -> None:
+    asked: list[list[str]] = []
+
+    def context() -> dict[str, Any]:
+        asked.append([])
+        return {"timeline": None}
+
+    changes = Changes(PartsOfRun(run / "run", ("timeline",), context))
+    assert set(changes.look()) == {"timeline"}
+    assert changes.look() == {}
+    assert len(asked) == 1
+    (run / "run" / "timeline.jsonl").write_text('{"step": 1}\n')
+    assert changes.look() == {}  # read again, and the same
+    assert len(asked) == 2
+
+
+async def test_the_index_of_rollouts_has_totals_pages_and_errors_of_steps(run: Path) -> None:
+    with RunReader(run / "run") as reader:
+        rows = list(reader.rows())
+        totals = reader.totals(Where(group_id=1))
+        assert totals.count == len([row for row in rows if row.group_id == 1])
+        assert totals.mean_reward == pytest.approx(
+            sum(row.reward for row in rows if row.group_id == 1) / totals.count
+        )
+        kinds = [kind for row in rows for kind in row.error_kinds]
+        assert reader.totals().errors == dict(Counter(kinds))
+        assert list(reader.rows(limit=2, offset=3)) == rows[3:5]
+        trained = [row for row in rows if row.group_id < 4]
+        assert reader.errors_of_steps(0, 1)[""] == len(trained)
+        assert reader.errors_of_steps(0, 0)[""] == len([r for r in trained if r.group_id < 2])
+        pairs = [row.pair_id for row in reader.pairs()]
+        assert [row.pair_id for row in reader.newest_pairs(2, 1)] == pairs[::-1][1:3]
+        assert sum(reader.pair_states().values()) == len(pairs)
