@@ -12,7 +12,6 @@ between watched and not watched. `--quick` has 50 runs, 20,000 rollouts and fewe
 from __future__ import annotations
 
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -51,7 +50,7 @@ def served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
             assert found is not None, line
             yield found.group(), psutil.Process(process.pid)
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(30)
 
 
@@ -162,7 +161,7 @@ def cost(folder: Path, report: Report, blocks: int, steps: int) -> None:
                 with watching(folder):
                     watched += _steps(root, steps)
         finally:
-            run.send_signal(signal.SIGINT)
+            run.terminate()
             run.wait(120)
     ratio = statistics.median(watched) / statistics.median(alone) - 1
     report.figures |= {

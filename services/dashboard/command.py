@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -32,19 +32,21 @@ def dashboard_command(
             f"{options.folder} is no folder: name the one that holds your runs, or a run"
         )
     token = options.token(token_env)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_until_a_signal(options, token, say))
+    asyncio.run(_until_a_signal(options, token, say))
     return 0
 
 
 async def _until_a_signal(
     options: DashboardOptions, token: str, say: Callable[[str], None]
 ) -> None:
+    ended = asyncio.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(one, ended.set)
     async with serving(options, token) as port:
         name = f"[{options.host}]" if ":" in options.host else options.host
         made = f"?token={token}" if token and options.control else ""
         say(f"dashboard of {options.folder}: http://{name}:{port}/{made}  (Ctrl-C ends it)")
-        await asyncio.Event().wait()
+        await ended.wait()
 
 
 @asynccontextmanager
