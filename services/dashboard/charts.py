@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
@@ -33,7 +33,6 @@ class Chart:
     low: float | None = None
     high: float | None = None
     note: str = ""
-    zero: bool = field(default=False)
 
     @property
     def empty(self) -> bool:
@@ -99,7 +98,7 @@ class Chart:
         values += [end for one in self.curves for band in one.bands for end in band]
         low = min(values) if self.low is None else min(self.low, *values)
         high = max(values) if self.high is None else max(self.high, *values)
-        return _span(min(low, 0.0) if self.zero else low, high)
+        return _span(low, high)
 
     def _numbers(self, place: _Place) -> list[str]:
         """Return the numbers at the left."""

@@ -10,7 +10,6 @@ from composer_mesh.services.dashboard.catalog import RunSummary
 from composer_mesh.services.dashboard.requests import LONGEST_TEXT, page_of
 
 PAGE_SIZE = 100
-DIFFERENCES_SHOWN = 4
 STATES = ("running", "finished", "stopped", "failed", "died", "silent")
 SORTS: dict[str, Callable[[RunSummary], tuple[float, str]]] = {
     "updated": lambda run: (-run.updated, run.name),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.configs.changes import changes
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.schema import Config
@@ -269,3 +270,10 @@ async def test_a_run_passes_its_figures_to_trackers_and_records_what_they_tell(
     assert steps[0].values["eval/success_rate"] == 0.5
     assert steps[1].values["train/num_tokens"] == 42.0
     assert events == [("tracker_started", "mine", "unit")]
+
+
+def test_a_resumed_run_may_have_other_trackers() -> None:
+    before, after = config_of({"type": "wandb"}), config_of({"type": "tensorboard", "queue": 5})
+    assert all(change.safe for change in changes(before, after))
+    assert all(change.safe for change in changes(before, config_of()))
+    assert list(changes(before, after))
