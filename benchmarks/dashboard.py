@@ -232,7 +232,7 @@ def main() -> None:
     parser = arguments("What the dashboard's pages take, and what it costs a run that it watches.")
     parser.add_argument("--part", choices=("pages", "cost", "both"), default="both")
     options = parser.parse_args()
-    runs, rollouts, visits = (50, 20_000, 60) if options.quick else (200, 100_000, 400)
+    runs, rollouts, visits = (50, 20_000, 30) if options.quick else (200, 100_000, 80)
     blocks, steps = (1, 6) if options.quick else (2, 15)
     report = Report("dashboard")
     with tempfile.TemporaryDirectory() as place:
