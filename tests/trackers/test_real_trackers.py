@@ -31,6 +31,8 @@ from composer_mesh.integrations.trackers.checks import check_trackers
 from composer_mesh.integrations.trackers.making import make_tracker
 from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
 
+pytest.importorskip("wandb", reason="needs the packages of trackers: run `make test-trackers`")
+
 STEPS = 3
 RUN = {"run": {"name": "unit"}, "trainer": {"lr": 3e-4}}
 
